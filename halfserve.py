@@ -1,0 +1,120 @@
+"""The one command: `halfserve STAGE ...` loads the stage it is asked for and nothing else.
+
+Each stage keeps its command line in a `cli.py` of its own, with two names in it: the function (its typer annotations are the
+options) and `EXIT_CODES`, which says which exceptions are the user's to mend and what exit code each has. `halfserve serve`
+therefore starts without importing torch, and a stage's errors need no common base class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Where a command lives, its line in `halfserve --help`, and the extra that installs what it imports."""
+
+    module: str
+    function: str
+    help: str
+    extra: str | None = None
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+STAGES = {
+    "train": Stage(module="amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"),
+    "export": Stage(module="export.cli", function="export", help="Turn a checkpoint into a verified fp16 model.", extra="export"),
+    "serve": Stage(module="serve.cli", function="serve", help="Serve models over gRPC in batches."),
+    "models": Stage(module="serve.client.cli", function="models", help="List the models of a running server."),
+    "infer": Stage(module="serve.client.cli", function="infer", help="Ask a running server for a prediction."),
+    "bench": Stage(module="serve.benchmark.cli", function="bench", help="Measure a server's throughput and latency.", extra="bench"),
+    "demo": Stage(module="examples.digits.demo", function="demo", help="The whole way on handwritten digits.", extra="demo"),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists the commands from STAGES and imports one only when it is the one called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the signature is typer's)
+        return list(STAGES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (the signature is typer's)
+        stage = STAGES.get(cmd_name)
+        return stage and TyperCommand(cmd_name, help=stage.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        stage = STAGES[name]
+        single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        single.command(name)(getattr(stage.load(), stage.function))
+        return name, typer.main.get_command(single), rest
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    help="Train in mixed precision, convert to fp16 with proof, serve over gRPC in batches.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(ctx: typer.Context, *, version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from importlib.metadata import version as installed_version  # noqa: PLC0415  (only this branch needs it)
+
+        typer.echo(f"halfserve {installed_version('halfserve')}")
+    elif ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 or 3 as the stage says, 2 wrong usage, 69 an extra is missing."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    stage = STAGES.get(next((a for a in arguments if not a.startswith("-")), ""))
+    prefix = f"halfserve {arguments[0]}" if stage else "halfserve"
+    try:
+        app(args=arguments, prog_name="halfserve")
+    except ModuleNotFoundError as error:
+        if stage is None or stage.extra is None or not error.name:
+            raise
+        typer.echo(f"{prefix}: needs the package {error.name!r}; run: pip install 'halfserve[{stage.extra}]'", err=True)
+        sys.exit(MISSING_EXTRA_EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    except BrokenPipeError:
+        # The reader of our output (`halfserve bench --json | head`) has gone: nothing is wrong, and nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        exit_code = stage and _exit_code(stage, error)
+        if exit_code is None:
+            raise
+        typer.echo(f"{prefix}: {error}", err=True)
+        sys.exit(exit_code)
+
+
+def _exit_code(stage: Stage, error: Exception) -> int | None:
+    codes: dict[type[Exception], int] = stage.load().EXIT_CODES
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
+
+
+if __name__ == "__main__":
+    main()
