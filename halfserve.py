@@ -34,16 +34,17 @@ class Stage:
     extra: str | None = None
 
     def load(self) -> ModuleType:
+        """Import the module that holds the command."""
         return importlib.import_module(self.module)
 
 
 STAGES = {
     "train": Stage(module="amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"),
-    "export": Stage(module="export.cli", function="export", help="Turn a checkpoint into a verified fp16 model.", extra="export"),
+    "export": Stage(module="export.cli", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"),
     "serve": Stage(module="serve.cli", function="serve", help="Serve models over gRPC in batches."),
     "models": Stage(module="serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="serve.client.cli", function="infer", help="Ask a running server for a prediction."),
-    "bench": Stage(module="serve.benchmark.cli", function="bench", help="Measure a server's throughput and latency.", extra="bench"),
+    "bench": Stage(module="serve.benchmark.cli", function="bench", help="Measure throughput and latency.", extra="bench"),
     "demo": Stage(module="examples.digits.demo", function="demo", help="The whole way on handwritten digits.", extra="demo"),
 }
 
@@ -52,14 +53,18 @@ class LazyGroup(TyperGroup):
     """Lists the commands from STAGES and imports one only when it is the one called."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the signature is typer's)
+        """Names in the order of the pipeline."""
         return list(STAGES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (the signature is typer's)
+        """What `halfserve --help` needs of a command: its name and its line."""
         stage = STAGES.get(cmd_name)
         return stage and TyperCommand(cmd_name, help=stage.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, _, rest = super().resolve_command(ctx, args)
+        """The command that is to run, from the module that holds it."""
+        _, command, rest = super().resolve_command(ctx, args)
+        name = str(command and command.name)
         stage = STAGES[name]
         single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         single.command(name)(getattr(stage.load(), stage.function))
@@ -104,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        exit_code = stage and _exit_code(stage, error)
+        exit_code = None if stage is None else _exit_code(stage, error)
         if exit_code is None:
             raise
         typer.echo(f"{prefix}: {error}", err=True)

@@ -1,0 +1,1 @@
+"""Serve models over gRPC: transport -> protocol -> engine -> backend, and back."""

@@ -1,0 +1,1 @@
+"""Batching and bookkeeping, free of any transport."""

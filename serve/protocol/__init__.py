@@ -1,0 +1,1 @@
+"""KServe v2's RPCs as functions from message to message."""

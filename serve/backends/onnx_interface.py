@@ -1,0 +1,61 @@
+"""Read the inputs and outputs of an ONNX file as its clients will see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from protos.datatypes import BY_ONNX
+from serve.engine.backend import ModelInterface
+from serve.engine.errors import ModelLoadError
+from serve.engine.tensors import ANY_SIZE, TensorSpec
+
+
+def load_onnx(path: Path, *, weights: bool) -> onnx.ModelProto:
+    """Parse an ONNX file; `weights` also reads those that lie in files beside it.
+
+    Raises:
+        ModelLoadError: the file cannot be read or is not ONNX.
+    """
+    try:
+        model = onnx.load(path, load_external_data=weights)
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{error.filename or path}: not found; a model's external data must lie beside it") from None
+    except (DecodeError, ValueError, OSError) as error:
+        raise ModelLoadError(f"{path}: is not a readable ONNX file ({str(error).splitlines()[0]}); export it again") from None
+    if not model.HasField("graph") or not model.opset_import:
+        raise ModelLoadError(
+            f"{path}: is not an ONNX model (no graph in it); expected what torch.onnx.export or onnx.save writes"
+        )
+    return model
+
+
+def read_interface(path: Path) -> ModelInterface:
+    """The interface of the model file; its weights are not read.
+
+    Raises:
+        ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
+    """
+    graph = load_onnx(path, weights=False).graph
+    constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
+    inputs = tuple(_spec(value, f"{path}: input") for value in graph.input if value.name not in constants)
+    outputs = tuple(_spec(value, f"{path}: output") for value in graph.output)
+    specs = (*inputs, *outputs)
+    batched = bool(inputs and outputs) and all(spec.shape[:1] == (ANY_SIZE,) for spec in specs)
+    return ModelInterface(inputs=inputs, outputs=outputs, batched=batched)
+
+
+def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
+    if value.type.WhichOneof("value") != "tensor_type":
+        raise ModelLoadError(f"{where} {value.name!r} is not a tensor; the wire carries tensors only")
+    tensor = value.type.tensor_type
+    datatype = BY_ONNX.get(tensor.elem_type)
+    if datatype is None or datatype.numpy is None:
+        name = onnx.TensorProto.DataType.Name(tensor.elem_type)
+        raise ModelLoadError(f"{where} {value.name!r} has the type {name}, which cannot be served; cast it inside the model")
+    if not tensor.HasField("shape"):
+        raise ModelLoadError(f"{where} {value.name!r} has no shape, not even a rank; export the model with one")
+    shape = tuple(d.dim_value if d.HasField("dim_value") else ANY_SIZE for d in tensor.shape.dim)
+    return TensorSpec(name=value.name, datatype=datatype, shape=shape)

@@ -1,0 +1,90 @@
+"""Turn an fp16 ONNX model into one that computes in fp32, from the same (fp16) weights.
+
+ONNX Runtime has CPU kernels in fp16 for few operators and surrounds the others with casts. Computing in fp32 throughout is as
+fast as an fp32 model there and closer to the truth than fp16 arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
+
+FP16, FP32 = TensorProto.FLOAT16, TensorProto.FLOAT
+# Integer attributes that hold a tensor type, over all operators of the standard and of ONNX Runtime's own domain.
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
+
+
+def computes_in_fp16(model: ModelProto) -> bool:
+    """Whether any weight, input, output or cast of the model is fp16."""
+    return any(True for _ in _fp16_places(model))
+
+
+def upcast_to_fp32(model: ModelProto) -> None:
+    """Change every fp16 type to fp32, in place: weights, constants, casts, inputs and outputs, subgraphs, functions."""
+    for graph in _graphs(model):
+        for tensor in graph.initializer:
+            _upcast_tensor(tensor)
+        for sparse in graph.sparse_initializer:
+            _upcast_tensor(sparse.values)
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            _upcast_type(value.type)
+    for function in model.functions:
+        for value in function.value_info:
+            _upcast_type(value.type)
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            _upcast_attribute(attribute)
+
+
+def _fp16_places(model: ModelProto) -> Iterator[object]:
+    for graph in _graphs(model):
+        yield from (t for t in graph.initializer if t.data_type == FP16)
+        yield from (v for v in (*graph.input, *graph.output) if v.type.tensor_type.elem_type == FP16)
+    for node in _nodes(model):
+        yield from (a for a in node.attribute if a.t.data_type == FP16 or (a.name in TYPE_ATTRIBUTES and a.i == FP16))
+
+
+def _graphs(model: ModelProto) -> Iterator[GraphProto]:
+    yield model.graph
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield attribute.g
+            yield from attribute.graphs
+
+
+def _nodes(model: ModelProto) -> Iterator[NodeProto]:
+    pending = [list(model.graph.node), *(list(function.node) for function in model.functions)]
+    while pending:
+        for node in pending.pop():
+            yield node
+            for attribute in node.attribute:
+                pending += [list(graph.node) for graph in (attribute.g, *attribute.graphs) if graph.node]
+
+
+def _upcast_attribute(attribute: AttributeProto) -> None:
+    if attribute.name in TYPE_ATTRIBUTES and attribute.i == FP16:
+        attribute.i = FP32
+    for tensor in (attribute.t, *attribute.tensors):
+        _upcast_tensor(tensor)
+    for proto in (attribute.tp, *attribute.type_protos):
+        _upcast_type(proto)
+
+
+def _upcast_tensor(tensor: TensorProto) -> None:
+    if tensor.data_type == FP16:
+        array = numpy_helper.to_array(tensor).astype("float32")
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def _upcast_type(proto: TypeProto) -> None:
+    kind = proto.WhichOneof("value")
+    if kind in {"tensor_type", "sparse_tensor_type"}:
+        tensor = getattr(proto, kind)
+        if tensor.elem_type == FP16:
+            tensor.elem_type = FP32
+    elif kind in {"sequence_type", "optional_type"}:
+        _upcast_type(getattr(proto, kind).elem_type)
+    elif kind == "map_type":
+        _upcast_type(proto.map_type.value_type)

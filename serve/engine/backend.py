@@ -1,0 +1,86 @@
+"""What the engine asks of a runtime; serve/backends/ holds the implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from serve.engine.tensors import Tensors, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInterface:
+    """The inputs and outputs of a model file, as its clients see them.
+
+    Attributes:
+        inputs: what a request must bring.
+        outputs: what it can ask for.
+        batched: every one of them begins with a dimension of any size, the batch.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batched: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where to load a model.
+
+    Attributes:
+        use_gpu: on the CUDA device where there is one; False keeps it on the CPU.
+        require_gpu: fail rather than run on the CPU.
+        device_id: which CUDA device.
+        threads: for one operator on the CPU; 0 lets the runtime choose.
+    """
+
+    use_gpu: bool = True
+    require_gpu: bool = False
+    device_id: int = 0
+    threads: int = 0
+
+
+class Backend(Protocol):
+    """One loaded copy of a model. It is used by one thread at a time."""
+
+    @property
+    def provider(self) -> str:
+        """Where it really computes, such as "CUDAExecutionProvider"."""
+
+    @property
+    def precision(self) -> str:
+        """What it computes in, in words: "fp16", or "fp32 (the fp16 model, upcast)"."""
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype in which `run` takes the input `name`; it may be wider than what the client sends."""
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """Compute every output, in the dtypes of the model's interface.
+
+        Args:
+            inputs: by name, in `compute_dtype`, batch dimension first where the model has one.
+
+        Raises:
+            Exception: whatever the runtime raises; the engine turns it into the request's error.
+        """
+
+
+class Runtime(Protocol):
+    """Reads model files of one kind and loads them."""
+
+    def describe(self, path: Path) -> ModelInterface:
+        """Read a model file's interface without loading its weights.
+
+        Raises:
+            ModelLoadError: the file is missing, is not a model of this kind or has inputs that cannot travel on the wire.
+        """
+
+    def load(self, path: Path, placement: Placement) -> Backend:
+        """Load one copy, ready to run.
+
+        Raises:
+            ModelLoadError: the runtime refuses the model, or there is no GPU and one is required.
+        """

@@ -1,0 +1,77 @@
+"""Run one batch on a backend: put the requests' rows together, compute, take the answers apart. Runs on a worker thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from serve.engine.backend import Backend
+from serve.engine.errors import BackendError
+from serve.engine.requests import InferRequest
+from serve.engine.statistics import BatchTimes
+from serve.engine.tensors import Array, Tensors
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """A batch that ran, or the request that failed.
+
+    Attributes:
+        requests: in order of arrival.
+        answers: one per request, or one error for all of them (then there is one request).
+        times: None when the batch failed.
+    """
+
+    requests: list[InferRequest]
+    answers: list[Tensors] | BackendError
+    times: BatchTimes | None
+
+
+def run_batch(backend: Backend, requests: list[InferRequest]) -> list[BatchResult]:
+    """Run the requests together; when that fails, halve until only the requests that cannot be computed have failed."""
+    started = time.monotonic_ns()
+    try:
+        inputs = {
+            name: _assemble([r.inputs[name] for r in requests], backend.compute_dtype(name)) for name in requests[0].inputs
+        }
+        assembled = time.monotonic_ns()
+        outputs = backend.run(inputs)
+        computed = time.monotonic_ns()
+        answers = _take_apart(outputs, requests)
+        times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+    except Exception as error:  # noqa: BLE001  (whatever a runtime raises must reach these requests, not end the worker)
+        if len(requests) == 1:
+            text = error if isinstance(error, BackendError) else BackendError(f"the model failed on this request: {error}")
+            return [BatchResult(requests, text, None)]
+        middle = len(requests) // 2
+        return run_batch(backend, requests[:middle]) + run_batch(backend, requests[middle:])
+    return [BatchResult(requests, answers, times)]
+
+
+def _assemble(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    if len(parts) == 1:
+        return parts[0].astype(dtype, copy=False)
+    return np.concatenate(parts, dtype=dtype, casting="unsafe")
+
+
+def _take_apart(outputs: Tensors, requests: list[InferRequest]) -> list[Tensors]:
+    if len(requests) == 1:
+        request = requests[0]
+        return [{name: outputs[name] for name in request.outputs}]
+    rows = sum(request.rows for request in requests)
+    for name, array in outputs.items():
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise BackendError(
+                f"output {name!r} has shape {list(array.shape)}, expected {rows} rows first, one per row of the batch"
+            )
+    answers: list[Tensors] = []
+    start = 0
+    for request in requests:
+        end = start + request.rows
+        answers.append({name: outputs[name][start:end] for name in request.outputs})
+        start = end
+    return answers

@@ -1,0 +1,134 @@
+"""Between the event loop, where requests arrive, and the worker threads, where batches run.
+
+Everything but `run_batch` happens on the event loop, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from serve.engine.backend import Backend
+from serve.engine.batch import BatchResult, run_batch
+from serve.engine.batch_queue import BatchLimits, BatchQueue, FullError
+from serve.engine.errors import DeadlineExceededError, InferenceError, QueueFullError, UnavailableError
+from serve.engine.requests import InferRequest
+from serve.engine.statistics import Statistics
+
+
+class Batcher:
+    """Queues requests and keeps every backend instance busy while requests wait."""
+
+    def __init__(self, backends: Sequence[Backend], limits: BatchLimits, statistics: Statistics) -> None:
+        self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
+        self._statistics = statistics
+        self._idle = [(backend, ThreadPoolExecutor(1, thread_name_prefix="instance")) for backend in backends]
+        self._executors = [executor for _, executor in self._idle]
+        self._running = 0
+        self._wake: asyncio.Handle | None = None
+        self._drained: asyncio.Event | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, those being computed not counted."""
+        return len(self._queue)
+
+    def submit(self, request: InferRequest) -> None:
+        """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
+
+        Raises:
+            UnavailableError: the batcher is draining.
+            QueueFullError: the queue has reached its bound.
+        """
+        if self._drained is not None:
+            raise UnavailableError("the model is shutting down; send the request to another replica")
+        loop = asyncio.get_running_loop()
+        try:
+            self._queue.offer(request, time.monotonic())
+        except FullError:
+            raise QueueFullError(
+                f"the model's queue is full ({self._queue.limits.max_waiting} requests wait); retry with back-off",
+                retry_after_s=self._retry_after_s(),
+            ) from None
+        if self._idle and self._wake is None:
+            # Not at once: requests that arrive in the same turn of the loop share the batch.
+            self._wake = loop.call_soon(self._dispatch)
+
+    def cancel(self, request: InferRequest) -> None:
+        """The client has gone: free the request's place if it still waits, and drop its answer otherwise."""
+        request.cancelled = True
+        if self._queue.remove(request):
+            self._statistics.failed(request.arrived_ns)
+
+    async def drain(self) -> None:
+        """Take nothing more, finish everything that was taken, end the worker threads."""
+        if self._drained is None:
+            self._drained = asyncio.Event()
+            self._notice_drained()
+        await self._drained.wait()
+        for executor in self._executors:
+            executor.shutdown(wait=False)
+
+    def _dispatch(self) -> None:
+        self._wake = None
+        loop = asyncio.get_running_loop()
+        while self._idle and (batch := self._queue.take(time.monotonic())) is not None:
+            for request in batch.expired:
+                self._fail(
+                    request,
+                    DeadlineExceededError("the deadline passed while the request waited in the queue; it was not computed"),
+                )
+            if batch.requests:
+                self._start(loop, batch.requests)
+        due = self._queue.next_due()
+        if self._idle and due is not None:
+            self._wake = loop.call_later(max(0.0, due - time.monotonic()), self._dispatch)
+        self._notice_drained()
+
+    def _start(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest]) -> None:
+        backend, executor = self._idle.pop()
+        self._running += 1
+
+        def finished(results: list[BatchResult]) -> None:
+            self._running -= 1
+            self._idle.append((backend, executor))
+            for result in results:
+                self._deliver(result)
+            if self._wake is not None:
+                self._wake.cancel()
+            self._dispatch()
+
+        executor.submit(_work, loop, backend, requests, finished)
+
+    def _deliver(self, result: BatchResult) -> None:
+        if result.times is None or isinstance(result.answers, InferenceError):
+            for request in result.requests:
+                self._fail(request, result.answers)  # type: ignore[arg-type]  # without times there is one error
+            return
+        self._statistics.batch_done(result.times, [r.arrived_ns for r in result.requests], sum(r.rows for r in result.requests))
+        for request, answer in zip(result.requests, result.answers, strict=True):
+            request.finish(answer)
+
+    def _fail(self, request: InferRequest, error: InferenceError) -> None:
+        self._statistics.failed(request.arrived_ns)
+        request.finish(error)
+
+    def _retry_after_s(self) -> float:
+        """How long the queue takes to empty at the pace so far."""
+        seconds_per_row = self._statistics.compute_infer.ns / 1e9 / max(1, self._statistics.rows)
+        return max(0.001, seconds_per_row * len(self._queue))
+
+    def _notice_drained(self) -> None:
+        if self._drained is not None and not self._running and not self._queue:
+            self._drained.set()
+
+
+def _work(
+    loop: asyncio.AbstractEventLoop,
+    backend: Backend,
+    requests: list[InferRequest],
+    finished: Callable[[list[BatchResult]], None],
+) -> None:
+    loop.call_soon_threadsafe(finished, run_batch(backend, requests))

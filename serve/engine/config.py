@@ -1,0 +1,172 @@
+"""A model's configuration: read config.pbtxt, complete it from the model file, refuse what contradicts it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from protos.datatypes import BY_CONFIG
+from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from serve.engine.backend import ModelInterface
+from serve.engine.batch_queue import BatchLimits
+from serve.engine.errors import ModelLoadError
+from serve.engine.tensors import ANY_SIZE, TensorSpec
+
+PLATFORM = "onnxruntime_onnx"
+BACKEND = "onnxruntime"
+# What this server acts on; anything else in a config.pbtxt is kept, shown to clients and named in a warning.
+HONOURED = frozenset(
+    {
+        *("name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "instance_group"),
+        *("default_model_filename", "dynamic_batching", "parameters"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a model gets whose config.pbtxt does not say.
+
+    Attributes:
+        max_batch_size: rows in one batch, for models with a batch dimension.
+        max_queue_delay_us: microseconds that a request may wait for others.
+        max_queue_size: requests waiting for one model.
+    """
+
+    max_batch_size: int = 32
+    max_queue_delay_us: int = 0
+    max_queue_size: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredConfig:
+    """What a config.pbtxt says, before it is completed.
+
+    Attributes:
+        message: the parsed file; empty where there is none.
+        source: the file (or the model file, where there is none), for error texts.
+        says_batch_size: proto3 does not tell a written 0 from none, and here they differ: 0 asks for no batching, none asks for
+            the default.
+    """
+
+    message: ModelConfig
+    source: Path
+    says_batch_size: bool
+
+
+def read_config(path: Path) -> DeclaredConfig:
+    """Parse a config.pbtxt; an absent file is an empty configuration.
+
+    Raises:
+        ModelLoadError: the file cannot be read or parsed; the text gives line and column.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from None
+    try:
+        config = text_format.Parse(text, ModelConfig())
+    except text_format.ParseError as error:
+        raise ModelLoadError(f"{path}: {error}; expected a ModelConfig in protobuf's text format") from None
+    says_batch_size = re.search(r"^\s*max_batch_size\b", text, re.MULTILINE) is not None
+    return DeclaredConfig(message=config, source=path, says_batch_size=says_batch_size)
+
+
+def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name: str, defaults: Defaults) -> ModelConfig:
+    """Fill in what the configuration leaves out and check what it says against the model file.
+
+    Args:
+        declared: from `read_config`; not changed.
+        interface: of the model file.
+        name: the model folder's name.
+        defaults: for what neither says.
+
+    Raises:
+        ModelLoadError: a field contradicts the model file, or asks for what this server cannot do.
+    """
+    source = declared.source
+    result = ModelConfig()
+    result.CopyFrom(declared.message)
+    if result.name not in {"", name}:
+        raise ModelLoadError(
+            f"{source}: name is {result.name!r}, expected the folder's name {name!r}; change it or leave it out"
+        )
+    if result.platform not in {"", PLATFORM} or result.backend not in {"", BACKEND}:
+        asked = result.platform or result.backend
+        raise ModelLoadError(
+            f"{source}: {asked!r} models are not supported, expected platform {PLATFORM!r} or backend {BACKEND!r}"
+        )
+    for field in ("sequence_batching", "ensemble_scheduling"):
+        if result.HasField(field):
+            raise ModelLoadError(f"{source}: {field} is not supported; use dynamic_batching or remove the setting")
+    result.name, result.platform, result.backend = name, PLATFORM, BACKEND
+    if not declared.says_batch_size:
+        result.max_batch_size = defaults.max_batch_size if interface.batched else 0
+    if result.max_batch_size < 0:
+        raise ModelLoadError(f"{source}: max_batch_size is {result.max_batch_size}, expected 0 (no batching) or more")
+    if result.max_batch_size and not interface.batched:
+        raise ModelLoadError(
+            f"{source}: max_batch_size is {result.max_batch_size}, but not every input and output of the model begins with a "
+            "dimension of any size; export it with a dynamic batch dimension or set max_batch_size: 0"
+        )
+    batched = result.max_batch_size > 0
+    _complete_tensors(result.input, interface.inputs, f"{source}: input", batched=batched)
+    _complete_tensors(result.output, interface.outputs, f"{source}: output", batched=batched)
+    if result.max_batch_size and not result.HasField("dynamic_batching"):
+        result.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
+    return result
+
+
+def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, *, batched: bool) -> None:
+    entries = {entry.name: entry for entry in declared}
+    known = {spec.name for spec in specs}
+    for unknown in sorted(entries.keys() - known):
+        raise ModelLoadError(f"{where} {unknown!r} is not in the model, which has {', '.join(map(repr, sorted(known)))}")
+    for spec in specs:
+        dims = spec.shape[1:] if batched else spec.shape
+        if spec.name in entries:
+            _check_tensor(entries[spec.name], spec, dims, f"{where} {spec.name!r}", batched=batched)
+        else:
+            declared.add(name=spec.name, data_type=spec.datatype.config, dims=dims)
+
+
+def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
+    if entry.data_type != spec.datatype.config:
+        given = BY_CONFIG[entry.data_type].config_name if entry.data_type in BY_CONFIG else "no data_type"
+        raise ModelLoadError(f"{where} has {given}, the model has {spec.datatype.config_name}")
+    if len(entry.dims) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(entry.dims, dims, strict=True)):
+        hint = " (dims are without the batch dimension)" if batched else ""
+        raise ModelLoadError(f"{where} has dims {list(entry.dims)}, the model has {list(dims)}{hint}")
+
+
+def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
+    """The batching policy that a completed configuration asks for."""
+    dynamic = config.dynamic_batching
+    return BatchLimits(
+        max_rows=max(1, config.max_batch_size),
+        max_delay_s=dynamic.max_queue_delay_microseconds / 1e6,
+        preferred_rows=tuple(dynamic.preferred_batch_size),
+        max_waiting=dynamic.default_queue_policy.max_queue_size or defaults.max_queue_size,
+    )
+
+
+def instances(config: ModelConfig) -> list[tuple[str, int]]:
+    """One entry per copy of the model to load: ("gpu" | "cpu" | "auto", device)."""
+    kinds = {ModelInstanceGroup.KIND_GPU: "gpu", ModelInstanceGroup.KIND_CPU: "cpu"}
+    copies: list[tuple[str, int]] = []
+    for group in config.instance_group:
+        kind = kinds.get(group.kind, "auto")
+        for device in group.gpus or [0]:
+            copies += [(kind, device)] * max(1, group.count)
+    return copies or [("auto", 0)]
+
+
+def ignored_settings(config: ModelConfig) -> list[str]:
+    """Names of the settings in a config.pbtxt that this server does not act on, for a warning."""
+    return sorted(field.name for field, _ in config.ListFields() if field.name not in HONOURED)

@@ -1,0 +1,50 @@
+"""What can go wrong with a request, in the engine's own terms; protocol/status.py maps each class to a wire status.
+
+Texts are written for the client: they name its own model, input and values, never paths, stack frames or other clients.
+"""
+
+from __future__ import annotations
+
+
+class InferenceError(Exception):
+    """A request could not be answered. The text says what was wrong, what was expected and what to do."""
+
+
+class InvalidArgumentError(InferenceError):
+    """The request contradicts the model's interface; sending it again cannot help."""
+
+
+class NotFoundError(InferenceError):
+    """No such model or version is served."""
+
+
+class QueueFullError(InferenceError):
+    """The model's queue has reached its bound; the request was not taken.
+
+    Attributes:
+        retry_after_s: seconds after which a place is likely to be free.
+    """
+
+    def __init__(self, text: str, *, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(InferenceError):
+    """The request's time ran out before its batch started; it was not computed."""
+
+
+class UnavailableError(InferenceError):
+    """The server or the model is not ready, or is draining; another replica may answer."""
+
+
+class UnsupportedError(InferenceError):
+    """The protocol has this feature, this server does not."""
+
+
+class BackendError(InferenceError):
+    """The model failed while it ran on this request."""
+
+
+class ModelLoadError(Exception):
+    """A model, its configuration or the repository cannot be used; the text names the file and what to do."""

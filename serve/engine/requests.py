@@ -1,0 +1,42 @@
+"""One inference request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from serve.engine.errors import InferenceError
+from serve.engine.tensors import Tensors
+
+Done = Callable[[Tensors | InferenceError], None]
+
+
+@dataclass(slots=True, eq=False)
+class InferRequest:
+    """A checked request. It carries its callback, so that no table of waiting futures is needed.
+
+    Attributes:
+        inputs: arrays that fit the model's specifications, all with the same number of rows.
+        outputs: names of the outputs the client wants, in its order.
+        rows: size of the batch dimension; 1 for a model without one.
+        bucket: requests with equal buckets can share a batch.
+        deadline: on time.monotonic()'s clock, in seconds; None waits for ever.
+        done: called once on the event loop with the outputs or the error, unless the request was cancelled.
+        arrived_ns: time.monotonic_ns() of the arrival.
+        cancelled: the client has gone; nobody waits for the answer.
+    """
+
+    inputs: Tensors
+    outputs: tuple[str, ...]
+    rows: int
+    bucket: Hashable
+    deadline: float | None
+    done: Done
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
+    cancelled: bool = False
+
+    def finish(self, result: Tensors | InferenceError) -> None:
+        """Hand the result to whoever still waits for it."""
+        if not self.cancelled:
+            self.done(result)

@@ -1,0 +1,40 @@
+"""What a model's inputs and outputs look like, and whether a given shape fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from protos.datatypes import Datatype
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Tensors: TypeAlias = Mapping[str, Array]
+
+ANY_SIZE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One input or output of a model.
+
+    Attributes:
+        name: as in the ONNX graph.
+        datatype: what the client sends or gets. What the backend computes in may be wider.
+        shape: sizes, with the batch dimension first where the model has one; -1 where any size is taken.
+    """
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+
+    def mismatch(self, shape: Sequence[int]) -> str | None:
+        """Why `shape` does not fit, as the end of a sentence; None when it does."""
+        if len(shape) != len(self.shape):
+            return f"has shape {list(shape)}, expected {len(self.shape)} dimensions: {list(self.shape)}"
+        for given, expected in zip(shape, self.shape, strict=True):
+            if given < 0 or expected not in {ANY_SIZE, given}:
+                return f"has shape {list(shape)}, expected {list(self.shape)} (-1 takes any size)"
+        return None

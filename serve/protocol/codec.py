@@ -1,0 +1,155 @@
+"""ModelInferRequest -> checked arrays, arrays -> ModelInferResponse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from protos.datatypes import Datatype
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from serve.engine.errors import InvalidArgumentError, UnsupportedError
+from serve.engine.model import Model
+from serve.engine.tensors import Array, Tensors, TensorSpec
+from serve.protocol.raw_tensors import from_raw, to_raw
+
+SHARED_MEMORY = "shared_memory_region"
+
+
+@dataclass(frozen=True)
+class DecodedInputs:
+    """The tensors of a request that fit the model.
+
+    Attributes:
+        inputs: read-only views on the received bytes where possible.
+        rows: of the batch dimension; 1 for a model without one.
+        bucket: equal for requests that can be concatenated.
+    """
+
+    inputs: dict[str, Array]
+    rows: int
+    bucket: Hashable
+
+
+def decode_inputs(request: ModelInferRequest, model: Model) -> DecodedInputs:
+    """Check every input against the model and view its bytes as an array.
+
+    Raises:
+        InvalidArgumentError: a name, datatype, shape, row or byte count is wrong; the text names the input and both values.
+        UnsupportedError: an input lies in shared memory.
+    """
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {len(request.inputs)}, one per input")
+    arrays: dict[str, Array] = {}
+    for index, tensor in enumerate(request.inputs):
+        spec = _spec(tensor, model, arrays)
+        if raw and tensor.HasField("contents"):
+            raise InvalidArgumentError(f"input {spec.name!r} has contents and a raw_input_contents entry, expected one of them")
+        try:
+            if raw:
+                arrays[spec.name] = from_raw(raw[index], spec.datatype, tensor.shape)
+            else:
+                arrays[spec.name] = _from_contents(tensor.contents, spec.datatype, tensor.shape)
+        except ValueError as error:
+            raise InvalidArgumentError(f"input {spec.name!r} {error}") from None
+    if len(arrays) != len(model.inputs):
+        missing = ", ".join(repr(name) for name in model.inputs if name not in arrays)
+        raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
+    return DecodedInputs(arrays, _rows(arrays, model), _bucket(arrays, model))
+
+
+def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ...]:
+    """The outputs to answer, in the client's order; all of them when it names none.
+
+    Raises:
+        InvalidArgumentError: an output that the model does not have, or one named twice.
+        UnsupportedError: classification, or an output in shared memory, is asked for.
+    """
+    if not request.outputs:
+        return tuple(model.outputs)
+    names = tuple(output.name for output in request.outputs)
+    for output in request.outputs:
+        if output.name not in model.outputs:
+            raise InvalidArgumentError(f"output {output.name!r} is not one of the model's: {_names(model.outputs)}")
+        for parameter in ("classification", SHARED_MEMORY):
+            if parameter in output.parameters:
+                raise UnsupportedError(
+                    f"output {output.name!r} asks for {parameter}, which this server does not offer; leave it out"
+                )
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError(f"outputs {list(names)} name one twice; expected each at most once")
+    return names
+
+
+def encode_response(request: ModelInferRequest, model: Model, outputs: Tensors) -> ModelInferResponse:
+    """The answer, with one raw entry per output (clients index them unchecked, and fp16 has no other form)."""
+    response = ModelInferResponse(model_name=model.name, model_version=str(model.version), id=request.id)
+    for name, array in outputs.items():
+        datatype = model.outputs[name].datatype
+        response.outputs.add(name=name, datatype=datatype.wire, shape=array.shape)
+        response.raw_output_contents.append(to_raw(array, datatype))
+    return response
+
+
+def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: dict[str, Array]) -> TensorSpec:
+    spec = model.inputs.get(tensor.name)
+    if spec is None:
+        raise InvalidArgumentError(f"input {tensor.name!r} is not one of the model's: {_names(model.inputs)}")
+    if spec.name in seen:
+        raise InvalidArgumentError(f"input {spec.name!r} is given twice; expected once")
+    if tensor.datatype != spec.datatype.wire:
+        raise InvalidArgumentError(f"input {spec.name!r} has datatype {tensor.datatype!r}, expected {spec.datatype.wire!r}")
+    mismatch = spec.mismatch(tensor.shape)
+    if mismatch is not None:
+        raise InvalidArgumentError(f"input {spec.name!r} {mismatch}")
+    if SHARED_MEMORY in tensor.parameters:
+        raise UnsupportedError(f"input {spec.name!r} lies in shared memory, which this server does not offer; send the bytes")
+    return spec
+
+
+def _rows(arrays: dict[str, Array], model: Model) -> int:
+    if not model.max_batch_size:
+        return 1
+    sizes = {name: array.shape[0] for name, array in arrays.items()}
+    rows = next(iter(sizes.values()), 0)
+    if any(size != rows for size in sizes.values()):
+        raise InvalidArgumentError(f"inputs have different batch sizes {sizes}, expected the same for all")
+    if not 1 <= rows <= model.max_batch_size:
+        raise InvalidArgumentError(f"the batch size is {rows}, expected 1 to {model.max_batch_size}; split the request")
+    return rows
+
+
+def _bucket(arrays: dict[str, Array], model: Model) -> Hashable:
+    if not model.max_batch_size:
+        return object()  # a model without a batch dimension runs every request alone
+    if len(arrays) == 1:
+        (array,) = arrays.values()
+        return tuple(array.shape[1:])
+    # By the model's order: clients may name their inputs in any.
+    return tuple(arrays[name].shape[1:] for name in model.inputs)
+
+
+def _from_contents(contents: Any, datatype: Datatype, shape: Sequence[int]) -> Array:
+    if datatype.contents is None:
+        raise ValueError(f"of datatype {datatype.wire} has no typed contents, expected its bytes in raw_input_contents")
+    values = getattr(contents, datatype.contents)
+    filled = [field.name for field, _ in contents.ListFields() if field.name != datatype.contents]
+    if filled:
+        raise ValueError(f"of datatype {datatype.wire} has its elements in {filled[0]}, expected {datatype.contents}")
+    expected = math.prod(shape)
+    if len(values) != expected:
+        raise ValueError(f"has {len(values)} elements in {datatype.contents}, expected {expected} for shape {list(shape)}")
+    array = np.empty(len(values), datatype.numpy)
+    try:
+        array[:] = list(values)
+    except OverflowError:
+        raise ValueError(f"has an element in {datatype.contents} outside the range of {datatype.wire}") from None
+    return array.reshape(shape)
+
+
+def _names(specs: dict[str, TensorSpec]) -> str:
+    return ", ".join(map(repr, specs))

@@ -1,0 +1,71 @@
+"""Tensors as bytes on the wire and back: little-endian, row-major, no padding; used by the server and the client alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from protos.datatypes import Datatype
+
+LENGTH_PREFIX_BYTES = 4  # each BYTES element: uint32 length, then the bytes
+
+
+def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """View wire bytes as an array, without a copy (BOOL and BYTES excepted).
+
+    Args:
+        raw: the tensor's bytes; the array keeps them alive.
+        datatype: what one element is.
+        shape: sizes without -1.
+
+    Returns:
+        A read-only array of `datatype.numpy` and `shape`. BF16 comes as uint16 bit patterns, BYTES as `bytes` objects.
+
+    Raises:
+        ValueError: the byte count does not fit the shape; the text gives both counts.
+    """
+    if datatype.itemsize is None:
+        return _from_length_prefixed(raw, shape)
+    expected = math.prod(shape) * datatype.itemsize
+    if len(raw) != expected:
+        raise ValueError(f"has {len(raw)} bytes, expected {expected} for {datatype.wire} of shape {list(shape)}")
+    if datatype.wire == "BOOL":
+        # Any non-zero byte is true; viewing 2 as a numpy bool would be neither.
+        return np.frombuffer(raw, np.uint8).astype(np.bool_).reshape(shape)
+    return np.frombuffer(raw, datatype.numpy or np.dtype("<u2")).reshape(shape)
+
+
+def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
+    """The array's elements as wire bytes; BYTES from an array of `bytes` or `str` (UTF-8)."""
+    if datatype.itemsize is None:
+        return _to_length_prefixed(array)
+    return np.ascontiguousarray(array, datatype.numpy or np.dtype("<u2")).tobytes()
+
+
+def _from_length_prefixed(raw: bytes | memoryview, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    elements: list[bytes] = []
+    position, end = 0, len(raw)
+    while position < end:
+        start = position + LENGTH_PREFIX_BYTES
+        length = int.from_bytes(raw[position:start], "little")
+        if start > end or length > end - start:
+            raise ValueError(
+                f"ends inside BYTES element {len(elements)}, expected a {LENGTH_PREFIX_BYTES}-byte length and as many bytes"
+            )
+        elements.append(bytes(raw[start : start + length]))
+        position = start + length
+    expected = math.prod(shape)
+    if len(elements) != expected:
+        raise ValueError(f"has {len(elements)} BYTES elements, expected {expected} for shape {list(shape)}")
+    array = np.empty(len(elements), object)
+    array[:] = elements
+    return array.reshape(shape)
+
+
+def _to_length_prefixed(array: np.ndarray[Any, Any]) -> bytes:
+    encoded = [e if isinstance(e, bytes) else str(e).encode() for e in array.ravel()]
+    return b"".join(len(e).to_bytes(LENGTH_PREFIX_BYTES, "little") + e for e in encoded)

@@ -1,0 +1,54 @@
+"""The one table from the engine's errors to gRPC statuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    QueueFullError,
+    UnavailableError,
+    UnsupportedError,
+)
+
+# The numbers are gRPC's: https://grpc.github.io/grpc/core/md_doc_statuscodes.html
+CODES: dict[type[InferenceError], int] = {
+    InvalidArgumentError: 3,
+    DeadlineExceededError: 4,
+    NotFoundError: 5,
+    QueueFullError: 8,
+    UnsupportedError: 12,
+    BackendError: 13,
+    UnavailableError: 14,
+}
+INTERNAL = 13
+RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's own name for "try again in so many milliseconds"
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a failed call ends on the wire.
+
+    Attributes:
+        code: gRPC's number.
+        details: the text for the client.
+        trailers: metadata that goes with it.
+    """
+
+    code: int
+    details: str
+    trailers: tuple[tuple[str, str], ...] = ()
+
+
+def status_of(error: Exception) -> Status:
+    """The status of an error. What the engine did not raise on purpose is INTERNAL, and its text stays here."""
+    if not isinstance(error, InferenceError):
+        return Status(INTERNAL, "the server failed on this request; its log says why")
+    trailers: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, QueueFullError):
+        trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
+    return Status(CODES.get(type(error), INTERNAL), str(error), trailers)

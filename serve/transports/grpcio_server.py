@@ -1,0 +1,163 @@
+"""The reference transport: grpcio's asyncio server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import Message
+
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from serve.engine.errors import InferenceError, UnsupportedError
+from serve.protocol.service import INFER_PATH, Service, StreamMethod, UnaryMethod
+from serve.protocol.status import status_of
+from serve.transports.transport import BindError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two servers that share a port would each get some of the calls
+]
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+Context = Any  # grpc.aio.ServicerContext; grpcio ships no types
+
+
+class GrpcioServer:
+    """Serves a Service on host:port."""
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self._service = service
+        self._host, self._port = host, port
+        self._server: Any = None
+
+    async def start(self) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            BindError: the address is in use, not this machine's, or not allowed.
+        """
+        _check_address(self._host, self._port)
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._server.add_generic_rpc_handlers((_Methods(self._service),))
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            port = int(self._server.add_insecure_port(f"{host}:{self._port}"))
+        except RuntimeError:
+            raise BindError(_bind_text(self._host, self._port, "it cannot be listened on")) from None
+        await self._server.start()
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
+        await self._server.stop(grace_s)
+
+
+class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types
+    """Finds the handler of a method path."""
+
+    def __init__(self, service: Service) -> None:
+        self._handlers = {path: _unary_handler(method) for path, method in service.unary.items()}
+        self._handlers |= {path: _stream_handler(method) for path, method in service.streams.items()}
+        self._handlers[INFER_PATH] = grpc.unary_unary_rpc_method_handler(
+            _infer(service),
+            request_deserializer=ModelInferRequest.FromString,
+            response_serializer=ModelInferResponse.SerializeToString,
+        )
+
+    def service(self, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
+
+
+def _unary_handler(method: UnaryMethod) -> Any:
+    async def handle(request: Message, context: Context) -> Message:
+        try:
+            return method.answer(request)
+        except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the server)
+            await _abort(context, error)
+
+    return grpc.unary_unary_rpc_method_handler(
+        handle, request_deserializer=method.request.FromString, response_serializer=_serialize
+    )
+
+
+def _stream_handler(method: StreamMethod) -> Any:
+    async def handle(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Message]:
+        try:
+            async for response in method.answer(requests):
+                yield response
+        except Exception as error:  # noqa: BLE001  (see above)
+            await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(
+        handle, request_deserializer=method.request.FromString, response_serializer=_serialize
+    )
+
+
+def _infer(service: Service) -> Callable[[ModelInferRequest, Context], Awaitable[ModelInferResponse]]:
+    async def handle(request: ModelInferRequest, context: Context) -> ModelInferResponse:
+        answered: asyncio.Future[ModelInferResponse] = asyncio.get_running_loop().create_future()
+
+        def reply(result: ModelInferResponse | InferenceError) -> None:
+            if isinstance(result, InferenceError):
+                answered.set_exception(result)
+            else:
+                answered.set_result(result)
+
+        try:
+            cancel = service.infer(request, context.time_remaining(), reply)
+            try:
+                return await answered
+            except asyncio.CancelledError:
+                cancel()
+                raise
+        except Exception as error:  # noqa: BLE001  (see above)
+            await _abort(context, error)
+
+    return handle
+
+
+def _unsupported(method: str) -> Callable[[Any, Context], AsyncIterator[bytes]]:
+    async def handle(_: Any, context: Context) -> AsyncIterator[bytes]:
+        await _abort(context, UnsupportedError(f"{method} is not served here; server reflection lists what is"))
+        yield b""  # type: ignore[unreachable]  # makes this a stream; abort has raised
+
+    return handle
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    status = status_of(error)
+    if not isinstance(error, InferenceError):
+        logger.error("a call failed", exc_info=error)
+    await context.abort(CODES[status.code], status.details, trailing_metadata=status.trailers)
+    raise AssertionError  # abort has raised; this tells the type checker
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _check_address(host: str, port: int) -> None:
+    """Bind and let go, for the reason: grpcio says only that it failed, and prints the rest."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise BindError(_bind_text(host, port, str(getattr(error, "strerror", None) or error))) from None
+    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except (OSError, OverflowError) as error:
+            raise BindError(_bind_text(host, port, str(getattr(error, "strerror", None) or error))) from None
+
+
+def _bind_text(host: str, port: int, reason: str) -> str:
+    return f"cannot listen on {host}:{port}: {reason}; choose another --grpc-port (0 finds a free one) or --host"
