@@ -23,7 +23,7 @@ EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1}
 
 
 def serve(
-    path: Annotated[Path, typer.Argument(help="A model repository folder, or one .onnx file.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A model repository folder, or one .onnx file.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 8001,
     max_batch_size: Annotated[int, typer.Option(min=1, help="Rows in one batch, where the model's config does not say.")] = 32,

@@ -23,7 +23,7 @@ def load_onnx(path: Path, *, weights: bool) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=weights)
     except FileNotFoundError as error:
         raise ModelLoadError(f"{error.filename or path}: not found; a model's external data must lie beside it") from None
-    except (DecodeError, ValueError, OSError) as error:
+    except (DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
         raise ModelLoadError(f"{path}: is not a readable ONNX file ({str(error).splitlines()[0]}); export it again") from None
     if not model.HasField("graph") or not model.opset_import:
         raise ModelLoadError(

@@ -15,8 +15,8 @@ from serve.backends.cuda import device_count
 from serve.backends.onnx_interface import load_onnx, read_interface
 from serve.backends.upcast import computes_in_fp16, upcast_to_fp32
 from serve.engine.backend import ModelInterface, Placement
-from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.tensors import Tensors
+from serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
+from serve.engine.tensors import Array, Tensors
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 # A new input shape costs milliseconds instead of an exhaustive search's hundreds.
@@ -49,10 +49,12 @@ class OnnxRuntimeBackend:
         """Compute every output, in the dtypes of the model's interface.
 
         Raises:
+            InvalidArgumentError: a BYTES element is not UTF-8, which is what ONNX Runtime's strings are.
             BackendError: the runtime refused these inputs.
         """
+        feeds = {name: _as_text(name, array) if array.dtype.hasobject else array for name, array in inputs.items()}
         try:
-            outputs = self._session.run(None, dict(inputs))
+            outputs = self._session.run(None, feeds)
         except Exception as error:
             # The runtime's exceptions have no common class of their own.
             raise BackendError(f"the model failed on this request: {_first_line(error)}") from error
@@ -152,6 +154,15 @@ def _session(path: Path, model: str | bytes, options: ort.SessionOptions, provid
     except Exception as error:
         # The runtime's exceptions have no common class of their own.
         raise ModelLoadError(f"{path}: ONNX Runtime refuses the model: {_first_line(error)}") from error
+
+
+def _as_text(name: str, array: Array) -> Array:
+    text = np.empty(array.size, object)
+    try:
+        text[:] = [element.decode() if isinstance(element, bytes) else element for element in array.ravel()]
+    except UnicodeDecodeError:
+        raise InvalidArgumentError(f"input {name!r} has a BYTES element that is not UTF-8, expected text") from None
+    return text.reshape(array.shape)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from serve.engine.backend import Backend
-from serve.engine.errors import BackendError
+from serve.engine.errors import BackendError, InferenceError
 from serve.engine.requests import InferRequest
 from serve.engine.statistics import BatchTimes
 from serve.engine.tensors import Array, Tensors
@@ -27,7 +27,7 @@ class BatchResult:
     """
 
     requests: list[InferRequest]
-    answers: list[Tensors] | BackendError
+    answers: list[Tensors] | InferenceError
     times: BatchTimes | None
 
 
@@ -45,8 +45,8 @@ def run_batch(backend: Backend, requests: list[InferRequest]) -> list[BatchResul
         times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
     except Exception as error:  # noqa: BLE001  (whatever a runtime raises must reach these requests, not end the worker)
         if len(requests) == 1:
-            text = error if isinstance(error, BackendError) else BackendError(f"the model failed on this request: {error}")
-            return [BatchResult(requests, text, None)]
+            known = error if isinstance(error, InferenceError) else BackendError(f"the model failed on this request: {error}")
+            return [BatchResult(requests, known, None)]
         middle = len(requests) // 2
         return run_batch(backend, requests[:middle]) + run_batch(backend, requests[middle:])
     return [BatchResult(requests, answers, times)]

@@ -27,7 +27,8 @@ class Batcher:
         self._idle = [(backend, ThreadPoolExecutor(1, thread_name_prefix="instance")) for backend in backends]
         self._executors = [executor for _, executor in self._idle]
         self._running = 0
-        self._wake: asyncio.Handle | None = None
+        self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop
+        self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
         self._drained: asyncio.Event | None = None
 
     @property
@@ -44,7 +45,6 @@ class Batcher:
         """
         if self._drained is not None:
             raise UnavailableError("the model is shutting down; send the request to another replica")
-        loop = asyncio.get_running_loop()
         try:
             self._queue.offer(request, time.monotonic())
         except FullError:
@@ -52,9 +52,9 @@ class Batcher:
                 f"the model's queue is full ({self._queue.limits.max_waiting} requests wait); retry with back-off",
                 retry_after_s=self._retry_after_s(),
             ) from None
-        if self._idle and self._wake is None:
+        if self._idle and self._soon is None:
             # Not at once: requests that arrive in the same turn of the loop share the batch.
-            self._wake = loop.call_soon(self._dispatch)
+            self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def cancel(self, request: InferRequest) -> None:
         """The client has gone: free the request's place if it still waits, and drop its answer otherwise."""
@@ -72,7 +72,10 @@ class Batcher:
             executor.shutdown(wait=False)
 
     def _dispatch(self) -> None:
-        self._wake = None
+        for handle in (self._soon, self._due):
+            if handle is not None:
+                handle.cancel()
+        self._soon = self._due = None
         loop = asyncio.get_running_loop()
         while self._idle and (batch := self._queue.take(time.monotonic())) is not None:
             for request in batch.expired:
@@ -84,7 +87,7 @@ class Batcher:
                 self._start(loop, batch.requests)
         due = self._queue.next_due()
         if self._idle and due is not None:
-            self._wake = loop.call_later(max(0.0, due - time.monotonic()), self._dispatch)
+            self._due = loop.call_later(max(0.0, due - time.monotonic()), self._dispatch)
         self._notice_drained()
 
     def _start(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest]) -> None:
@@ -96,8 +99,6 @@ class Batcher:
             self._idle.append((backend, executor))
             for result in results:
                 self._deliver(result)
-            if self._wake is not None:
-                self._wake.cancel()
             self._dispatch()
 
         executor.submit(_work, loop, backend, requests, finished)
@@ -117,8 +118,8 @@ class Batcher:
 
     def _retry_after_s(self) -> float:
         """How long the queue takes to empty at the pace so far."""
-        seconds_per_row = self._statistics.compute_infer.ns / 1e9 / max(1, self._statistics.rows)
-        return max(0.001, seconds_per_row * len(self._queue))
+        computing_ns = sum(size.compute_infer.ns for size in self._statistics.by_batch_size.values())
+        return max(0.001, computing_ns / 1e9 / max(1, self._statistics.rows) * len(self._queue))
 
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self._queue:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from serve.engine.errors import InferenceError
 from serve.engine.tensors import Tensors
+
+logger = logging.getLogger(__name__)
 
 Done = Callable[[Tensors | InferenceError], None]
 
@@ -37,6 +40,10 @@ class InferRequest:
     cancelled: bool = False
 
     def finish(self, result: Tensors | InferenceError) -> None:
-        """Hand the result to whoever still waits for it."""
-        if not self.cancelled:
+        """Hand the result to whoever still waits for it. What goes wrong there stays there: batch-mates are answered too."""
+        if self.cancelled:
+            return
+        try:
             self.done(result)
+        except Exception:
+            logger.exception("an answer could not be handed over")

@@ -6,6 +6,7 @@ InferenceError into a status with protocol/status.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
-from serve.engine.errors import InferenceError, InvalidArgumentError
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.requests import InferRequest
@@ -24,6 +25,8 @@ from serve.protocol.codec import decode_inputs, encode_response, requested_outpu
 from serve.protocol.health import Health
 from serve.protocol.metadata import index_entry, model_metadata, model_statistics
 from serve.protocol.reflection import reflection_methods
+
+logger = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
@@ -146,7 +149,16 @@ class Service:
 
 
 def _answer(request: pb.ModelInferRequest, model: Model, reply: Reply, result: Tensors | InferenceError) -> None:
-    reply(result if isinstance(result, InferenceError) else encode_response(request, model, result))
+    if isinstance(result, InferenceError):
+        reply(result)
+        return
+    try:
+        response = encode_response(request, model, result)
+    except Exception as error:
+        logger.exception("the answer of %s does not fit its interface", model.name)
+        reply(BackendError(f"model {model.name!r} answered what its interface does not declare: {type(error).__name__}"))
+        return
+    reply(response)
 
 
 def _deadline(request: pb.ModelInferRequest, time_left_s: float | None) -> float | None:

@@ -7,13 +7,13 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.engine.errors import InferenceError, UnsupportedError
+from serve.engine.errors import InferenceError, InvalidArgumentError, UnsupportedError
 from serve.protocol.service import INFER_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.transport import BindError
@@ -27,6 +27,7 @@ OPTIONS = [
     ("grpc.so_reuseport", 0),  # two servers that share a port would each get some of the calls
 ]
 CODES = {code.value[0]: code for code in grpc.StatusCode}
+M = TypeVar("M", bound=Message)
 Context = Any  # grpc.aio.ServicerContext; grpcio ships no types
 
 
@@ -66,11 +67,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
     def __init__(self, service: Service) -> None:
         self._handlers = {path: _unary_handler(method) for path, method in service.unary.items()}
         self._handlers |= {path: _stream_handler(method) for path, method in service.streams.items()}
-        self._handlers[INFER_PATH] = grpc.unary_unary_rpc_method_handler(
-            _infer(service),
-            request_deserializer=ModelInferRequest.FromString,
-            response_serializer=ModelInferResponse.SerializeToString,
-        )
+        self._handlers[INFER_PATH] = grpc.unary_unary_rpc_method_handler(_infer(service))
 
     def service(self, handler_call_details: Any) -> Any:
         method = handler_call_details.method
@@ -78,44 +75,43 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
 
 
 def _unary_handler(method: UnaryMethod) -> Any:
-    async def handle(request: Message, context: Context) -> Message:
+    async def handle(data: bytes, context: Context) -> bytes:
         try:
-            return method.answer(request)
+            return method.answer(_parse(method.request, data)).SerializeToString()
         except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the server)
             await _abort(context, error)
 
-    return grpc.unary_unary_rpc_method_handler(
-        handle, request_deserializer=method.request.FromString, response_serializer=_serialize
-    )
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def _stream_handler(method: StreamMethod) -> Any:
-    async def handle(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Message]:
+    async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        requests = (_parse(method.request, data) async for data in messages)
         try:
             async for response in method.answer(requests):
-                yield response
+                yield response.SerializeToString()
         except Exception as error:  # noqa: BLE001  (see above)
             await _abort(context, error)
 
-    return grpc.stream_stream_rpc_method_handler(
-        handle, request_deserializer=method.request.FromString, response_serializer=_serialize
-    )
+    return grpc.stream_stream_rpc_method_handler(handle)
 
 
-def _infer(service: Service) -> Callable[[ModelInferRequest, Context], Awaitable[ModelInferResponse]]:
-    async def handle(request: ModelInferRequest, context: Context) -> ModelInferResponse:
+def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def handle(data: bytes, context: Context) -> bytes:
         answered: asyncio.Future[ModelInferResponse] = asyncio.get_running_loop().create_future()
 
         def reply(result: ModelInferResponse | InferenceError) -> None:
+            if answered.done():
+                return  # cancelled in this very turn of the loop
             if isinstance(result, InferenceError):
                 answered.set_exception(result)
             else:
                 answered.set_result(result)
 
         try:
-            cancel = service.infer(request, context.time_remaining(), reply)
+            cancel = service.infer(_parse(ModelInferRequest, data), context.time_remaining(), reply)
             try:
-                return await answered
+                return (await answered).SerializeToString()
             except asyncio.CancelledError:
                 cancel()
                 raise
@@ -141,8 +137,13 @@ async def _abort(context: Context, error: Exception) -> NoReturn:
     raise AssertionError  # abort has raised; this tells the type checker
 
 
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+def _parse(message: type[M], data: bytes) -> M:
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        raise InvalidArgumentError(
+            f"the request is not a {message.DESCRIPTOR.name} message; check the client's .proto files"
+        ) from None
 
 
 def _check_address(host: str, port: int) -> None:

@@ -1,0 +1,83 @@
+"""ONNX models that tests serve: small, made from a seed, with every shape and dtype in plain sight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from protos.datatypes import DATATYPES
+
+OPSET, IR_VERSION = 20, 9
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def save_model(
+    path: Path,
+    nodes: list[NodeProto],
+    inputs: list[tuple[str, int, list[int | str]]],
+    outputs: list[tuple[str, int, list[int | str]]],
+    weights: dict[str, Array] | None = None,
+) -> Path:
+    """Check and write a model; tensors are (name, TensorProto type, shape)."""
+    graph = helper.make_graph(
+        nodes,
+        path.stem,
+        [helper.make_tensor_value_info(*i) for i in inputs],
+        [helper.make_tensor_value_info(*o) for o in outputs],
+        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    onnx.checker.check_model(model, full_check=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, path)
+    return path
+
+
+def mlp_weights() -> tuple[Array, Array]:
+    """The two matrices of the "mlp" model, fp16, shapes (64, 32) and (32, 10)."""
+    random = np.random.default_rng(0)
+    first = (random.standard_normal((64, 32)) / 8).astype(np.float16)
+    second = (random.standard_normal((32, 10)) / 6).astype(np.float16)
+    return first, second
+
+
+def save_mlp(path: Path) -> Path:
+    """x FP16 [batch, 64] -> y FP16 [batch, 10]: two products with a ReLU between them."""
+    first, second = mlp_weights()
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h"]),
+        helper.make_node("Relu", ["h"], ["a"]),
+        helper.make_node("MatMul", ["a", "w2"], ["y"]),
+    ]
+    fp16 = TensorProto.FLOAT16
+    return save_model(path, nodes, [("x", fp16, ["batch", 64])], [("y", fp16, ["batch", 10])], {"w1": first, "w2": second})
+
+
+def save_echo_types(path: Path) -> Path:
+    """One input `in_FP16`, ... and one equal output `out_FP16`, ... [batch, any] per datatype that numpy has."""
+    types = [(row.wire, row.onnx) for row in DATATYPES if row.numpy is not None]
+    nodes = [helper.make_node("Identity", [f"in_{wire}"], [f"out_{wire}"]) for wire, _ in types]
+    inputs = [(f"in_{wire}", number, ["batch", f"n_{wire}"]) for wire, number in types]
+    outputs = [(f"out_{wire}", number, ["batch", f"n_{wire}"]) for wire, number in types]
+    return save_model(path, nodes, inputs, outputs)  # type: ignore[arg-type]  # a list of str is a list of int | str here
+
+
+def save_picky(path: Path) -> Path:
+    """i INT64 [batch, 1] -> y: Gather of two rows, so an index above 1 fails inside the runtime."""
+    nodes = [
+        helper.make_node("Gather", ["table", "i"], ["g"], axis=0),
+        helper.make_node("Identity", ["g"], ["y"]),
+    ]
+    table = np.array([10.0, 20.0], np.float32)
+    inputs: list[tuple[str, int, list[int | str]]] = [("i", TensorProto.INT64, ["batch", 1])]
+    return save_model(path, nodes, inputs, [("y", TensorProto.FLOAT, ["batch", 1])], {"table": table})
+
+
+def save_unbatched(path: Path) -> Path:
+    """x FP32 [3] -> y FP32 [3], no batch dimension: y = x + x."""
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    return save_model(path, nodes, [("x", TensorProto.FLOAT, [3])], [("y", TensorProto.FLOAT, [3])])

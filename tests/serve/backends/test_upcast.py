@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from serve.backends.upcast import computes_in_fp16, upcast_to_fp32
+from tests.models import save_mlp
+
+FP16, FP32, BOOL, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
+
+
+def no_fp16_left(model: onnx.ModelProto) -> bool:
+    """By text, so that it does not share a walk over the graph with the code under test."""
+    text = onnx.printer.to_text(model)
+    return "float16" not in text and "to: int = 10" not in text
+
+
+def session(model: onnx.ModelProto) -> ort.InferenceSession:
+    onnx.checker.check_model(model, full_check=True)
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def test_an_mlp_gives_the_fp16_models_answer_in_fp32(tmp_path: Path) -> None:
+    fp16 = onnx.load(save_mlp(tmp_path / "mlp.onnx"))
+    fp32 = onnx.load(tmp_path / "mlp.onnx")
+    upcast_to_fp32(fp32)
+    assert computes_in_fp16(fp16)
+    assert not computes_in_fp16(fp32)
+    assert no_fp16_left(fp32)
+    x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float16)
+    (half,) = ReferenceEvaluator(fp16).run(None, {"x": x})
+    (single,) = session(fp32).run(None, {"x": x.astype(np.float32)})
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, np.asarray(half, np.float32), atol=4e-3)
+
+
+def model_with_everything() -> onnx.ModelProto:
+    """fp16 in a constant, a cast, a ConstantOfShape, an If's branches, a local function and value_info."""
+    half = numpy_helper.from_array(np.array([0.5], np.float16), "half")
+    branch = {
+        name: helper.make_graph(
+            [helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(np.array([value], np.float16), "c"))],
+            name,
+            [],
+            [helper.make_tensor_value_info("c", FP16, [1])],
+        )
+        for name, value in (("then_branch", 2.0), ("else_branch", 3.0))
+    }
+    function = helper.make_function(
+        "local",
+        "Twice",
+        ["v"],
+        ["w"],
+        [helper.make_node("Cast", ["v"], ["s"], to=FP16), helper.make_node("Add", ["s", "s"], ["w"])],
+        [helper.make_opsetid("", 20)],
+    )
+    nodes = [
+        helper.make_node("Cast", ["x"], ["x16"], to=FP16),
+        helper.make_node("Mul", ["x16", "half"], ["m"]),
+        helper.make_node("If", ["flag"], ["b"], None, None, None, None, **branch),
+        helper.make_node("ConstantOfShape", ["shape"], ["fill"], value=numpy_helper.from_array(np.array([7], np.float16))),
+        helper.make_node("Add", ["m", "b"], ["s1"]),
+        helper.make_node("Add", ["s1", "fill"], ["s2"]),
+        helper.make_node("Twice", ["s2"], ["y"], domain="local"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "everything",
+        [helper.make_tensor_value_info("x", FP32, [1]), helper.make_tensor_value_info("flag", BOOL, [])],
+        [helper.make_tensor_value_info("y", FP16, [1])],
+        [half, numpy_helper.from_array(np.array([1], np.int64), "shape")],
+        value_info=[helper.make_tensor_value_info("m", FP16, [1])],
+    )
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("local", 1)]
+    return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=9)
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(True, 19.0), (False, 21.0)])
+def test_every_place_that_can_hold_fp16_is_upcast(flag: bool, expected: float) -> None:
+    model = model_with_everything()
+    onnx.checker.check_model(model, full_check=True)
+    upcast_to_fp32(model)
+    assert no_fp16_left(model)
+    (y,) = session(model).run(None, {"x": np.array([1.0], np.float32), "flag": np.array(flag)})
+    assert (y.dtype, y.tolist()) == (np.dtype(np.float32), [expected])
+
+
+def test_an_fp32_model_is_left_as_it_is() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], to=INT64)],
+        "cast",
+        [helper.make_tensor_value_info("x", FP32, [1])],
+        [helper.make_tensor_value_info("y", INT64, [1])],
+    )
+    model = helper.make_model(graph)
+    before = model.SerializeToString(deterministic=True)
+    assert not computes_in_fp16(model)
+    upcast_to_fp32(model)
+    assert model.SerializeToString(deterministic=True) == before

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.engine.backend import Placement
+from serve.engine.config import Defaults
+from serve.engine.model import Model
+from serve.engine.model_repository import find_models, load_model
+from tests.models import save_echo_types, save_mlp, save_picky, save_unbatched
+from tests.serve.running_server import RunningServer, running_server
+
+
+def load_repository(repository: Path) -> list[Model]:
+    placement = Placement(use_gpu=False, threads=1)
+    return [load_model(files, OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models "mlp" (versions 1 and 3, both served), "echo_types", "picky" and "unbatched"."""
+    root = tmp_path_factory.mktemp("repository")
+    for version in (1, 3):
+        save_mlp(root / "mlp" / str(version) / "model.onnx")
+    (root / "mlp" / "config.pbtxt").write_text("max_batch_size: 16 version_policy { all {} }")
+    save_echo_types(root / "echo_types" / "1" / "model.onnx")
+    save_picky(root / "picky" / "1" / "model.onnx")
+    save_unbatched(root / "unbatched" / "1" / "model.onnx")
+    return root
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path) -> Iterator[RunningServer]:
+    """A real server on `repository`, at `server.address`."""
+    with running_server(lambda: load_repository(repository)) as running:
+        yield running

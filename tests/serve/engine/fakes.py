@@ -1,0 +1,58 @@
+"""A backend that a test can watch and hold, behind the real batcher."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from protos.datatypes import BY_WIRE
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.backend import ModelInterface
+from serve.engine.batch_queue import BatchLimits
+from serve.engine.model import Model
+from serve.engine.tensors import Tensors, TensorSpec
+
+HOLD_S = 20.0
+
+
+class HeldBackend:
+    """Adds 1 to x. Computes nothing until `release` is set; fails on a batch that holds a negative value.
+
+    Attributes:
+        entered: set when a batch has reached the worker thread.
+        release: set it to let batches through.
+        batches: the rows of each batch that was tried, in order.
+    """
+
+    provider = "test"
+    precision = "fp32"
+
+    def __init__(self, *, held: bool = False) -> None:
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        self.batches: list[list[float]] = []
+        if not held:
+            self.release.set()
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.entered.set()
+        assert self.release.wait(HOLD_S)
+        x = inputs["x"]
+        self.batches.append([float(v) for v in x[:, 0]])
+        if (x < 0).any():
+            raise ValueError("negative values hurt")
+        return {"y": x + 1}
+
+
+def held_model(backend: HeldBackend, name: str = "held", **limits: Any) -> Model:
+    """A model x FP32 [-1, 1] -> y FP32 [-1, 1] on the backend."""
+    x, y = (TensorSpec(name=n, datatype=BY_WIRE["FP32"], shape=(-1, 1)) for n in "xy")
+    bounds = BatchLimits(**{"max_rows": 8, **limits})
+    config = ModelConfig(name=name, max_batch_size=bounds.max_rows)
+    interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
+    return Model(name=name, version=1, interface=interface, config=config, backends=[backend], limits=bounds)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protos.datatypes import BY_WIRE
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.backend import ModelInterface
+from serve.engine.config import Defaults, batch_limits, complete_config, ignored_settings, instances, read_config
+from serve.engine.errors import ModelLoadError
+from serve.engine.tensors import TensorSpec
+
+BATCHED = ModelInterface(
+    inputs=(TensorSpec(name="x", datatype=BY_WIRE["FP16"], shape=(-1, 3, -1)),),
+    outputs=(TensorSpec(name="y", datatype=BY_WIRE["FP32"], shape=(-1, 10)),),
+    batched=True,
+)
+FIXED = ModelInterface(inputs=BATCHED.inputs, outputs=BATCHED.outputs, batched=False)
+
+
+def complete(tmp_path: Path, text: str | None, interface: ModelInterface = BATCHED) -> ModelConfig:
+    path = tmp_path / "config.pbtxt"
+    if text is not None:
+        path.write_text(text)
+    return complete_config(read_config(path), interface, name="m", defaults=Defaults(max_batch_size=16, max_queue_delay_us=250))
+
+
+def test_without_a_file_everything_comes_from_the_model(tmp_path: Path) -> None:
+    config = complete(tmp_path, None)
+    assert (config.name, config.platform, config.backend, config.max_batch_size) == ("m", "onnxruntime_onnx", "onnxruntime", 16)
+    assert [(t.name, t.data_type, list(t.dims)) for t in config.input] == [("x", 10, [3, -1])]
+    assert [(t.name, t.data_type, list(t.dims)) for t in config.output] == [("y", 11, [10])]
+    assert batch_limits(config, Defaults()).max_delay_s == 250e-6
+
+
+def test_what_the_file_says_is_kept(tmp_path: Path) -> None:
+    config = complete(
+        tmp_path,
+        """max_batch_size: 8 input [{name: "x" data_type: TYPE_FP16 dims: [3, 5]}]
+        dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 7
+          default_queue_policy { max_queue_size: 9 } }
+        parameters { key: "team" value { string_value: "vision" } }""",
+    )
+    limits = batch_limits(config, Defaults())
+    assert (limits.max_rows, limits.max_delay_s, limits.preferred_rows, limits.max_waiting) == (8, 7e-6, (4,), 9)
+    assert list(config.input[0].dims) == [3, 5]
+    assert config.parameters["team"].string_value == "vision"
+
+
+def test_a_written_zero_is_no_batching_and_a_missing_one_is_the_default(tmp_path: Path) -> None:
+    assert complete(tmp_path, "max_batch_size: 0").max_batch_size == 0
+    assert complete(tmp_path, 'name: "m"').max_batch_size == 16
+    assert complete(tmp_path, 'name: "m"', FIXED).max_batch_size == 0
+    unbatched = complete(tmp_path, "max_batch_size: 0")
+    assert list(unbatched.input[0].dims) == [-1, 3, -1]
+    assert batch_limits(unbatched, Defaults()).max_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_batch_size: many", r"config.pbtxt: 1:17 : .*expected a ModelConfig"),
+        ("max_batchsize: 4", r"no field named \"max_batchsize\""),
+        ("max_batch_size: -1", "max_batch_size is -1, expected 0"),
+        ('name: "other"', "name is 'other', expected the folder's name 'm'"),
+        ('platform: "tensorflow_savedmodel"', "'tensorflow_savedmodel' models are not supported, expected platform"),
+        ("sequence_batching {}", "sequence_batching is not supported; use dynamic_batching"),
+        ('max_batch_size: 4 input [{name: "q"}]', "input 'q' is not in the model, which has 'x'"),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP32 dims: [3, -1]}]',
+            "'x' has TYPE_FP32, the model has TYPE_FP16",
+        ),
+        ('max_batch_size: 4 input [{name: "x" dims: [3, -1]}]', "'x' has TYPE_INVALID|no data_type, the model has TYPE_FP16"),
+        (
+            'max_batch_size: 4 output [{name: "y" data_type: TYPE_FP32 dims: [11]}]',
+            r"'y' has dims \[11\], the model has \[10\]",
+        ),
+        ('max_batch_size: 4 output [{name: "y" data_type: TYPE_FP32 dims: [-1, 10]}]', "dims are without the batch dimension"),
+    ],
+)
+def test_what_contradicts_the_model_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        complete(tmp_path, text)
+    assert "\n" not in str(refused.value)
+    assert "config.pbtxt" in str(refused.value)
+
+
+def test_batching_needs_a_batch_dimension(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="export it with a dynamic batch dimension or set max_batch_size: 0"):
+        complete(tmp_path, "max_batch_size: 4", FIXED)
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelLoadError, match="config.pbtxt: cannot be read"):
+        read_config(tmp_path / "config.pbtxt")
+
+
+def test_instances_follow_the_groups(tmp_path: Path) -> None:
+    assert instances(complete(tmp_path, None)) == [("auto", 0)]
+    groups = "instance_group [{ count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [0, 1] }]"
+    assert instances(complete(tmp_path, groups)) == [("cpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)]
+
+
+def test_settings_without_effect_are_named(tmp_path: Path) -> None:
+    config = complete(tmp_path, "optimization { eager_batching: true } response_cache { enable: true } max_batch_size: 2")
+    assert ignored_settings(config) == ["optimization", "response_cache"]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.engine.backend import Placement
+from serve.engine.config import Defaults
+from serve.engine.errors import ModelLoadError
+from serve.engine.model import Model
+from serve.engine.model_repository import find_models, load_model
+from tests.models import save_mlp
+
+
+def write_versions(root: Path, *versions: str, name: str = "mlp", config: str | None = None) -> Path:
+    for version in versions:
+        save_mlp(root / name / version / "model.onnx")
+    if config is not None:
+        (root / name / "config.pbtxt").write_text(config)
+    return root
+
+
+def found(root: Path) -> list[tuple[str, int]]:
+    return [(files.name, files.version) for files in find_models(root)]
+
+
+def load(path: Path) -> Model:
+    (files,) = find_models(path)
+    return load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, [10]),
+        ("version_policy { latest { num_versions: 2 } }", [2, 10]),
+        ("version_policy { all {} }", [1, 2, 10]),
+        ("version_policy { specific { versions: [1, 2, 7] } }", [1, 2]),
+    ],
+)
+def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected: list[int]) -> None:
+    root = write_versions(tmp_path, "1", "2", "10", config=policy)
+    assert found(root) == [("mlp", version) for version in expected]
+
+
+def test_what_is_no_model_is_passed_over(tmp_path: Path) -> None:
+    write_versions(tmp_path, "1", name=".half-written")
+    write_versions(tmp_path, "1", "0", "draft", name="good")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "README.md").write_text("hello")
+    (tmp_path / "good" / "2").mkdir()
+    assert found(tmp_path) == [("good", 1)]
+
+
+def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "net.v2.onnx")
+    (tmp_path / "config.pbtxt").write_text("this is not about the file beside it")
+    model = load(tmp_path / "net.v2.onnx")
+    assert (model.name, model.version, model.max_batch_size) == ("net.v2", 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root / "absent", "absent: not found; expected a model repository folder or an .onnx file"),
+        (lambda root: root, "no models in it; expected <model>/<version>/model.onnx"),
+        (
+            lambda root: write_versions(root, "1", config='default_model_filename: "../../etc/passwd"'),
+            "a file name without folders",
+        ),
+        (lambda root: write_versions(root, "1", config='default_model_filename: "other.onnx"'), "none of its version folders"),
+        (lambda root: write_versions(root, "1", config="version_policy { specific { versions: [4] } }"), "none of its version"),
+    ],
+)
+def test_a_path_without_models_is_refused(tmp_path: Path, make: object, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        find_models(make(tmp_path))  # type: ignore[operator]  # a lambda of the list above
+
+
+def test_a_corrupt_model_is_refused_with_its_path(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1")
+    (root / "mlp" / "1" / "model.onnx").write_bytes(b"\x08\x09 not onnx")
+    with pytest.raises(ModelLoadError, match=r"mlp/1/model.onnx: is not .*ONNX"):
+        load(root)
+
+
+def test_two_instances_are_two_copies(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1", config="instance_group [{ count: 2 kind: KIND_CPU }]")
+    model = load(root)
+    first, second = model.backends
+    x = np.ones((1, 64), np.float32)
+    np.testing.assert_array_equal(first.run({"x": x})["y"], second.run({"x": x})["y"])
+    assert first is not second
+
+
+def test_the_provider_and_the_precision_are_in_the_config(tmp_path: Path) -> None:
+    config = load(write_versions(tmp_path, "1")).config
+    assert config.parameters["halfserve.provider"].string_value == "CPUExecutionProvider"
+    assert config.parameters["halfserve.precision"].string_value == "fp32 (the fp16 model, upcast)"
+
+
+def test_a_gpu_instance_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.backends.onnxruntime_backend.device_count", lambda: 0)
+    root = write_versions(tmp_path, "1", config="instance_group [{ kind: KIND_GPU }]")
+    (files,) = find_models(root)
+    with pytest.raises(ModelLoadError, match="CUDA device 0 is required, but 0 are usable"):
+        load_model(files, OnnxRuntime(), Placement(), Defaults())

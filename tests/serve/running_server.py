@@ -1,0 +1,73 @@
+"""A real server in this process: the real transport on a free port, its event loop on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
+from serve.protocol.service import Service
+from serve.transports.grpcio_server import GrpcioServer
+
+T = TypeVar("T")
+WAIT_S = 20.0
+
+
+class RunningServer:
+    """What a test sees of it.
+
+    Attributes:
+        address: "127.0.0.1:port".
+        core: only to be touched through `call`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, make_models: Callable[[], Sequence[Model]]) -> None:
+        self._loop = loop
+        self._make_models = make_models
+        self.address = ""
+        self.core: InferenceCore
+        self._transport: GrpcioServer
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the server's event loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on the server's event loop and return its result."""
+
+        async def work() -> T:
+            return function()
+
+        return self.run(work())
+
+    async def start(self) -> None:
+        self.core = InferenceCore(self._make_models())
+        self._transport = GrpcioServer(Service(self.core, server_version="0.0.test"), "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{await self._transport.start()}"
+
+    async def stop(self) -> None:
+        await self.core.drain()
+        await self._transport.stop(0.1)
+
+
+@contextmanager
+def running_server(make_models: Callable[[], Sequence[Model]]) -> Iterator[RunningServer]:
+    """Start a server on the models that `make_models` returns; stop it at the end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="server")
+    thread.start()
+    server = RunningServer(loop, make_models)
+    try:
+        server.run(server.start())
+        try:
+            yield server
+        finally:
+            server.run(server.stop())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+        loop.close()

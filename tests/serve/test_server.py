@@ -1,0 +1,119 @@
+"""`halfserve serve` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from tests.models import save_mlp
+
+HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [*HALFSERVE, *map(str, arguments), "--grpc-port", "0", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    process = start(*arguments)
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(*arguments: str | Path) -> tuple[int, str]:
+    done = subprocess.run([*HALFSERVE, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mlp(tmp_path_factory.mktemp("bare") / "mlp.onnx")
+
+
+def ask(port: int) -> np.ndarray[Any, Any]:
+    with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        x = triton.InferInput("x", [1, 64], "FP16").set_data_from_numpy(np.ones((1, 64), np.float16))
+        return np.asarray(client.infer("mlp", [x]).as_numpy("y"))
+
+
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+def test_a_bare_file_is_served_until_a_signal(mlp: Path, name: signal.Signals) -> None:
+    with serving(mlp, "--max-batch-size", "5") as (process, ready):
+        assert ready["models"] == [
+            {
+                "name": "mlp",
+                "version": 1,
+                "provider": "CPUExecutionProvider",
+                "precision": "fp32 (the fp16 model, upcast)",
+                "max_batch_size": 5,
+            }
+        ]
+        assert ask(ready["grpc_port"]).shape == (1, 10)
+        process.send_signal(name)
+        _, errors = process.communicate(timeout=20)
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    (tmp_path / "mlp" / "config.pbtxt").write_text("response_cache { enable: true }")
+    with serving(tmp_path) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    assert errors.strip().endswith("config.pbtxt: no effect here: response_cache")
+
+
+def test_torch_is_not_imported(mlp: Path) -> None:
+    program = (
+        "import sys; import serve.cli, serve.server, serve.backends.onnxruntime_backend as b; from pathlib import Path; "
+        "from serve.engine.backend import Placement; b.OnnxRuntime().load(Path(sys.argv[1]), Placement(use_gpu=False)); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(mlp)], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_port_in_use_is_one_line(mlp: Path) -> None:
+    with serving(mlp) as (_, ready):
+        code, text = refused(mlp, "--grpc-port", str(ready["grpc_port"]))
+        assert ask(ready["grpc_port"]).shape == (1, 10)
+    expected = f"cannot listen on 127.0.0.1:{ready['grpc_port']}: {os.strerror(98)}"
+    assert (code, text.count("\n")) == (1, 1)
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["/no/such/place"], 1, "/no/such/place: not found; expected a model repository folder or an .onnx file"),
+        ([__file__], 1, "test_server.py: is not a readable ONNX file"),
+        ([Path(__file__).parent], 1, "no models in it; expected <model>/<version>/model.onnx"),
+        ([], 2, "Missing argument 'PATH'"),
+        (["x", "--grpc-port", "99999"], 2, "Invalid value for '--grpc-port'"),
+        (["x", "--turbo"], 2, "No such option: --turbo"),
+        (["x", "--cpu", "--require-gpu"], 2, "--cpu and --require-gpu exclude each other"),
+    ],
+)
+def test_wrong_use_is_told_what_to_do(arguments: list[str | Path], code: int, text: str) -> None:
+    given, message = refused(*arguments)
+    assert given == code
+    assert text in message
