@@ -1,0 +1,1 @@
+"""Load a server and report what it did."""

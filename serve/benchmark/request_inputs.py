@@ -1,0 +1,142 @@
+"""The requests that a load is made of: random values in the model's shape, or the rows of given files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from protos.datatypes import Datatype
+from serve.benchmark.errors import BenchmarkArgumentError
+from serve.client.messages import infer_request
+from serve.client.tensors import Array, converted, datatype_named
+
+if TYPE_CHECKING:
+    from protos.inference_pb2 import ModelMetadataResponse
+
+SEED = 2024
+DISTINCT_RANDOM = 8  # enough that no cache answers for the model
+DISTINCT_GIVEN = 64
+MAX_BYTES = 64 * 2**20  # of all distinct requests together; they are copied to every process
+RANDOM_STRING_BYTES = 8
+
+
+def parse_shapes(arguments: Sequence[str]) -> dict[str, list[int]]:
+    """Read `--shape NAME:D1,D2,...`.
+
+    Raises:
+        BenchmarkArgumentError: it does not read like that, or a size is below 1.
+    """
+    shapes: dict[str, list[int]] = {}
+    for argument in arguments:
+        name, colon, text = argument.rpartition(":")
+        sizes = text.split(",")
+        if not colon or not name or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise BenchmarkArgumentError(f"--shape {argument}: expected NAME:SIZE,... without the batch size, as x:1,8,8")
+        shapes[name] = [int(size) for size in sizes]
+    return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPlan:
+    """What the requests of a load look like.
+
+    Attributes:
+        metadata: the model's.
+        max_batch_size: from the model's configuration; 0 for a model that has no batch dimension.
+        batch_size: rows per request.
+        shapes: sizes for inputs that have variable ones, by name, without the batch dimension.
+        given: arrays that fit the model (`serve.client.input_arguments.fitted_inputs`); inputs missing here are random.
+        version: the model's version; empty for the server's choice.
+    """
+
+    metadata: ModelMetadataResponse
+    max_batch_size: int
+    batch_size: int
+    shapes: Mapping[str, Sequence[int]]
+    given: Mapping[str, Array]
+    version: str = ""
+
+    def serialized(self) -> list[bytes]:
+        """Serialized ModelInferRequests, to be sent in turn; the same ones at every call.
+
+        Given rows are taken in order and from the start again, so that a file of a hundred images makes a hundred different
+        requests of one row.
+
+        Raises:
+            BenchmarkArgumentError: the batch size or a shape does not fit the model, or a variable dimension was not chosen.
+        """
+        self._check()
+        generator = np.random.default_rng(SEED)
+        count = self._distinct()
+        pools = {tensor.name: self._pool(tensor.name, tensor.datatype, count, generator) for tensor in self.metadata.inputs}
+        requests = []
+        for index in range(count):
+            inputs = {name: self._take(pool, index) for name, pool in pools.items()}
+            requests.append(infer_request(self.metadata, inputs, version=self.version).SerializeToString())
+        return requests
+
+    def _check(self) -> None:
+        name, limit = self.metadata.name, self.max_batch_size
+        if limit == 0 and self.batch_size != 1:
+            raise BenchmarkArgumentError(
+                f"model {name!r} has no batch dimension: leave --batch-size at 1, not {self.batch_size}"
+            )
+        if limit and self.batch_size > limit:
+            raise BenchmarkArgumentError(f"--batch-size {self.batch_size}: model {name!r} takes 1 to {limit} rows a request")
+        known = {tensor.name for tensor in self.metadata.inputs}
+        for wrong in sorted(self.shapes.keys() - known):
+            raise BenchmarkArgumentError(f"--shape {wrong}: model {name!r} has the inputs {', '.join(sorted(known))}")
+
+    def _row_shape(self, name: str) -> list[int]:
+        """The sizes of one row of an input (of the whole input where the model has no batch dimension)."""
+        declared = next(list(tensor.shape) for tensor in self.metadata.inputs if tensor.name == name)
+        if self.max_batch_size:
+            declared = declared[1:]
+        chosen = list(self.shapes.get(name, declared))
+        if -1 in chosen:
+            example = ",".join(str(size) if size > 0 else "N" for size in declared)
+            raise BenchmarkArgumentError(f"input {name!r} takes any size in {declared}; choose with --shape {name}:{example}")
+        if len(chosen) != len(declared) or any(d not in (-1, c) for c, d in zip(chosen, declared, strict=True)):
+            raise BenchmarkArgumentError(f"--shape {name}: {chosen} does not fit the model's {declared} (-1: any size)")
+        return chosen
+
+    def _distinct(self) -> int:
+        """How many different requests are worth having."""
+        size = sum(self._request_bytes(tensor.name, datatype_named(tensor.datatype)) for tensor in self.metadata.inputs)
+        rows = max((len(array) for array in self.given.values()), default=0)
+        wanted = min(DISTINCT_GIVEN, math.ceil(rows / self.batch_size)) if self.max_batch_size else 1
+        return max(1, min(wanted if self.given else DISTINCT_RANDOM, MAX_BYTES // max(size, 1)))
+
+    def _request_bytes(self, name: str, datatype: Datatype) -> int:
+        if name in self.given:
+            array = self.given[name]
+            return array.nbytes // (math.ceil(len(array) / self.batch_size) if self.max_batch_size else 1)
+        return self.batch_size * math.prod(self._row_shape(name)) * (datatype.itemsize or RANDOM_STRING_BYTES)
+
+    def _pool(self, name: str, wire: str, count: int, generator: np.random.Generator) -> Array:
+        """The rows that requests take from: [rows, *row shape]."""
+        if name in self.given:
+            return self.given[name] if self.max_batch_size else self.given[name][np.newaxis]
+        return random_values(datatype_named(wire), [count * self.batch_size, *self._row_shape(name)], generator)
+
+    def _take(self, pool: Array, index: int) -> Array:
+        if not self.max_batch_size:
+            taken: Array = pool[index % len(pool)]
+            return taken
+        return pool[(np.arange(self.batch_size) + index * self.batch_size) % len(pool)]
+
+
+def random_values(datatype: Datatype, shape: Sequence[int], generator: np.random.Generator) -> Array:
+    """Finite values that most models take: standard normal for floats; 0 and 1 for whole numbers, which are valid as token,
+    class and mask alike; short strings for BYTES.
+    """
+    if datatype.wire == "BYTES":
+        codes = generator.integers(ord("a"), ord("z") + 1, size=(*shape, RANDOM_STRING_BYTES), dtype=np.uint8)
+        return codes.view(f"S{RANDOM_STRING_BYTES}")[..., 0].astype(object)
+    if datatype.numpy is None or datatype.numpy.kind == "f":
+        return converted(generator.standard_normal(shape), datatype, "a random input")
+    return generator.integers(0, 2, size=shape).astype(datatype.numpy)

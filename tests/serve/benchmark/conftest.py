@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from serve.client import InferenceClient
+from tests.serve.running_server import RunningServer
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[InferenceClient]:
+    with InferenceClient(server.address) as connected:
+        yield connected

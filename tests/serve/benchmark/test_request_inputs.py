@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from protos.datatypes import DATATYPES
+from serve.benchmark import request_inputs
+from serve.benchmark.errors import BenchmarkArgumentError
+from serve.benchmark.request_inputs import RequestPlan, parse_shapes, random_values
+from serve.protocol.raw_tensors import from_raw
+
+Array = np.ndarray[Any, Any]
+
+
+def plan(shape: tuple[int, ...] = (-1, 2), datatype: str = "FP32", **changes: Any) -> RequestPlan:
+    tensor = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype=datatype, shape=shape)
+    metadata = pb.ModelMetadataResponse(name="m", inputs=[tensor])
+    options: dict[str, Any] = {"max_batch_size": 8, "batch_size": 1, "shapes": {}, "given": {}}
+    return RequestPlan(metadata=metadata, **(options | changes))
+
+
+def tensors(serialized: list[bytes]) -> list[Array]:
+    """The input x of each request."""
+    requests = [pb.ModelInferRequest.FromString(one) for one in serialized]
+    rows = {row.wire: row for row in DATATYPES}
+    return [from_raw(r.raw_input_contents[0], rows[r.inputs[0].datatype], r.inputs[0].shape) for r in requests]
+
+
+def test_random_requests_differ_from_each_other_and_not_from_run_to_run() -> None:
+    first, again = plan(batch_size=3).serialized(), plan(batch_size=3).serialized()
+    assert first == again
+    assert len(set(first)) == len(first) == 8
+    assert {x.shape for x in tensors(first)} == {(3, 2)}
+
+
+def test_given_rows_are_sent_in_turn() -> None:
+    rows = np.arange(10, dtype=np.float32).reshape(5, 2)
+    sent = tensors(plan(batch_size=2, given={"x": rows}).serialized())
+    assert [x[:, 0].tolist() for x in sent] == [[0, 2], [4, 6], [8, 0]]
+
+
+def test_fewer_rows_than_a_batch_are_repeated() -> None:
+    sent = tensors(plan(batch_size=5, given={"x": np.array([[1, 1], [2, 2]], np.float32)}).serialized())
+    assert [x[:, 0].tolist() for x in sent] == [[1, 2, 1, 2, 1]]
+
+
+def test_a_model_without_batches_gets_its_tensors_whole() -> None:
+    given_whole = np.array([1, 2, 3], np.float32)
+    assert [x.tolist() for x in tensors(plan((3,), max_batch_size=0, given={"x": given_whole}).serialized())] == [[1, 2, 3]]
+    assert {x.shape for x in tensors(plan((3,), max_batch_size=0).serialized())} == {(3,)}
+
+
+def test_variable_sizes_are_chosen() -> None:
+    sent = tensors(plan((-1, -1, 4), shapes={"x": [6, 4]}, batch_size=2).serialized())
+    assert {x.shape for x in sent} == {(2, 6, 4)}
+
+
+def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_inputs, "MAX_BYTES", 3 * 8)  # one row of two fp32 has 8 bytes
+    assert len(plan().serialized()) == 3
+    monkeypatch.setattr(request_inputs, "MAX_BYTES", 1)
+    assert len(plan().serialized()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"shape": (-1, -1, 3)}, r"input 'x' takes any size in \[-1, 3\]; choose with --shape x:N,3"),
+        ({"shapes": {"x": [3]}}, r"--shape x: \[3\] does not fit the model's \[2\] \(-1: any size\)"),
+        ({"shapes": {"x": [1, 2]}}, r"--shape x: \[1, 2\] does not fit the model's \[2\]"),
+        ({"shapes": {"z": [2]}}, "--shape z: model 'm' has the inputs x"),
+        ({"batch_size": 9}, "--batch-size 9: model 'm' takes 1 to 8 rows a request"),
+        ({"batch_size": 2, "max_batch_size": 0}, "model 'm' has no batch dimension: leave --batch-size at 1, not 2"),
+    ],
+)
+def test_what_does_not_fit_the_model(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(BenchmarkArgumentError, match=text):
+        plan(**changes).serialized()
+
+
+@given(st.sampled_from(DATATYPES), st.integers(0, 2**32))
+def test_random_values_are_finite_and_of_the_datatype(datatype: Any, seed: int) -> None:
+    values = random_values(datatype, [3, 4], np.random.default_rng(seed))
+    assert values.shape == (3, 4)
+    assert values.dtype == (np.uint16 if datatype.wire == "BF16" else datatype.numpy)
+    if datatype.wire == "BYTES":
+        assert all(isinstance(v, bytes) and len(v) == 8 for v in values.ravel())
+    elif datatype.wire == "BF16":
+        assert np.isfinite((values.astype(np.uint32) << 16).view(np.float32)).all()
+    else:
+        assert np.isfinite(values).all()
+        assert values.dtype.kind == "f" or set(values.ravel().tolist()) <= {0, 1}
+
+
+def test_shapes_are_parsed() -> None:
+    assert parse_shapes(["x:1,8,8", "a:b:3"]) == {"x": [1, 8, 8], "a:b": [3]}
+
+
+@pytest.mark.parametrize("argument", ["x", "x:", ":1", "x:0", "x:1,-2", "x:1;2", "x:1,"])
+def test_what_is_no_shape(argument: str) -> None:
+    with pytest.raises(BenchmarkArgumentError, match=f"--shape {argument}: expected NAME:SIZE,... without the batch size"):
+        parse_shapes([argument])

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from protos import inference_pb2 as pb
+from serve.benchmark.server_statistics import ServerTotals
+
+
+def statistics(scale: int) -> pb.ModelStatistics:
+    made = pb.ModelStatistics(name="m", version="1", inference_count=40 * scale, execution_count=10 * scale)
+    times = made.inference_stats
+    fields = ("success", "queue", "compute_input", "compute_infer", "compute_output")
+    for field, ns in zip(fields, (9_000_000, 2_000_000, 1_000_000, 3_000_000, 500_000), strict=True):
+        getattr(times, field).count, getattr(times, field).ns = 20 * scale, ns * scale
+    return made
+
+
+def test_what_happened_between_two_moments() -> None:
+    share = ServerTotals.of([statistics(5)]) - ServerTotals.of([statistics(2)])
+    assert (share.requests, share.mean_batch_size) == (60, 4.0)
+    assert share.queue_ms == pytest.approx(0.1)
+    assert share.compute_ms == pytest.approx(0.225)
+
+
+def test_versions_are_added_up() -> None:
+    assert ServerTotals.of([statistics(1), statistics(2)]) == ServerTotals.of([statistics(3)])
+
+
+def test_a_server_that_did_nothing_has_no_means() -> None:
+    idle = ServerTotals.of([statistics(2)]) - ServerTotals.of([statistics(2)])
+    assert (idle.mean_batch_size, idle.queue_ms, idle.compute_ms) == (None, None, None)

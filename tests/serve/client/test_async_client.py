@@ -1,0 +1,70 @@
+"""What only the asyncio client does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from serve.client import AsyncInferenceClient, InferenceClient
+from tests.serve.client.scripted_server import ScriptedServer
+from tests.serve.running_server import RunningServer
+
+WAIT_S = 20
+
+
+def test_many_requests_at_once_get_their_own_answers(server: RunningServer) -> None:
+    x = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float16)
+
+    async def ask_all() -> list[dict[str, np.ndarray[Any, Any]]]:
+        async with AsyncInferenceClient(server.address) as client:
+            return await asyncio.gather(*(client.infer("mlp", {"x": row[np.newaxis]}) for row in x))
+
+    answers = np.concatenate([outputs["y"] for outputs in asyncio.run(ask_all())])
+    with InferenceClient(server.address) as client:
+        one_by_one = np.concatenate([client.infer("mlp", {"x": x[i : i + 8]})["y"] for i in range(0, 40, 8)])
+    np.testing.assert_allclose(answers, one_by_one, atol=2e-3)
+
+
+def test_cancelling_the_task_cancels_the_call_on_the_server(scripted: ScriptedServer) -> None:
+    scripted.answers["ModelInfer"] = [pb.ModelInferResponse()]
+    scripted.held.add("ModelInfer")
+
+    async def give_up() -> None:
+        async with AsyncInferenceClient(scripted.address) as client:
+            task = asyncio.create_task(client.infer_message(pb.ModelInferRequest()))
+            assert await asyncio.to_thread(scripted.arrived.wait, WAIT_S)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert task.cancelled()
+            assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
+
+    asyncio.run(give_up())
+
+
+def test_is_made_outside_of_a_loop(server: RunningServer) -> None:
+    client = AsyncInferenceClient(server.address)
+
+    async def use() -> bool:
+        async with client:
+            return await client.is_live()
+
+    assert asyncio.run(use())
+
+
+def test_closes_before_it_was_used() -> None:
+    asyncio.run(AsyncInferenceClient("127.0.0.1:1").close())
+
+
+def test_has_the_methods_of_the_synchronous_client() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(AsyncInferenceClient) == public(InferenceClient)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        AsyncInferenceClient("127.0.0.1:1", timeout=3)  # type: ignore[call-arg]  # the unit belongs into the name

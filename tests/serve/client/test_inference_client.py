@@ -1,0 +1,198 @@
+"""Both clients against the real server, and against a scripted one for what a good server does not do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from protos.datatypes import DATATYPES
+from serve.client import (
+    DeadlineExceeded,
+    InferenceClientError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ServerUnavailable,
+)
+from tests.models import mlp_weights
+from tests.serve.client.conftest import Connect
+from tests.serve.client.scripted_server import Failure, ScriptedServer
+from tests.serve.running_server import RunningServer
+
+
+def rows(count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(7).standard_normal((count, 64)).astype(np.float16)
+
+
+def answer(*values: float) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse(model_name="m", raw_output_contents=[np.array(values, np.float32).tobytes()])
+    response.outputs.add(name="y", datatype="FP32", shape=[len(values)])
+    return response
+
+
+def test_infers_what_the_model_computes(server: RunningServer, connect: Connect) -> None:
+    x = rows(5)
+    first, second = (w.astype(np.float32) for w in mlp_weights())
+    outputs = connect(server.address).infer(
+        "mlp", {"x": x}, version="3", outputs=["y"], request_id="a", parameters={"priority": 0}
+    )
+    assert list(outputs) == ["y"]
+    assert outputs["y"].dtype == np.float16
+    np.testing.assert_allclose(outputs["y"], np.maximum(x.astype(np.float32) @ first, 0) @ second, atol=2e-2)
+    outputs["y"][0, 0] = 1  # the caller's own
+
+
+def test_every_datatype_returns_as_it_went(server: RunningServer, connect: Connect) -> None:
+    sent: dict[str, np.ndarray[Any, Any]] = {}
+    for row in DATATYPES:
+        if row.numpy is not None:
+            values = [[b"a", "\0h\u00e9".encode()]] if row.wire == "BYTES" else [[0, 1]]
+            sent[row.wire] = np.array(values, row.numpy)
+    outputs = connect(server.address).infer("echo_types", {f"in_{wire}": array for wire, array in sent.items()})
+    assert outputs.keys() == {f"out_{wire}" for wire in sent}
+    for wire, array in sent.items():
+        np.testing.assert_array_equal(outputs[f"out_{wire}"], array, strict=True)
+        assert outputs[f"out_{wire}"].flags.writeable
+
+
+def test_lists_are_converted(server: RunningServer, connect: Connect) -> None:
+    client = connect(server.address)
+    as_list, as_array = client.infer("mlp", {"x": rows(2).tolist()}), client.infer("mlp", {"x": rows(2)})
+    np.testing.assert_array_equal(as_list["y"], as_array["y"])
+
+
+def test_another_dtype_is_refused_and_nothing_is_sent(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model("FP16")
+    with pytest.raises(
+        InvalidRequest, match=r"input 'x' of model 'm' takes FP16, but the array is float32; .*astype\(np.float16\)"
+    ):
+        connect(scripted.address).infer("m", {"x": np.zeros((1, 2), np.float32)})
+    assert scripted.count("ModelInfer") == 0
+
+
+def test_the_servers_words_reach_the_caller(server: RunningServer, connect: Connect) -> None:
+    client = connect(server.address)
+    with pytest.raises(InvalidRequest, match="x.*64") as wrong_shape:
+        client.infer("mlp", {"x": rows(1)[:, :5]})
+    assert wrong_shape.value.code == "INVALID_ARGUMENT"
+    with pytest.raises(ModelNotFound, match="nope"):
+        client.infer("nope", {"x": rows(1)})
+    with pytest.raises(ModelNotFound, match="2"):
+        client.infer("mlp", {"x": rows(1)}, version="2")
+    with pytest.raises(InvalidRequest, match="has no input 'z'; its inputs are: x"):
+        client.infer("mlp", {"z": rows(1)})
+
+
+def test_tells_about_the_server_and_its_models(server: RunningServer, connect: Connect) -> None:
+    client = connect(server.address)
+    assert client.is_live()
+    assert client.is_ready()
+    assert client.is_ready("mlp", "3")
+    assert not client.is_ready("nope")
+    assert "statistics" in client.server_metadata().extensions
+    assert {("mlp", "1", "READY"), ("mlp", "3", "READY")} <= {(m.name, m.version, m.state) for m in client.models()}
+    assert list(client.model_metadata("mlp").inputs[0].shape) == [-1, 64]
+    assert client.model_config("mlp").max_batch_size == 16
+
+
+def test_statistics_count_the_requests(server: RunningServer, connect: Connect) -> None:
+    client = connect(server.address)
+    before = client.statistics("mlp", "1")[0].inference_count
+    client.infer("mlp", {"x": rows(3)}, version="1")
+    assert client.statistics("mlp", "1")[0].inference_count == before + 3
+    assert len(client.statistics()) > 1
+
+
+def test_metadata_is_asked_for_once(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelInfer"] = [answer(1), answer(2)]
+    client = connect(scripted.address)
+    values = [client.infer("m", {"x": [[1, 2]]})["y"].tolist() for _ in range(2)]
+    assert values == [[1.0], [2.0]]
+    assert scripted.count("ModelMetadata") == 1
+
+
+def test_the_timeout_is_the_deadline_of_the_call(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.answers["ServerMetadata"] = [pb.ServerMetadataResponse(name="s")]
+    scripted.answers["ModelInfer"] = [answer(1)]
+    client = connect(scripted.address, timeout_s=12)
+    client.server_metadata()
+    client.infer_message(pb.ModelInferRequest(), timeout_s=100)
+    allowed = [remaining for _, _, remaining in scripted.calls]
+    assert allowed[0] == pytest.approx(12, abs=2)
+    assert allowed[1] == pytest.approx(100, abs=2)
+
+
+def test_no_answer_in_time(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.answers["ModelInfer"] = [answer(1)]
+    scripted.held.add("ModelInfer")
+    with pytest.raises(DeadlineExceeded, match=r"did not answer ModelInfer within 0.2 s; allow more time"):
+        connect(scripted.address).infer_message(pb.ModelInferRequest(), timeout_s=0.2)
+
+
+def test_overload_has_the_servers_hint(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.answers["ModelInfer"] = [Failure("RESOURCE_EXHAUSTED", "the queue is full", (("grpc-retry-pushback-ms", "250"),))]
+    with pytest.raises(Overloaded, match="^the queue is full$") as full:
+        connect(scripted.address).infer_message(pb.ModelInferRequest())
+    assert full.value.retry_after_s == 0.25
+    assert scripted.count("ModelInfer") == 1
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED"])
+def test_retries_when_asked_to(scripted: ScriptedServer, connect: Connect, code: str) -> None:
+    hint = (("grpc-retry-pushback-ms", "1"),)
+    scripted.answers["ModelInfer"] = [Failure(code, "busy", hint), Failure(code, "busy", hint), answer(5)]
+    response = connect(scripted.address, retries=2).infer_message(pb.ModelInferRequest())
+    assert response.raw_output_contents[0] == np.float32(5).tobytes()
+    assert scripted.count("ModelInfer") == 3
+
+
+def test_an_invalid_request_is_never_retried(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.answers["ModelInfer"] = [Failure("INVALID_ARGUMENT", "no")]
+    with pytest.raises(InvalidRequest, match="^no$"):
+        connect(scripted.address, retries=4).infer_message(pb.ModelInferRequest())
+    assert scripted.count("ModelInfer") == 1
+
+
+def test_nobody_at_the_address(connect: Connect) -> None:
+    client = connect("127.0.0.1:1")
+    with pytest.raises(ServerUnavailable, match=r"^no server answers at 127.0.0.1:1 \(connection refused\); start one with"):
+        client.models()
+    assert not client.is_live()
+    assert not client.is_ready()
+
+
+def test_a_method_that_the_server_lacks(scripted: ScriptedServer, connect: Connect) -> None:
+    with pytest.raises(InferenceClientError, match="does not offer RepositoryIndex") as lacking:
+        connect(scripted.address).models()
+    assert lacking.value.code == "UNIMPLEMENTED"
+
+
+def test_a_closed_client_says_so(server: RunningServer, connect: Connect) -> None:
+    client = connect(server.address)
+    assert client.is_live()
+    client.close()
+    client.close()
+    with pytest.raises(InferenceClientError, match="this client is closed") as closed:
+        client.models()
+    assert closed.value.code == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("address", "options", "text"),
+    [
+        ("localhost", {}, "must be HOST:PORT"),
+        ("http://localhost:8001", {}, "must be HOST:PORT"),
+        ("localhost:70000", {}, "must be HOST:PORT"),
+        (":8001", {}, "must be HOST:PORT"),
+        ("localhost:8001", {"timeout_s": 0}, "timeout_s must be seconds above 0"),
+        ("localhost:8001", {"timeout_s": float("nan")}, "timeout_s must be seconds above 0"),
+        ("localhost:8001", {"retries": 9}, "retries must be 0 to 4"),
+    ],
+)
+def test_wrong_arguments(connect: Connect, address: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        connect(address, **options)

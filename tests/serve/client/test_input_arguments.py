@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from serve.client.errors import InvalidRequest
+from serve.client.input_arguments import InputArgumentError, fitted_inputs, read_inputs
+
+
+def metadata(datatype: str = "FP16", shape: tuple[int, ...] = (-1, 2)) -> pb.ModelMetadataResponse:
+    tensor = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype=datatype, shape=shape)
+    return pb.ModelMetadataResponse(name="m", inputs=[tensor])
+
+
+def test_reads_files_and_literals(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3))
+    np.savez(tmp_path / "one.npz", anything=np.arange(2))
+    np.savez(tmp_path / "two.npz", x=np.arange(4), y=np.arange(5))
+    read = read_inputs([f"a={tmp_path}/a.npy", f"b={tmp_path}/one.npz", "c=[[1, 2.5]]", 'd=["s=t"]', f"{tmp_path}/two.npz"])
+    assert {name: np.shape(value) for name, value in read.items()} == {
+        "a": (3,),
+        "b": (2,),
+        "c": (1, 2),
+        "d": (1,),
+        "x": (4,),
+        "y": (5,),
+    }
+    assert read["d"] == ["s=t"]
+    assert read_inputs([f"y={tmp_path}/two.npz"])["y"].shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("foo", "--input foo: expected NAME=FILE.npy, NAME=FILE.npz, NAME=JSON or FILE.npz"),
+        ("=[1]", "--input =.*: expected NAME=FILE.npy"),
+        ("x=[1,", r"--input x=\[1,: expected a .npy or .npz file or JSON"),
+        ("x=nowhere.npy", "there is no file nowhere.npy"),
+        ("x={tmp}/junk.npy", "cannot be read as numpy arrays: it is no such file, or holds Python objects"),
+        ("x={tmp}/objects.npy", "cannot be read as numpy arrays: it is no such file, or holds Python objects"),
+        ("x={tmp}/empty.npy", "cannot be read as numpy arrays: "),
+        ("x={tmp}/cut.npz", "cannot be read as numpy arrays: "),
+        ("z={tmp}/two.npz", "the file holds x, y, expected an array z"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, argument: str, text: str) -> None:
+    (tmp_path / "junk.npy").write_text("hello")
+    (tmp_path / "empty.npy").touch()
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    np.savez(tmp_path / "two.npz", x=np.arange(4), y=np.arange(5))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "two.npz").read_bytes()[:100])
+    with pytest.raises(InputArgumentError, match=text):
+        read_inputs([argument.format(tmp=tmp_path)])
+
+
+def test_a_name_is_given_once() -> None:
+    with pytest.raises(InputArgumentError, match="--input x: given twice"):
+        read_inputs(["x=1", "x=2"])
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "notes"),
+    [
+        (np.zeros((3, 2), np.float16), (3, 2), []),
+        ([1, 2], (1, 2), ["x: added the batch dimension, [2] is sent as [1, 2]"]),
+        (np.zeros((1, 2)), (1, 2), ["x: converted from float64 to FP16"]),
+    ],
+)
+def test_says_what_it_changes(value: Any, shape: tuple[int, ...], notes: list[str]) -> None:
+    fitted, said = fitted_inputs({"x": value}, metadata())
+    assert (fitted["x"].shape, fitted["x"].dtype, said) == (shape, np.float16, notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("z", [1], "has no input 'z'; its inputs are: x"),
+        ("x", np.full((1, 2), 1e6), "2 of 2 values do not fit FP16"),
+        ("x", [1, 2, 3], r"has the shape \[3\], expected \[-1, 2\] \(-1: any size\)"),
+        ("x", [[[1, 2]]], r"has the shape \[1, 1, 2\], expected \[-1, 2\]"),
+    ],
+)
+def test_what_does_not_fit(name: str, value: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        fitted_inputs({name: value}, metadata())
+
+
+def test_a_fixed_first_dimension_is_no_batch() -> None:
+    with pytest.raises(InvalidRequest, match=r"has the shape \[2\], expected \[3, 2\]"):
+        fitted_inputs({"x": [1, 2]}, metadata(shape=(3, 2)))
