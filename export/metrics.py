@@ -1,0 +1,145 @@
+"""How far one array is from another, in the figures that tell whether fp16 is good enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+FP16_SMALLEST_NORMAL = 2.0**-14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The distance of a candidate from its reference. Errors are taken where both are finite; NaN where nothing is.
+
+    Attributes:
+        elements: How many numbers were compared, the non-finite ones included.
+        scale: The largest finite magnitude in the reference.
+        max_abs_error: Largest |candidate - reference|.
+        mean_abs_error: Mean of the same.
+        max_rel_error: Largest |candidate - reference| / |reference|, |reference| taken as at least 2**-14 (float16's smallest
+            normal number), since near 0 a relative error says nothing.
+        mean_rel_error: Mean of the same.
+        max_scaled_error: `max_abs_error / scale`: the error in units of the output as a whole.
+        max_ulp: Largest distance in float16 steps, both rounded to float16: 1 is the next number.
+        cosine: Cosine of the angle between the two, flattened; 1 for two zero vectors.
+        non_finite: Places where exactly one of the two is NaN or infinite, or both are but differ in kind or sign.
+        agreement: Share of rows with the same argmax (see `argmax_agreement`), of equal elements for integers; None where
+            there is nothing to choose between.
+    """
+
+    elements: int
+    scale: float
+    max_abs_error: float
+    mean_abs_error: float
+    max_rel_error: float
+    mean_rel_error: float
+    max_scaled_error: float
+    max_ulp: float
+    cosine: float
+    non_finite: int
+    agreement: float | None
+
+
+def compare(reference: Array, candidate: Array) -> Figures:
+    """All figures for two arrays of one shape, computed in float64.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if reference.shape != candidate.shape:
+        raise ValueError(f"the candidate has shape {list(candidate.shape)}, the reference {list(reference.shape)}")
+    r_all, c_all = reference.astype(np.float64), candidate.astype(np.float64)
+    both = np.isfinite(r_all) & np.isfinite(c_all)
+    r, c = r_all[both], c_all[both]
+    error = np.abs(c - r)
+    relative = error / np.maximum(np.abs(r), FP16_SMALLEST_NORMAL)
+    finite = np.abs(r_all[np.isfinite(r_all)])
+    scale = _max(finite)
+    return Figures(
+        elements=reference.size,
+        scale=scale,
+        max_abs_error=_max(error),
+        mean_abs_error=_mean(error),
+        max_rel_error=_max(relative),
+        mean_rel_error=_mean(relative),
+        max_scaled_error=_max(error) / scale if scale else _max(error),
+        max_ulp=_max(ulp_distance(r, c)),
+        cosine=cosine(r, c),
+        non_finite=non_finite_differences(r_all, c_all),
+        agreement=_agreement(reference, candidate),
+    )
+
+
+def ulp_distance(a: Array, b: Array) -> Array:
+    """How many float16 steps lie between two arrays, elementwise, after rounding both to float16; int64.
+
+    Signed numbers are mapped to integers in their order, so that -0 and 0 are one and the step over 0 counts as one.
+    """
+    distance: Array = np.abs(_ordered(a) - _ordered(b))
+    return distance
+
+
+def non_finite_differences(reference: Array, candidate: Array) -> int:
+    """Places where the two differ in being NaN, +inf, -inf or finite. What the reference has too is not counted."""
+    same_infinity = np.isinf(reference) & (reference == candidate)
+    same_nan = np.isnan(reference) & np.isnan(candidate)
+    either = ~np.isfinite(reference) | ~np.isfinite(candidate)
+    return int((either & ~same_infinity & ~same_nan).sum())
+
+
+def cosine(a: Array, b: Array) -> float:
+    """Cosine of the angle between two flat arrays; 1 for two zero vectors, 0 for one, NaN for empty ones."""
+    if a.size == 0:
+        return float("nan")
+    largest_a, largest_b = _max(np.abs(a)), _max(np.abs(b))
+    if largest_a == 0 or largest_b == 0:
+        return float(largest_a == largest_b)
+    a, b = a / largest_a, b / largest_b  # so that squares neither overflow nor vanish
+    return float(np.clip(np.dot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
+
+
+def argmax_agreement(reference: Array, candidate: Array) -> float:
+    """Share of rows in which both choose the same class.
+
+    Classes lie along the last axis of (N, C) and (N, T, C) arrays, and along axis 1 of (N, C, H, W) ones. A choice counts as
+    the same too when the reference's numbers for the two classes are equal after rounding to float16: no fp16 model can tell
+    them apart.
+    """
+    axis = 1 if reference.ndim > 3 else -1
+    r, c = np.moveaxis(reference, axis, -1), np.moveaxis(candidate, axis, -1)
+    if r[..., 0].size == 0:
+        return float("nan")
+    chosen, wanted = c.argmax(-1)[..., None], r.argmax(-1)[..., None]
+    with np.errstate(over="ignore"):
+        narrow = r.astype(np.float16)
+    best, other = np.take_along_axis(narrow, wanted, -1), np.take_along_axis(narrow, chosen, -1)
+    tied = (best == other) & np.isfinite(best)
+    usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
+    return float((((chosen == wanted) | tied) & usable).mean())
+
+
+def _agreement(reference: Array, candidate: Array) -> float | None:
+    if not np.issubdtype(reference.dtype, np.floating):
+        return _mean(reference == candidate)
+    if reference.ndim < 2 or reference.shape[1 if reference.ndim > 3 else -1] < 2:
+        return None
+    return argmax_agreement(reference, candidate)
+
+
+def _ordered(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        bits = values.astype(np.float16).view(np.int16).astype(np.int64)
+    return np.where(bits < 0, -0x8000 - bits, bits)
+
+
+def _max(values: Array) -> float:
+    return float(values.max()) if values.size else float("nan")
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if values.size else float("nan")

@@ -1,0 +1,108 @@
+"""config.pbtxt: what a served model takes and gives, in Triton's words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import text_format
+
+from export.errors import ExportError
+from protos.datatypes import BY_ONNX
+from protos.model_config_pb2 import DataType, ModelConfig
+
+if TYPE_CHECKING:
+    import onnx
+
+PLATFORM = "onnxruntime_onnx"
+
+
+def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> ModelConfig:
+    """The configuration that describes an ONNX model.
+
+    Dims leave the batch dimension out and say -1 where any size is taken. A tensor that has the batch dimension only gets dims
+    `[1]` reshaped to none, as Triton wants it, since dims may not be empty.
+
+    Args:
+        name: The model's name in the repository.
+        model: The ONNX model.
+        max_batch_size: Largest batch; 0 for a model without a batch dimension, and then dims are whole shapes.
+
+    Raises:
+        ExportError: An input's or output's first dimension is fixed although batches are asked for, or a type has no name in
+            the protocol.
+    """
+    config = ModelConfig(name=name, platform=PLATFORM, max_batch_size=max_batch_size)
+    initialized = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name not in initialized:
+            _describe(config.input.add(), value, batched=max_batch_size > 0)
+    for value in model.graph.output:
+        _describe(config.output.add(), value, batched=max_batch_size > 0)
+    if max_batch_size > 0:
+        config.dynamic_batching.SetInParent()
+    return config
+
+
+def read_config(content: bytes, path: str) -> ModelConfig:
+    """Parse a config.pbtxt.
+
+    Raises:
+        ExportError: It is not one; the text says where.
+    """
+    try:
+        return text_format.Parse(content.decode(), ModelConfig())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise ExportError(f"{path} is no model configuration: {error}; mend it or remove it to have it written anew") from error
+
+
+def write_config(config: ModelConfig) -> bytes:
+    """The configuration as the text of a config.pbtxt."""
+    return text_format.MessageToString(config).encode()
+
+
+def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str) -> None:
+    """Check that a configuration which a user may have edited still describes the model. What it leaves out, it leaves open.
+
+    Raises:
+        ExportError: It names another model, another platform, or other inputs or outputs; the text says which.
+    """
+    for field in ("name", "platform"):
+        there, here = getattr(existing, field), getattr(wanted, field)
+        if there and there != here:
+            raise ExportError(f"{path} says {field} {there!r}, this model needs {here!r}; mend it or use another --name")
+    if bool(existing.max_batch_size) != bool(wanted.max_batch_size):
+        raise ExportError(
+            f"{path} says max_batch_size {existing.max_batch_size}, this model {wanted.max_batch_size}; make them agree"
+        )
+    for kind in ("input", "output"):
+        _require_same_tensors(kind, getattr(existing, kind), getattr(wanted, kind), path)
+
+
+def _require_same_tensors(kind: str, existing: Any, wanted: Any, path: str) -> None:
+    theirs, ours = ({tensor.name: _text(tensor) for tensor in tensors} for tensors in (existing, wanted))
+    for name, text in theirs.items():
+        if ours.get(name) != text:
+            has = f"the model has {ours[name]}" if name in ours else f"the model's are {', '.join(ours)}"
+            raise ExportError(f"{path} says {kind} {name!r} is {text}, {has}; mend it or use another --name")
+    missing = sorted(ours.keys() - theirs.keys())
+    if theirs and missing:
+        raise ExportError(f"{path} lacks the {kind} {missing[0]!r} of this model; add it or use another --name")
+
+
+def _text(tensor: Any) -> str:
+    return f"{DataType.Name(tensor.data_type)} {list(tensor.dims)}"
+
+
+def _describe(entry: Any, value: onnx.ValueInfoProto, *, batched: bool) -> None:
+    tensor = value.type.tensor_type
+    if tensor.elem_type not in BY_ONNX or not tensor.HasField("shape"):
+        raise ExportError(f"{value.name!r} is no tensor of a known rank and type, which a request could carry")
+    dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim]
+    if batched and (not dims or dims[0] != -1):
+        raise ExportError(f"{value.name!r} has shape {dims}, without a variable batch dimension first; use --max-batch-size 0")
+    shape = dims[1:] if batched else dims
+    entry.name = value.name
+    entry.data_type = BY_ONNX[tensor.elem_type].config
+    entry.dims.extend(shape or [1])
+    if not shape:
+        entry.reshape.SetInParent()

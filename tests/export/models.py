@@ -1,0 +1,77 @@
+"""Small torch models and one data set, by factory, as a checkpoint names them: real layers, made from a seed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+CLASSES = 10
+
+
+class Lstm(nn.Module):
+    """(batch, 5, 8) -> (batch, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        return self.head(self.lstm(sequence)[0][:, -1])  # type: ignore[no-any-return]  # (nn.Module's call is untyped)
+
+
+class Overflowing(nn.Module):
+    """The identity by way of 90000, which float16 does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * 300.0 * 300.0 / 300.0 / 300.0)  # type: ignore[no-any-return]  # (see above)
+
+
+class TwoHeads(nn.Module):
+    """(batch, 4) and its mask -> a dict of two tensors."""
+
+    def forward(self, features: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"masked": features * mask, "total": features.sum(-1)}
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, CLASSES)).eval()
+
+
+def cnn() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, CLASSES))
+    model(torch.rand(16, 1, 8, 8))  # so that the running statistics are not 0 and 1
+    return model.eval()
+
+
+def lstm() -> nn.Module:
+    torch.manual_seed(0)
+    return Lstm().eval()
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+
+
+def overflowing() -> nn.Module:
+    torch.manual_seed(0)
+    return Overflowing().eval()
+
+
+def images() -> tuple[TensorDataset, TensorDataset]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.rand(40, 1, 8, 8, generator=generator), torch.randint(0, CLASSES, (40,), generator=generator))
+    return data, data
+
+
+def rows() -> tuple[TensorDataset, TensorDataset]:
+    data = TensorDataset(torch.linspace(0.5, 1, 40).reshape(10, 4), torch.zeros(10, dtype=torch.long))
+    return data, data

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import halfserve
+from amp_core.checkpoint import Checkpoint, save_checkpoint
+from amp_core.factory import call_factory
+from export.certificate import read_certificate
+from export.pipeline import model_name
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    """Writes a checkpoint of an untrained model of tests.export.models."""
+
+    def saved(factory: str, data: str, *, policy: str = "native") -> Path:
+        path = tmp_path / f"{factory}.pt"
+        model = f"tests.export.models:{factory}"
+        empty: dict[str, dict[str, object]] = {
+            name: {} for name in ("optimizer", "scheduler", "scaler", "rng", "metrics", "versions")
+        }
+        checkpoint = Checkpoint(
+            model=model,
+            data=f"tests.export.models:{data}",
+            weights=call_factory(model).state_dict(),
+            policy=policy,
+            dtype="float16",
+            epoch=1,
+            step=1,
+            **empty,  # type: ignore[arg-type]  # (empty dicts of any value type)
+        )
+        save_checkpoint(path, checkpoint)
+        return path
+
+    return saved
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exited:
+        halfserve.main(["export", *(str(argument) for argument in arguments)])
+    return exited.value.code if isinstance(exited.value.code, int) else 0
+
+
+def test_a_checkpoint_becomes_a_certified_version(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    repository = tmp_path / "models"
+    assert run(save("cnn", "images"), "--repository", repository, "--name", "digits", "--max-batch-size", 8) == 0
+    out, _ = capfd.readouterr()
+    assert "within budget" in out
+    assert f"written   {repository / 'digits' / '1'}" in out
+    certificate = read_certificate((repository / "digits" / "1" / "certificate.json").read_bytes())
+    assert (certificate.model, certificate.samples, certificate.passed) == ("digits", 40, True)
+    assert certificate.accuracy is not None
+    assert certificate.reference_bytes is not None
+    assert certificate.onnx_bytes < certificate.reference_bytes
+    assert "max_batch_size: 8" in (repository / "digits" / "config.pbtxt").read_text()
+
+
+def test_json_is_one_object_and_nothing_else(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--repository", tmp_path / "models", "--json", "--keep-fp32", "1", "--version", 7, "--samples", 9)
+    assert run(save("cnn", "images"), *arguments) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["path"], answer["version"]) == (str(tmp_path / "models" / "export" / "7"), 7)
+    assert answer["certificate"]["samples"] == 9
+    assert answer["certificate"]["conversion"]["fp32_modules"] == ["1"]
+
+
+def test_over_budget_writes_nothing_and_exits_with_3(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    repository = tmp_path / "models"
+    assert run(save("overflowing", "rows"), "--repository", repository, "--json") == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "halfserve export: output 'output' (rounded): " in err
+    assert "are NaN or infinite (limit 0)" in err
+    assert not repository.exists()
+
+
+def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    checkpoint = save("cnn", "images", policy="cuda+fp32:batch_norm")
+    assert run(checkpoint, "--repository", tmp_path / "models", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["certificate"]["conversion"]["fp32_modules"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--min-agreement", 2), "min_agreement is 2.0; expected a share from 0 to 1"),
+        (("--name", "../x"), "'../x' is no model name"),
+        (("--keep-fp32", "zz"), "keep_fp32 'zz' matches no parameter"),
+        (("--samples", 0), "samples is 0; expected at least 1"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    arguments: tuple[object, ...], message: str, save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(save("cnn", "images"), "--repository", tmp_path / "models", *arguments) == 1
+    assert f"halfserve export: {message}" in capfd.readouterr().err
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_checkpoint_that_is_missing_or_broken_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.pt").write_bytes(b"not a checkpoint")
+    assert run(tmp_path / "missing.pt", "--repository", tmp_path) == 1
+    assert "halfserve export: there is no checkpoint at" in capfd.readouterr().err
+    assert run(tmp_path / "broken.pt", "--repository", tmp_path) == 1
+    assert "is damaged or no checkpoint" in capfd.readouterr().err
+
+
+def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(save("cnn", "no_such_data"), "--repository", tmp_path / "models") == 1
+    assert "halfserve export: 'tests.export.models:no_such_data': the module" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        ("examples.digits.model:model", "digits"),
+        ("resnet:build", "resnet"),
+        ("model:tagger", "tagger"),
+        ("shop.models.ranking_v2:make", "ranking_v2"),
+        ("pkg._private:make", "pkg"),
+    ],
+)
+def test_a_models_name_is_the_telling_part_of_its_factory(factory: str, name: str) -> None:
+    assert model_name(factory) == name
