@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,37 @@ def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, 
 
 
 def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
+    declared = list(entry.dims)
+    if entry.HasField("reshape"):
+        declared = list(entry.reshape.shape)
+        if ANY_SIZE in {*entry.dims, *declared} or math.prod(entry.dims) != math.prod(declared):
+            raise ModelLoadError(
+                f"{where} has dims {list(entry.dims)} and reshape {declared}, expected fixed sizes, equally many"
+            )
     if entry.data_type != spec.datatype.config:
         given = BY_CONFIG[entry.data_type].config_name if entry.data_type in BY_CONFIG else "no data_type"
         raise ModelLoadError(f"{where} has {given}, the model has {spec.datatype.config_name}")
-    if len(entry.dims) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(entry.dims, dims, strict=True)):
+    if len(declared) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(declared, dims, strict=True)):
         hint = " (dims are without the batch dimension)" if batched else ""
-        raise ModelLoadError(f"{where} has dims {list(entry.dims)}, the model has {list(dims)}{hint}")
+        raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
+
+
+def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInterface:
+    """The interface as a completed configuration shows it to clients: its dims may fix sizes that the model leaves open, and
+    its reshapes may give tensors another shape than the model's own.
+    """
+    batch = (ANY_SIZE,) if config.max_batch_size else ()
+
+    def shown(spec: TensorSpec, entries: Any) -> TensorSpec:
+        entry = next(e for e in entries if e.name == spec.name)
+        own = (*batch, *entry.reshape.shape) if entry.HasField("reshape") else None
+        return replace(spec, shape=(*batch, *entry.dims), model_shape=own)
+
+    return ModelInterface(
+        inputs=tuple(shown(spec, config.input) for spec in interface.inputs),
+        outputs=tuple(shown(spec, config.output) for spec in interface.outputs),
+        batched=interface.batched,
+    )
 
 
 def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:

@@ -20,7 +20,7 @@ class Model:
     Attributes:
         name: unique in the server.
         version: a positive integer, as on disk.
-        interface: of the model file.
+        interface: as clients see it.
         config: completed.
         backends: the loaded copies.
         limits: the batching policy.

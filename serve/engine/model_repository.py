@@ -12,7 +12,15 @@ from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import Placement, Runtime
-from serve.engine.config import DeclaredConfig, Defaults, batch_limits, complete_config, instances, read_config
+from serve.engine.config import (
+    DeclaredConfig,
+    Defaults,
+    batch_limits,
+    client_interface,
+    complete_config,
+    instances,
+    read_config,
+)
 from serve.engine.errors import ModelLoadError
 from serve.engine.model import Model
 
@@ -72,7 +80,7 @@ def load_model(files: ModelFiles, runtime: Runtime, placement: Placement, defaul
     return Model(
         name=files.name,
         version=files.version,
-        interface=interface,
+        interface=client_interface(config, interface),
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),

@@ -24,11 +24,21 @@ class TensorSpec:
         name: as in the ONNX graph.
         datatype: what the client sends or gets. What the backend computes in may be wider.
         shape: sizes, with the batch dimension first where the model has one; -1 where any size is taken.
+        model_shape: the model's own shape, where the configuration has clients use another one (`reshape`).
     """
 
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
+    model_shape: tuple[int, ...] | None = None
+
+    def to_model(self, array: Array) -> Array:
+        """A client's array in the model's own shape."""
+        return array if self.model_shape is None else array.reshape(self.model_shape)
+
+    def to_client(self, array: Array) -> Array:
+        """The model's array in the shape that clients use."""
+        return array if self.model_shape is None else array.reshape(self.shape)
 
     def mismatch(self, shape: Sequence[int]) -> str | None:
         """Why `shape` does not fit, as the end of a sentence; None when it does."""

@@ -59,7 +59,9 @@ def decode_inputs(request: ModelInferRequest, model: Model) -> DecodedInputs:
     if len(arrays) != len(model.inputs):
         missing = ", ".join(repr(name) for name in model.inputs if name not in arrays)
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
-    return DecodedInputs(arrays, _rows(arrays, model), _bucket(arrays, model))
+    rows = _rows(arrays, model)
+    arrays = {name: model.inputs[name].to_model(array) for name, array in arrays.items()}
+    return DecodedInputs(arrays, rows, _bucket(arrays, model))
 
 
 def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ...]:
@@ -88,10 +90,11 @@ def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ..
 def encode_response(request: ModelInferRequest, model: Model, outputs: Tensors) -> ModelInferResponse:
     """The answer, with one raw entry per output (clients index them unchecked, and fp16 has no other form)."""
     response = ModelInferResponse(model_name=model.name, model_version=str(model.version), id=request.id)
-    for name, array in outputs.items():
-        datatype = model.outputs[name].datatype
-        response.outputs.add(name=name, datatype=datatype.wire, shape=array.shape)
-        response.raw_output_contents.append(to_raw(array, datatype))
+    for name, output in outputs.items():
+        spec = model.outputs[name]
+        array = spec.to_client(output)
+        response.outputs.add(name=name, datatype=spec.datatype.wire, shape=array.shape)
+        response.raw_output_contents.append(to_raw(array, spec.datatype))
     return response
 
 

@@ -2,12 +2,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from protos.datatypes import BY_WIRE
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
-from serve.engine.config import Defaults, batch_limits, complete_config, ignored_settings, instances, read_config
+from serve.engine.config import (
+    Defaults,
+    batch_limits,
+    client_interface,
+    complete_config,
+    ignored_settings,
+    instances,
+    read_config,
+)
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import TensorSpec
 
@@ -95,6 +104,34 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelLoadError, match="config.pbtxt: cannot be read"):
         read_config(tmp_path / "config.pbtxt")
+
+
+SCALARS = ModelInterface(
+    inputs=(TensorSpec(name="x", datatype=BY_WIRE["FP32"], shape=(-1,)),),
+    outputs=(TensorSpec(name="y", datatype=BY_WIRE["FP32"], shape=(-1, 2, 3)),),
+    batched=True,
+)
+
+
+def test_clients_see_what_the_config_shows(tmp_path: Path) -> None:
+    text = """max_batch_size: 4 input [{name: "x" data_type: TYPE_FP32 dims: [1] reshape {}}]
+      output [{name: "y" data_type: TYPE_FP32 dims: [6] reshape {shape: [2, 3]}}]"""
+    shown = client_interface(complete(tmp_path, text, SCALARS), SCALARS)
+    assert (shown.inputs[0].shape, shown.inputs[0].model_shape) == ((-1, 1), (-1,))
+    assert shown.inputs[0].to_model(np.zeros((3, 1))).shape == (3,)
+    assert shown.outputs[0].to_client(np.zeros((3, 2, 3))).shape == (3, 6)
+    narrowed = client_interface(
+        complete(tmp_path, 'max_batch_size: 8 input [{name: "x" data_type: TYPE_FP16 dims: [3, 5]}]'), BATCHED
+    )
+    assert narrowed.inputs[0].shape == (-1, 3, 5)
+    assert narrowed.outputs[0].shape == (-1, 10)
+
+
+@pytest.mark.parametrize("reshape", ["reshape {shape: [2]}", "reshape {shape: [-1]}"])
+def test_a_reshape_that_changes_the_count_is_refused(tmp_path: Path, reshape: str) -> None:
+    text = f'max_batch_size: 4 input [{{name: "x" data_type: TYPE_FP32 dims: [1] {reshape}}}]'
+    with pytest.raises(ModelLoadError, match="expected fixed sizes, equally many"):
+        complete(tmp_path, text, SCALARS)
 
 
 def test_instances_follow_the_groups(tmp_path: Path) -> None:

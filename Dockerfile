@@ -1,0 +1,31 @@
+# Two images from one file, by the same steps as the Makefile: a virtual environment, then pip with the constraints file.
+#   docker build --target serve  -t halfserve:serve .                     serves models; no torch inside
+#   docker build --target serve  --build-arg EXTRAS='[cuda]' -t ... .     the same with the CUDA libraries
+#   docker build --target export -t halfserve:export .                    trains and exports
+FROM python:3.12-slim AS base
+ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH
+WORKDIR /opt/halfserve
+RUN python -m venv .venv && useradd --create-home --uid 10001 halfserve
+COPY pyproject.toml constraints.txt README.md LICENSE halfserve.py ./
+COPY protos protos
+COPY serve serve
+COPY amp_core amp_core
+COPY export export
+COPY examples examples
+
+FROM base AS export
+RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".[train,export]"
+USER 10001
+WORKDIR /work
+ENTRYPOINT ["halfserve"]
+CMD ["--help"]
+
+FROM base AS serve
+ARG EXTRAS=""
+RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".${EXTRAS}"
+USER 10001
+WORKDIR /models
+EXPOSE 8001
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["halfserve", "models", "--address", "127.0.0.1:8001"]
+ENTRYPOINT ["halfserve"]
+CMD ["serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001"]

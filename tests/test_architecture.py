@@ -1,0 +1,94 @@
+"""The arrows between the rooms: stages meet in files on disk and in protos/, never in each other's Python."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("protos", "amp_core", "export", "serve")
+# What of our own each room may import, besides itself.
+ALLOWED = {
+    "protos": set[str](),
+    "amp_core": set[str](),
+    "export": {"protos", "amp_core.policy", "amp_core.checkpoint", "amp_core.recorder"},
+    "serve": {"protos"},
+}
+# Within serve a request's way is straight: each room knows only what is below it (the engine declares what a backend is).
+BELOW = {
+    "serve/engine": {"serve.engine"},
+    "serve/backends": {"serve.backends", "serve.engine"},
+    "serve/protocol": {"serve.protocol", "serve.engine"},
+    "serve/transports": {"serve.transports", "serve.protocol", "serve.engine.errors"},
+    "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
+    "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
+}
+# Where torch may be imported at all.
+TORCH = {"amp_core", "export"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every absolute module name that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the arrows"
+            assert node.module is not None
+            yield node.module
+
+
+def files(room: str) -> list[Path]:
+    found = sorted((ROOT / room).rglob("*.py"))
+    assert found, f"{room} is empty"
+    return found
+
+
+def under(module: str, roots: set[str]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_only_what_it_may(stage: str) -> None:
+    for path in files(stage):
+        for module in imported(path):
+            if module.split(".")[0] in STAGES:
+                assert under(module, ALLOWED[stage] | {stage}), f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
+    for path in files(room):
+        for module in imported(path):
+            if under(module, {"serve"}):
+                assert under(module, BELOW[room]), f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_protos_needs_protobuf_and_numpy_alone() -> None:
+    outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
+    assert outside - {"protos", "google", "numpy", "__future__"} <= {"dataclasses", "typing"}
+
+
+def test_torch_stays_where_it_belongs() -> None:
+    for stage in set(STAGES) - TORCH:
+        for path in files(stage):
+            assert not any(under(m, {"torch"}) for m in imported(path)), path
+
+
+def test_there_are_no_import_cycles() -> None:
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for stage in STAGES for p in files(stage)}
+    arrows = {name: {m for m in imported(path) if m in modules and m != name} for name, path in modules.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name not in done:
+            for target in sorted(arrows[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in sorted(modules):
+        visit(name, ())

@@ -1,0 +1,82 @@
+"""The one command: what it lists, loads and says when it is used wrongly."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import halfserve
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "halfserve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_every_command(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    for name, stage in halfserve.STAGES.items():
+        assert f"  {name} " in done.stdout
+        assert stage.help in done.stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run("--version").stdout == f"halfserve {declared}\n"
+
+
+@pytest.mark.parametrize("name", halfserve.STAGES)
+def test_every_command_has_a_help_with_an_example(name: str) -> None:
+    result = CliRunner().invoke(halfserve.app, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"halfserve {name} " in result.output
+    assert "Example" in result.output
+
+
+@pytest.mark.parametrize("name", halfserve.STAGES)
+def test_every_command_says_which_errors_are_the_users(name: str) -> None:
+    codes = importlib.import_module(halfserve.STAGES[name].module).EXIT_CODES
+    assert codes
+    assert all(issubclass(kind, Exception) and 0 < code < 128 for kind, code in codes.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["--loud"], "No such option: --loud"),
+        (["serve", "--loud"], "No such option: --loud"),
+    ],
+)
+def test_wrong_use_is_no_stack_trace(arguments: list[str], text: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "--help" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    done = run("train", "--help", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 69
+    assert done.stderr == "halfserve train: needs the package 'torch'; run: pip install 'halfserve[train]'\n"
+
+
+def test_serve_help_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys, halfserve\ntry: halfserve.main(['serve', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("False\n")
