@@ -1,0 +1,1 @@
+"""Handwritten digits, from training to a served answer."""

@@ -1,0 +1,137 @@
+"""The demo's result: read from the files that the stages wrote, shown as a table and as one page that stands alone."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from amp_core.atomic_file import atomic_file
+from examples.digits.training_plot import training_plot
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """Everything the report shows.
+
+    Attributes:
+        steps: lines of train.jsonl, one per optimizer step.
+        epochs: lines of train.jsonl, one per epoch.
+        certificate: certificate.json.
+        bench: bench.json.
+        bench_plot: the load test's picture, PNG.
+        served_accuracy: of the answers over gRPC, a fraction.
+    """
+
+    steps: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    certificate: dict[str, Any]
+    bench: dict[str, Any]
+    bench_plot: bytes
+    served_accuracy: float
+
+    @classmethod
+    def read(cls, *, training: Path, certificate: Path, bench: Path, bench_plot: Path, served_accuracy: float) -> DemoResult:
+        """Read what the stages wrote."""
+        lines = [json.loads(line) for line in (training / "train.jsonl").read_text().splitlines()]
+        return cls(
+            steps=[line for line in lines if "step" in line],
+            epochs=[line for line in lines if "accuracy" in line],
+            certificate=json.loads(certificate.read_text()),
+            bench=json.loads(bench.read_text()),
+            bench_plot=bench_plot.read_bytes(),
+            served_accuracy=served_accuracy,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the table, for machines."""
+        accuracy, figures = self.certificate["accuracy"], [output["figures"] for output in self.certificate["outputs"]]
+        return {
+            "accuracy": {"fp32": accuracy["reference"], "fp16": accuracy["rounded"], "served": self.served_accuracy},
+            "max_abs_error": max(f["max_abs_error"] for f in figures),
+            "argmax_agreement": min(f["agreement"] for f in figures),
+            "non_finite": max(f["non_finite"] for f in figures),
+            "samples": self.certificate["samples"],
+            "model_bytes": {"fp32": self.certificate["reference_bytes"], "fp16": self.certificate["onnx_bytes"]},
+            "skipped_steps": sum(step["skipped"] for step in self.steps),
+            "levels": [
+                {key: level[key] for key in ("concurrency", "requests_per_second", "latency_ms", "mean_batch_size")}
+                for level in self.bench["levels"]
+            ],
+        }
+
+
+def precision_rows(result: DemoResult) -> list[tuple[str, str]]:
+    """How good the model is and how far fp16 is from fp32, a line each."""
+    s = result.summary()
+    accuracy, sizes = s["accuracy"], s["model_bytes"]
+    return [
+        ("accuracy in fp32", f"{accuracy['fp32']:.2%}"),
+        ("accuracy in fp16", f"{accuracy['fp16']:.2%}"),
+        ("accuracy as served over gRPC", f"{accuracy['served']:.2%}"),
+        ("largest error, fp16 against fp32", f"{s['max_abs_error']:.2g}"),
+        ("argmax agreement with fp32", f"{s['argmax_agreement']:.2%} of {s['samples']} images"),
+        ("NaN or infinite outputs", str(s["non_finite"])),
+        ("model file in fp32", f"{sizes['fp32']:,} bytes"),
+        ("model file in fp16", f"{sizes['fp16']:,} bytes ({sizes['fp16'] / sizes['fp32']:.2f}x)"),
+    ]
+
+
+LEVEL_HEADINGS = ("in flight", "requests/s", "p50 ms", "p99 ms", "mean batch")
+
+
+def level_rows(result: DemoResult) -> list[tuple[str, ...]]:
+    """What the server did at each concurrency, in the order of LEVEL_HEADINGS."""
+    return [
+        (
+            str(level["concurrency"]),
+            f"{level['requests_per_second']:,.0f}",
+            f"{level['latency_ms']['p50']:.2f}",
+            f"{level['latency_ms']['p99']:.2f}",
+            "-" if level["mean_batch_size"] is None else f"{level['mean_batch_size']:.1f}",
+        )
+        for level in result.summary()["levels"]
+    ]
+
+
+def result_tables(result: DemoResult) -> Group:
+    """The result for a terminal."""
+    precision = Table(box=box.SIMPLE_HEAD, show_header=False, title="digits, end to end", title_justify="left")
+    for row in precision_rows(result):
+        precision.add_row(*row)
+    load = Table(box=box.SIMPLE_HEAD)
+    for heading in LEVEL_HEADINGS:
+        load.add_column(heading, justify="right")
+    for cells in level_rows(result):
+        load.add_row(*cells)
+    return Group(precision, load)
+
+
+def write_report(path: Path, result: DemoResult) -> None:
+    """Write the page: one HTML file with its pictures inside.
+
+    Raises:
+        OSError: the file cannot be written; what stood there stays.
+    """
+    templates = Environment(loader=PackageLoader("examples.digits", "."), autoescape=select_autoescape(["html", "j2"]))
+    page = templates.get_template("report.html.j2").render(
+        result=result,
+        precision_rows=precision_rows(result),
+        level_headings=LEVEL_HEADINGS,
+        level_rows=level_rows(result),
+        training_plot=_data_url(training_plot(result.steps, result.epochs)),
+        bench_plot=_data_url(result.bench_plot),
+    )
+    with atomic_file(path) as file:
+        file.write(page.encode())
+
+
+def _data_url(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -1,0 +1,27 @@
+"""What the demo says when it cannot go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.digits import demo
+from examples.digits.demo import DemoError
+
+
+def test_a_step_that_fails_ends_the_demo_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where a folder must go")
+    command = [sys.executable, "-m", "halfserve", "demo", "--out", str(tmp_path / "runs" / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("halfserve demo: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_failing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_train", lambda files, epochs: ["train", "no.such.module:model", "--data", "x:y", "--out", "z"])
+    with pytest.raises(DemoError, match="'halfserve train' failed; its message is above"):
+        demo.demo(out=Path("/tmp"), epochs=1)  # noqa: S108  (it fails before it writes there)

@@ -1,0 +1,94 @@
+"""Every command and program of the README runs, in order, as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Blocks in another terminal: started, and left running until the last block is done.
+SERVER = "halfserve serve "
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    return [Block(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)]
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    assert {block.language for block in blocks()} <= {"bash", "python", "text"}
+
+
+def test_the_set_up_is_the_two_make_commands() -> None:
+    commands = [
+        line.split("#")[0].strip() for block in blocks() if block.language == "bash" for line in block.text.splitlines()
+    ]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    used = [command.removeprefix("make ") for command in commands if command.startswith("make ")]
+    assert used == ["demo", "test"]
+    assert set(used) <= set(targets)
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+@pytest.fixture
+def shell_environment(tmp_path: Path) -> dict[str, str]:
+    """Where the README's reader stands: `halfserve` and `python` of this environment on the path, in an empty folder."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+
+
+def runnable() -> Iterator[tuple[str, list[str]]]:
+    """The blocks after the set-up as (what it is, command)."""
+    for block in blocks():
+        if block.language == "python":
+            yield "python", [sys.executable, "-c", block.text]
+        elif block.language == "bash" and not block.text.startswith("make "):
+            yield ("server" if block.text.startswith(SERVER) else "bash"), ["bash", "-euo", "pipefail", "-c", block.text]
+
+
+def on_port(text: str, port: int) -> str:
+    """The block as it stands, except that it asks a port of this test's instead of the default one."""
+    asking = re.compile(r"^(halfserve (?:models|infer|bench)\b.*)$", re.MULTILINE)
+    return asking.sub(rf"\1 --address 127.0.0.1:{port}", text).replace("127.0.0.1:8001", f"127.0.0.1:{port}")
+
+
+@pytest.mark.timeout(300)
+def test_the_blocks_run_in_order(tmp_path: Path, shell_environment: dict[str, str], free_port: int) -> None:
+    servers: list[subprocess.Popen[str]] = []
+    ran = 0
+    try:
+        for kind, command in runnable():
+            command[-1] = on_port(command[-1], free_port)
+            if kind == "server":
+                # exec, so that the signal at the end reaches the server and not the shell around it.
+                command[-1] = f"exec {command[-1].strip()} --grpc-port {free_port}"
+                process = subprocess.Popen(command, cwd=tmp_path, env=shell_environment, stdout=subprocess.PIPE, text=True)
+                servers.append(process)
+                assert process.stdout is not None
+                while "gRPC on" not in (line := process.stdout.readline()):
+                    assert line, "the server ended before it was ready"
+                continue
+            done = subprocess.run(
+                command, cwd=tmp_path, env=shell_environment, capture_output=True, text=True, timeout=200, check=False
+            )
+            assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+            ran += 1
+    finally:
+        for process in servers:
+            process.terminate()
+            process.communicate(timeout=30)
+    assert ran >= 5
+    assert all(process.returncode == 0 for process in servers)
