@@ -55,14 +55,14 @@ def outputs_json(response: ModelInferResponse, arrays: Mapping[str, Array]) -> d
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line per model version, from the rows of `halfserve models --json`."""
     table = Table(Column("model", no_wrap=True), "version", "state", box=box.SIMPLE_HEAD)
-    for heading in ("platform", "provider", "inputs", "outputs"):
+    for heading in ("inputs", "outputs", "provider"):
         table.add_column(heading, overflow="fold")
     for row in rows:
         state = row["state"] + (f" ({row['reason']})" if row["reason"] else "")
         tensors = (
             "\n".join(f"{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]) for key in ("inputs", "outputs")
         )
-        table.add_row(row["name"], row["version"], state, row["platform"], row["provider"] or "", *tensors)
+        table.add_row(row["name"], row["version"], state, *tensors, row["provider"] or row["platform"])
     return table
 
 

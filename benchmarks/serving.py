@@ -1,7 +1,7 @@
 """Load several running KServe v2 servers in turn and print medians and ratios against the last one named.
 
     halfserve serve model.onnx --grpc-port 8001            # here, say
-    python benchmarks/serve.py ours=127.0.0.1:8001/model peer=127.0.0.1:18001/model --rounds 5
+    python benchmarks/serving.py ours=127.0.0.1:8001/model peer=127.0.0.1:18001/model --rounds 5
 
 One server is loaded at a time, A B A B ..., so that a drift in the machine's speed falls on all of them. The load is that of
 `halfserve bench`: closed loop, one process, requests of one row prepared beforehand.

@@ -1,0 +1,45 @@
+"""Who may use torch's cache of cast weights, so that nobody reads another's entry.
+
+torch keeps one cache for the whole process: float32 leaf -> its low-precision copy, whatever the dtype and the thread, with no
+check that the leaf has not changed. Here it belongs to one thread at a time, the first to open an outermost region. The others
+cast afresh, which costs a thread nothing as long as it uses each weight once per region. So no thread empties another's cache,
+reads its float16 copy in a bfloat16 region, or finds one that a finished region left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_lock = threading.Lock()
+_owner: int | None = None
+_watching_optimizers = False
+
+
+def acquire() -> bool:
+    """Take the cache for this thread's outermost region, if no other thread has it."""
+    global _owner, _watching_optimizers  # noqa: PLW0603  (torch's cache is one per process, so is its owner)
+    with _lock:
+        if not _watching_optimizers:
+            register_optimizer_step_post_hook(_after_optimizer_step)
+            _watching_optimizers = True
+        if _owner is None:
+            _owner = threading.get_ident()
+        return _owner == threading.get_ident()
+
+
+def release() -> None:
+    """Empty the cache and leave it to the next thread."""
+    global _owner  # noqa: PLW0603  (see acquire)
+    with _lock:
+        torch.clear_autocast_cache()
+        _owner = None
+
+
+def _after_optimizer_step(*_: Any) -> None:
+    # Fused optimizers and writes through .data do not bump a tensor's version, so the step itself is the only reliable sign.
+    if _owner is not None:
+        torch.clear_autocast_cache()

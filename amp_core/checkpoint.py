@@ -1,0 +1,181 @@
+"""The file in which training hands a model on: what export reads, and what `--resume` goes on from."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from amp_core.atomic_file import atomic_file
+from amp_core.factory import call_factory
+
+FORMAT = "halfserve.checkpoint"
+FORMAT_VERSION = 1
+# What torch.load raises for bytes that are no archive, a truncated archive, or an archive with other things than data in it.
+UNREADABLE = (
+    RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError, TypeError
+)  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, broken, foreign, too new, or does not fit its model or data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Everything that is needed to rebuild a model, go on training it, or convert it.
+
+    Attributes:
+        model: `MODULE:FACTORY` of a function that returns the untrained `nn.Module`.
+        data: `MODULE:FACTORY` of a function that returns the pair (training set, held-out set).
+        weights: The model's `state_dict`: float32 tensors and integer buffers, on the CPU.
+        optimizer: The optimizer's `state_dict`.
+        scheduler: The learning-rate scheduler's `state_dict`.
+        scaler: The `GradScaler`'s `state_dict`; empty where nothing was scaled.
+        policy: The autocast policy in its string form, which `Policy.parse` reads.
+        dtype: The name of the low-precision dtype trained with: `float16`, `bfloat16` or `float32`.
+        epoch: How many epochs are complete.
+        step: How many optimizer steps were attempted, skipped ones included.
+        rng: States of the random generators, by device type, as uint8 tensors.
+        metrics: The last evaluation's figures by name, such as `accuracy` (a fraction) and `loss`.
+        versions: Version of each library that shaped the result, by name.
+        settings: The other choices of the training run by name; `--resume` compares them with its own.
+    """
+
+    model: str
+    data: str
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any]
+    policy: str
+    dtype: str
+    epoch: int
+    step: int
+    rng: dict[str, Tensor]
+    metrics: dict[str, float]
+    versions: dict[str, str]
+    settings: dict[str, str | int | float] = field(default_factory=dict)
+
+    def build_model(self) -> nn.Module:
+        """Build the model and load the trained weights into it.
+
+        Returns:
+            The model in evaluation mode, on the CPU, in float32.
+
+        Raises:
+            FactoryError: If the factory cannot be imported or called.
+            CheckpointError: If it returns no module, or one that the weights do not fit.
+        """
+        model = call_factory(self.model)
+        if not isinstance(model, nn.Module):
+            raise CheckpointError(f"{self.model!r} returned a {type(model).__name__}; expected a torch.nn.Module")
+        try:
+            model.load_state_dict(self.weights)
+        except RuntimeError as error:
+            mismatch = " ".join(str(error).split("\n\t")[1:2]) or str(error)
+            raise CheckpointError(f"the weights do not fit the model that {self.model!r} builds: {mismatch.strip()}") from error
+        return model.eval()
+
+    def build_data(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """Build the training set and the held-out set.
+
+        Returns:
+            Two data sets whose items are pairs (input, target).
+
+        Raises:
+            FactoryError: If the factory cannot be imported or called.
+            CheckpointError: If it returns anything but a pair of data sets with items in them.
+        """
+        return build_data(self.data)
+
+
+def build_data(spec: str) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Call a data factory and check what it returns; see `Checkpoint.build_data`."""
+    data = call_factory(spec)
+    if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Dataset) for part in data):
+        shape = f"a tuple of {len(data)}" if isinstance(data, tuple) else f"a {type(data).__name__}"
+        raise CheckpointError(f"{spec!r} returned {shape}; expected a pair of torch data sets (training, held out)")
+    for name, part in zip(("training", "held-out"), data, strict=True):
+        if not hasattr(part, "__len__") or not len(part):
+            raise CheckpointError(f"the {name} set that {spec!r} returned has no items; expected a data set with a length")
+    return data
+
+
+def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint so that a reader sees the old file or the whole new one.
+
+    Raises:
+        CheckpointError: If the folder is missing or cannot be written to.
+    """
+    content = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+    try:
+        with atomic_file(path) as file:
+            torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, file)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}") from error
+
+
+def load_checkpoint(path: Path | str) -> Checkpoint:
+    """Read a checkpoint. Runs no code from the file: tensors, numbers, strings and containers only.
+
+    Args:
+        path: A file that `save_checkpoint` wrote.
+
+    Returns:
+        The checkpoint, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: With one line, if the file is missing, truncated, foreign or of a newer format.
+    """
+    path = Path(path)
+    content = _read(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} holds no halfserve checkpoint; expected a file that `halfserve train` wrote")
+    version = content.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has checkpoint format {version}, this version of halfserve reads up to {FORMAT_VERSION}; upgrade halfserve"
+        )
+    return _checkpoint_from(content, path)
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint at {path}; `halfserve train` writes one")
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; expected the file in it, such as {path / 'checkpoint.pt'}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
+    except (
+        OSError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ImportError,
+        IndexError,
+    ) as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint; write it again with `halfserve train`") from error
+
+
+def _checkpoint_from(content: dict[str, Any], path: Path) -> Checkpoint:
+    values = {entry.name: content[entry.name] for entry in fields(Checkpoint) if entry.name in content}
+    missing = sorted({entry.name for entry in fields(Checkpoint)} - {*values, "settings"})
+    if missing:
+        raise CheckpointError(f"the checkpoint {path} lacks {', '.join(missing)}; write it again with `halfserve train`")
+    kinds = {"model": str, "data": str, "policy": str, "dtype": str, "epoch": int, "step": int}
+    for name, value in values.items():
+        expected = kinds.get(name, dict)
+        if not isinstance(value, expected):
+            raise CheckpointError(f"the checkpoint {path} has {name} as {type(value).__name__}, expected {expected.__name__}")
+    return Checkpoint(**values)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from amp_core.checkpoint import Checkpoint, CheckpointError, build_data, load_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HERE = "tests.amp_core.test_checkpoint"
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def other() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+
+
+def no_model() -> int:
+    return 3
+
+
+def pairs() -> tuple[TensorDataset, TensorDataset]:
+    return TensorDataset(torch.ones(4, 2), torch.ones(4)), TensorDataset(torch.ones(2, 2), torch.ones(2))
+
+
+def not_a_pair() -> TensorDataset:
+    return pairs()[0]
+
+
+def empty() -> tuple[TensorDataset, TensorDataset]:
+    return pairs()[0], TensorDataset(torch.ones(0, 2), torch.ones(0))
+
+
+def checkpoint(**changes: Any) -> Checkpoint:
+    values: dict[str, Any] = {
+        "model": f"{HERE}:linear",
+        "data": f"{HERE}:pairs",
+        "weights": linear().state_dict(),
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "scheduler": {"last_epoch": 3, "lr_lambdas": [None]},
+        "scaler": {"scale": 65536.0},
+        "policy": "cuda+fp32:sum",
+        "dtype": "float16",
+        "epoch": 3,
+        "step": 42,
+        "rng": {"cpu": torch.get_rng_state()},
+        "metrics": {"loss": 0.5, "accuracy": 0.9},
+        "versions": {"torch": "2"},
+        "settings": {"seed": 1},
+    }
+    return Checkpoint(**(values | changes))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype is b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    saved = checkpoint()
+    save_checkpoint(tmp_path / "c.pt", saved)
+    loaded = load_checkpoint(tmp_path / "c.pt")
+    for field in dataclasses.fields(Checkpoint):
+        assert same(getattr(loaded, field.name), getattr(saved, field.name)), field.name
+    assert list(tmp_path.iterdir()) == [tmp_path / "c.pt"]
+
+
+def test_a_checkpoint_builds_its_model_and_data_again() -> None:
+    saved = checkpoint()
+    model = saved.build_model()
+    assert not model.training
+    torch.testing.assert_close(dict(model.state_dict()), dict(saved.weights), rtol=0, atol=0)
+    train, held_out = saved.build_data()
+    assert (len(train), len(held_out)) == (4, 2)  # type: ignore[arg-type]
+
+
+def test_settings_may_be_missing_from_an_older_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", checkpoint())
+    content = torch.load(tmp_path / "c.pt", weights_only=True)
+    del content["settings"]
+    torch.save(content, tmp_path / "c.pt")
+    assert load_checkpoint(tmp_path / "c.pt").settings == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (linear().state_dict(), "holds no halfserve checkpoint; expected a file that `halfserve train` wrote"),
+        ([1, 2], "holds no halfserve checkpoint"),
+        ({"format": "halfserve.checkpoint", "format_version": 2}, "checkpoint format 2, .* reads up to 1; upgrade halfserve"),
+        ({"format": "halfserve.checkpoint", "format_version": 1, "model": "a:b"}, "lacks data, dtype, epoch"),
+        (linear(), "is damaged or no checkpoint; write it again with `halfserve train`"),
+    ],
+)
+def test_foreign_files_are_refused_in_one_line(tmp_path: Path, content: Any, message: str) -> None:
+    torch.save(content, tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_checkpoint(tmp_path / "c.pt")
+    assert "\n" not in str(error.value)
+
+
+def test_a_field_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", checkpoint(epoch="three"))
+    with pytest.raises(CheckpointError, match="has epoch as str, expected int"):
+        load_checkpoint(tmp_path / "c.pt")
+
+
+@given(share=st.floats(0.0, 0.999))
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+    path = tmp_path_factory.mktemp("truncated") / "c.pt"
+    save_checkpoint(path, checkpoint())
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(CheckpointError, match="is damaged or no checkpoint"):
+        load_checkpoint(path)
+
+
+def test_paths_that_are_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint at .*; `halfserve train` writes one"):
+        load_checkpoint(tmp_path / "c.pt")
+    with pytest.raises(CheckpointError, match=r"is a folder; expected the file in it, such as .*checkpoint.pt"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint .*: No such file or directory"):
+        save_checkpoint(tmp_path / "nowhere" / "c.pt", checkpoint())
+
+
+def test_a_model_that_the_weights_do_not_fit() -> None:
+    with pytest.raises(
+        CheckpointError, match="the weights do not fit the model that '.*:other' builds: size mismatch for 0.weight"
+    ) as error:
+        checkpoint(model=f"{HERE}:other").build_model()
+    assert "\n" not in str(error.value)
+    with pytest.raises(CheckpointError, match="returned a int; expected a torch.nn.Module"):
+        checkpoint(model=f"{HERE}:no_model").build_model()
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("not_a_pair", "returned a TensorDataset; expected a pair of torch data sets"),
+        ("no_model", "returned a int; expected a pair of torch data sets"),
+        ("empty", "the held-out set that '.*' returned has no items"),
+    ],
+)
+def test_data_that_is_no_pair_of_data_sets(factory: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        build_data(f"{HERE}:{factory}")
