@@ -76,7 +76,8 @@ def demo(
 
     Example: halfserve demo --out runs/demo
     """
-    console = Console(stderr=True, highlight=False)
+    # Soft wrap: a command that is printed can be copied.
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.monotonic()
     files = Files(out)
     files.folder.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@ Everything but `run_batch` happens on the event loop, so nothing here needs a lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from serve.engine.backend import Backend
 from serve.engine.batch import BatchResult, run_batch
@@ -16,6 +16,7 @@ from serve.engine.batch_queue import BatchLimits, BatchQueue, FullError
 from serve.engine.errors import DeadlineExceededError, InferenceError, QueueFullError, UnavailableError
 from serve.engine.requests import InferRequest
 from serve.engine.statistics import Statistics
+from serve.engine.worker import Worker
 
 
 class Batcher:
@@ -24,8 +25,8 @@ class Batcher:
     def __init__(self, backends: Sequence[Backend], limits: BatchLimits, statistics: Statistics) -> None:
         self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
         self._statistics = statistics
-        self._idle = [(backend, ThreadPoolExecutor(1, thread_name_prefix="instance")) for backend in backends]
-        self._executors = [executor for _, executor in self._idle]
+        self._idle = [(backend, Worker(f"instance-{index}")) for index, backend in enumerate(backends)]
+        self._workers = [worker for _, worker in self._idle]
         self._running = 0
         self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop
         self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
@@ -52,15 +53,14 @@ class Batcher:
                 f"the model's queue is full ({self._queue.limits.max_waiting} requests wait); retry with back-off",
                 retry_after_s=self._retry_after_s(),
             ) from None
-        if self._idle and self._soon is None:
-            # Not at once: requests that arrive in the same turn of the loop share the batch.
-            self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
+        self._dispatch_soon()
 
     def cancel(self, request: InferRequest) -> None:
         """The client has gone: free the request's place if it still waits, and drop its answer otherwise."""
         request.cancelled = True
         if self._queue.remove(request):
             self._statistics.failed(request.arrived_ns)
+            self._notice_drained()
 
     async def drain(self) -> None:
         """Take nothing more, finish everything that was taken, end the worker threads."""
@@ -68,8 +68,13 @@ class Batcher:
             self._drained = asyncio.Event()
             self._notice_drained()
         await self._drained.wait()
-        for executor in self._executors:
-            executor.shutdown(wait=False)
+        for worker in self._workers:
+            worker.stop()
+
+    def _dispatch_soon(self) -> None:
+        """Not at once: requests that arrive in the same turn of the loop share the batch."""
+        if self._soon is None and self._idle:
+            self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         for handle in (self._soon, self._due):
@@ -91,17 +96,17 @@ class Batcher:
         self._notice_drained()
 
     def _start(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest]) -> None:
-        backend, executor = self._idle.pop()
+        backend, worker = self._idle.pop()
         self._running += 1
 
         def finished(results: list[BatchResult]) -> None:
             self._running -= 1
-            self._idle.append((backend, executor))
+            self._idle.append((backend, worker))
             for result in results:
                 self._deliver(result)
-            self._dispatch()
+            self._dispatch_soon()
 
-        executor.submit(_work, loop, backend, requests, finished)
+        worker.submit(_work, loop, backend, requests, finished)
 
     def _deliver(self, result: BatchResult) -> None:
         if result.times is None or isinstance(result.answers, InferenceError):
@@ -132,4 +137,6 @@ def _work(
     requests: list[InferRequest],
     finished: Callable[[list[BatchResult]], None],
 ) -> None:
-    loop.call_soon_threadsafe(finished, run_batch(backend, requests))
+    results = run_batch(backend, requests)
+    with contextlib.suppress(RuntimeError):  # the loop has been closed: the server gave up waiting for this batch
+        loop.call_soon_threadsafe(finished, results)

@@ -214,6 +214,20 @@ def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
     run(scene)
 
 
+def test_draining_does_not_wait_for_a_request_that_was_cancelled() -> None:
+    async def scene(answers: Answers) -> None:
+        model = held_model(HeldBackend(), max_delay_s=3600.0)
+        request = answers.request(1)
+        model.batcher.submit(request)
+        draining = asyncio.create_task(model.batcher.drain())
+        await asyncio.sleep(0)
+        model.batcher.cancel(request)
+        await asyncio.wait_for(draining, 20)
+        assert answers.results == {1: []}
+
+    run(scene)
+
+
 def test_a_queue_delay_lets_a_batch_fill() -> None:
     async def scene(answers: Answers) -> None:
         backend = HeldBackend()
