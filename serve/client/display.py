@@ -55,8 +55,9 @@ def outputs_json(response: ModelInferResponse, arrays: Mapping[str, Array]) -> d
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line per model version, from the rows of `halfserve models --json`."""
     table = Table(Column("model", no_wrap=True), "version", "state", box=box.SIMPLE_HEAD)
-    for heading in ("inputs", "outputs", "provider"):
+    for heading in ("inputs", "outputs"):
         table.add_column(heading, overflow="fold")
+    table.add_column("provider", no_wrap=True)
     for row in rows:
         state = row["state"] + (f" ({row['reason']})" if row["reason"] else "")
         tensors = (
