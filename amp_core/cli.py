@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from amp_core.checkpoint import CheckpointError
 from amp_core.factory import FactoryError
 from amp_core.policy import PolicyError
-from amp_core.train import TrainingResult
-from amp_core.train import train as run_training
-from amp_core.training_settings import TrainingError, TrainingSettings
+from amp_core.training.settings import TrainingError, TrainingSettings
+from amp_core.training.train import TrainingResult
+from amp_core.training.train import train as run_training
 
 EXIT_CODES: dict[type[Exception], int] = {FactoryError: 2, PolicyError: 2, TrainingError: 1, CheckpointError: 1}
 

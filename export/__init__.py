@@ -10,8 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from export.budget import Budget
-    from export.certificate import BudgetExceeded, Certificate, read_certificate
+    from export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
     from export.dtype_inheritance import (
         causal_mask,
         finfo,
@@ -26,10 +25,11 @@ if TYPE_CHECKING:
         new_zeros,
     )
     from export.errors import ExportError
-    from export.half import to_half
-    from export.model_version_writer import write_model_version
-    from export.onnx_export import export_onnx
-    from export.verification import verify
+    from export.halving.to_half import to_half
+    from export.repository.model_version_writer import write_model_version
+    from export.to_onnx.export_onnx import export_onnx
+    from export.verification.budget import Budget
+    from export.verification.verify import verify
 
 __all__ = [
     "Budget",
@@ -55,13 +55,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "budget": {"Budget"},
-    "certificate": {"BudgetExceeded", "Certificate", "read_certificate"},
+    "certificate.certificate": {"BudgetExceeded", "Certificate", "read_certificate"},
     "errors": {"ExportError"},
-    "half": {"to_half"},
-    "model_version_writer": {"write_model_version"},
-    "onnx_export": {"export_onnx"},
-    "verification": {"verify"},
+    "halving.to_half": {"to_half"},
+    "repository.model_version_writer": {"write_model_version"},
+    "to_onnx.export_onnx": {"export_onnx"},
+    "verification.budget": {"Budget"},
+    "verification.verify": {"verify"},
 }
 
 

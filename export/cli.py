@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 from amp_core.checkpoint import CheckpointError
-from export.budget import Budget
-from export.certificate import BudgetExceeded
-from export.certificate_table import certificate_table
+from export.certificate.certificate import BudgetExceeded
+from export.certificate.table import certificate_table
 from export.errors import ExportError
 from export.pipeline import Exported, export_checkpoint
+from export.verification.budget import Budget
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1, CheckpointError: 1}
 

@@ -9,7 +9,7 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from export.errors import ExportError
-from export.onnx_export import serialize
+from export.to_onnx.export_onnx import serialize
 
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from amp_core.checkpoint import load_checkpoint
 from amp_core.policy import Policy
 from export.errors import ExportError
-from export.half import to_half
-from export.model_version_writer import write_model_version
-from export.onnx_export import export_onnx, serialize
+from export.halving.to_half import to_half
+from export.repository.model_version_writer import write_model_version
 from export.samples import Samples, take_samples
-from export.verification import verify
+from export.to_onnx.export_onnx import export_onnx, serialize
+from export.verification.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from amp_core.checkpoint import Checkpoint
-    from export.budget import Budget
-    from export.certificate import Certificate
+    from export.certificate.certificate import Certificate
+    from export.verification.budget import Budget
 
 GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
 EXAMPLES = 2
@@ -63,7 +63,7 @@ def export_checkpoint(
         name: The model's name; by default from the checkpoint's factory (see `model_name`).
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
-        keep_fp32: Names to keep in float32 (see `export.half.to_half`).
+        keep_fp32: Names to keep in float32 (see `export.halving.to_half.to_half`).
         samples: How many held-out samples to verify on, at most.
         progress: Is told each step before it begins.
 

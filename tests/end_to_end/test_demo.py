@@ -17,7 +17,7 @@ import tritonclient.grpc as triton
 from google.protobuf import text_format
 
 from amp_core.checkpoint import load_checkpoint
-from export.certificate import read_certificate
+from export.certificate.certificate import read_certificate
 from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from amp_core.checkpoint import load_checkpoint
-from amp_core.train import train
-from amp_core.training_settings import TrainingSettings
+from amp_core.training.settings import TrainingSettings
+from amp_core.training.train import train
 from examples.digits.data import data
 from examples.digits.model import DigitsNet, model, with_coordinates
 

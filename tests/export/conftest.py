@@ -8,11 +8,11 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from export.budget import Budget
-from export.certificate import Certificate, OutputVerdict
-from export.metrics import compare
-from export.onnx_export import serialize
-from export.sessions import Probe
+from export.certificate.certificate import Certificate, OutputVerdict
+from export.to_onnx.export_onnx import serialize
+from export.verification.budget import Budget
+from export.verification.metrics import compare
+from export.verification.sessions import Probe
 from tests.export.chain import chain
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from export import dtype_inheritance as inherit
-from export.onnx_export import export_onnx, serialize
-from export.sessions import open_session, run_session
+from export.to_onnx.export_onnx import export_onnx, serialize
+from export.verification.sessions import open_session, run_session
 
 Maker: TypeAlias = Callable[[Tensor], Tensor]
 

@@ -1,0 +1,1 @@
+"""Autocast regions on torch's own thread-local state, and the kernels that a policy adds."""

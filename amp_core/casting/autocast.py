@@ -1,0 +1,135 @@
+"""`autocast`: mixed precision for a block or a function, on torch's own mechanism, without its defects."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from amp_core.casting.decoration import decorate
+from amp_core.casting.pause_compile import REFUSAL, is_compiling_here
+from amp_core.casting.region import Region, enter, leave
+from amp_core.policy import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+
+class autocast:  # noqa: N801  (torch's name)
+    """Run operations of a block or function in float16 or bfloat16 where that is safe, in float32 where it is not.
+
+    Context manager and decorator, with torch.autocast's meaning: wrap the forward pass and the loss only; backward runs each
+    operation in its forward's dtype. One instance may be entered many times, recursively and from many threads; a decorated
+    generator or coroutine is in the region whenever it runs and out of it whenever it waits.
+
+    Example:
+        with autocast("cuda", torch.float16, policy="cuda+fp32:einsum"):
+            loss = loss_function(model(inputs), targets)
+
+    Under torch.compile and torch.export this is torch.autocast itself. With a policy that differs from what torch does for the
+    device, compiled functions run eagerly inside the region, and the region cannot be part of a compiled function.
+
+    Args:
+        device_type: `cuda`, `cpu`, ...; by default the accelerator in use, else the CPU.
+        dtype: float16 or bfloat16; by default the one in force, which at first is torch's default for the device.
+        enabled: False runs operations in the dtypes they are given, for an inner region that needs float32.
+        cache_enabled: Whether to keep a weight's low-precision copy until the outermost region ends; by default as around.
+            Call `torch.clear_autocast_cache()` after changing weights inside a region by other means than an optimizer's step.
+        policy: A `Policy` or its string form; by default that of the region around.
+
+    Raises:
+        ValueError: If `device_type` is not the name of a device type.
+        RuntimeError: If the device type has no autocast, or a policy meets torch.compile.
+        PolicyError: If a policy's string form cannot be read.
+    """
+
+    def __new__(
+        cls,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        policy: Policy | str | None = None,
+    ) -> Any:
+        """Hand over to torch.autocast where a graph is being traced, else make a region of our own."""
+        exporting = _is_exporting()
+        if policy is not None and str(policy) != "native" and (exporting or is_compiling_here()):
+            raise RuntimeError(REFUSAL)
+        if not torch.compiler.is_dynamo_compiling() and not exporting:
+            return super().__new__(cls)
+        return torch.autocast(_device_type(device_type), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+    def __init__(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        policy: Policy | str | None = None,
+    ) -> None:
+        kind = _device_type(device_type)
+        _check_device_type(kind)
+        # torch checks the dtype and whether the device can do it, in its own words and for its own custom backends.
+        checked = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        self._region = Region(
+            device_type=checked.device,
+            dtype=checked.fast_dtype,
+            enabled=checked._enabled,  # noqa: SLF001  (False where torch has warned that the device or dtype cannot)
+            cache_enabled=checked._cache_enabled,  # noqa: SLF001  (torch's default is the state around)
+            policy=Policy.parse(policy) if isinstance(policy, str) else policy,
+        )
+
+    def __enter__(self) -> Self:
+        enter(self._region)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        leave()
+
+    def __call__(self, function: Function) -> Function:
+        """Decorate a function, method, generator or coroutine function: each call runs in a region of its own."""
+        region = self._region
+
+        def make_region() -> autocast:
+            made: autocast = autocast(region.device_type, region.dtype, region.enabled, region.cache_enabled, region.policy)
+            return made
+
+        if not callable(function):
+            raise TypeError(
+                f"autocast(...) decorates a function, got a {type(function).__name__}; for a block: with autocast(...):"
+            )
+        return decorate(function, make_region)
+
+
+def _device_type(device_type: str | None) -> str:
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    if not isinstance(device_type, str) or ":" in device_type:
+        raise ValueError(f"device_type must be the name of a kind of device, such as 'cuda' or 'cpu'; got {device_type!r}")
+    return device_type
+
+
+@cache
+def _check_device_type(device_type: str) -> None:
+    try:
+        available = torch.amp.is_autocast_available(device_type)
+    except RuntimeError:  # not even a device type
+        available = False
+    if not available:
+        raise RuntimeError(f"torch has no autocast for the device type {device_type!r}; expected one such as 'cuda' or 'cpu'")
+
+
+def _is_exporting() -> bool:
+    # torch.export without Dynamo runs plain Python under a mode that records torch.autocast's own enter and exit.
+    if not torch._C._is_torch_function_mode_enabled():  # noqa: SLF001  (torch.autocast asks the same)
+        return False
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # noqa: SLF001  (see above)
+    return tracer is not None and any(isinstance(mode, tracer.PreDispatchTorchFunctionMode) for mode in stack)

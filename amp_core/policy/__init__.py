@@ -1,0 +1,5 @@
+"""Which operation runs in which dtype: a value that users edit, print and store."""
+
+from amp_core.policy.policy import Policy, PolicyError, Rule
+
+__all__ = ["Policy", "PolicyError", "Rule"]

@@ -1,0 +1,148 @@
+"""Which operation runs in which dtype, as one small frozen value that prints as one line and reads it back."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING
+
+from amp_core.policy import op_lists
+from amp_core.policy.op_names import aten_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+
+class PolicyError(ValueError):
+    """A policy that names an operation, rule or preset that there is not."""
+
+
+class Rule(StrEnum):
+    """What autocast does with an operation's floating inputs (float64 ones and those of other devices stay as they are)."""
+
+    LOW = "low"  # cast to the region's dtype
+    FP32 = "fp32"  # cast to float32
+    WIDEST = "widest"  # cast to the widest dtype among them
+    NATIVE = "native"  # what torch does for the device
+    BAN = "ban"  # raise: the operation cannot be made safe
+
+
+class _Native:
+    """`Policy.native()` is the empty policy; `policy.native("gelu")` leaves those operations to torch again."""
+
+    def __get__(self, policy: Policy | None, owner: type[Policy]) -> Callable[..., Policy]:
+        start = owner() if policy is None else policy
+        return lambda *ops: start._with(Rule.NATIVE, ops)  # noqa: SLF001  (part of Policy, which stands below)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An immutable difference to what torch's autocast does for the device; empty, it is exactly torch's behaviour.
+
+    `Policy.cuda().fp32("einsum").native("gelu")` reads from left to right; a later change of the same operation replaces an
+    earlier one. Names are the public ones (`softmax`, `LSTMCell`, `__pow__`) or aten's.
+
+    Attributes:
+        preset: `native` (no difference) or `cuda` (the documented CUDA lists, on whatever device).
+        changes: Pairs (operation, rule) on top of the preset, the latest last.
+    """
+
+    preset: str = "native"
+    changes: tuple[tuple[str, Rule], ...] = ()
+
+    native = _Native()
+
+    def __post_init__(self) -> None:
+        if self.preset not in _PRESETS:
+            hint = _nearest(self.preset, _PRESETS)
+            raise PolicyError(f"unknown policy {self.preset!r}{hint}; a policy starts with {' or '.join(_PRESETS)}")
+        for op, _ in self.changes:
+            try:
+                aten_names(op)
+            except ValueError as error:
+                raise PolicyError(str(error)) from error
+
+    @classmethod
+    def cuda(cls) -> Policy:
+        """The documented CUDA lists, to hold on any device."""
+        return cls("cuda")
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Read the string form: `PRESET[+RULE:OP[,OP...]]...`, for example `cuda+fp32:einsum,matmul+native:gelu`.
+
+        Raises:
+            PolicyError: If a preset, rule or operation in it is unknown.
+        """
+        preset, *parts = (part.strip() for part in text.split("+"))
+        policy = cls(preset)
+        for part in parts:
+            rule, colon, ops = part.partition(":")
+            if not colon or rule not in set(Rule):
+                hint = _nearest(rule, map(str, Rule))
+                raise PolicyError(f"cannot read {part!r} in the policy {text!r}{hint}; expected {'|'.join(Rule)}:OP,OP")
+            policy = policy._with(Rule(rule), [op.strip() for op in ops.split(",")])
+        return policy
+
+    def __str__(self) -> str:
+        parts = [self.preset]
+        previous: Rule | None = None
+        for op, rule in self.changes:
+            if rule is previous:
+                parts[-1] += f",{op}"
+            else:
+                parts.append(f"{rule}:{op}")
+            previous = rule
+        return "+".join(parts)
+
+    def low(self, *ops: str) -> Policy:
+        """Run these in the region's dtype (float16 or bfloat16)."""
+        return self._with(Rule.LOW, ops)
+
+    def fp32(self, *ops: str) -> Policy:
+        """Run these in float32."""
+        return self._with(Rule.FP32, ops)
+
+    def widest(self, *ops: str) -> Policy:
+        """Run these in the widest dtype among their inputs."""
+        return self._with(Rule.WIDEST, ops)
+
+    def ban(self, *ops: str) -> Policy:
+        """Make these raise inside the region."""
+        return self._with(Rule.BAN, ops)
+
+    def rules(self) -> Mapping[str, Rule]:
+        """The difference in full: a rule for each aten operation (not overload) that is not left to torch."""
+        return _rules(self)
+
+    def _with(self, rule: Rule, ops: Iterable[str]) -> Policy:
+        changes = dict(self.changes)
+        for op in ops:
+            changes.pop(op, None)
+            changes[op] = rule
+        return Policy(self.preset, tuple(changes.items()))
+
+
+_PRESETS: dict[str, dict[Rule, Iterable[str]]] = {
+    "native": {},
+    "cuda": {
+        Rule.LOW: op_lists.CUDA_LOW,
+        Rule.FP32: op_lists.CUDA_FP32,
+        Rule.WIDEST: op_lists.CUDA_WIDEST,
+        Rule.BAN: op_lists.CUDA_BAN,
+    },
+}
+
+
+@cache
+def _rules(policy: Policy) -> Mapping[str, Rule]:
+    preset = ((op, rule) for rule, ops in _PRESETS[policy.preset].items() for op in ops)
+    rules = {name: rule for op, rule in (*preset, *policy.changes) for name in aten_names(op)}
+    return {name: rule for name, rule in rules.items() if rule is not Rule.NATIVE}
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,1 @@
+"""The loss scale: scale, unscale, check, skip, grow."""

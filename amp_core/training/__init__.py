@@ -1,0 +1,1 @@
+"""A readable training loop, from factories to a checkpoint."""

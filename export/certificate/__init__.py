@@ -1,0 +1,1 @@
+"""The verdict that travels with a model."""

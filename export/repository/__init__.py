@@ -1,0 +1,1 @@
+"""Triton's model repository, written atomically."""

@@ -1,0 +1,56 @@
+"""How much an fp16 model may differ from its reference, and where it differs by more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from export.errors import ExportError
+
+if TYPE_CHECKING:
+    from export.verification.metrics import Figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits for every output. A figure that is NaN is over its limit.
+
+    Attributes:
+        max_scaled_error: Largest error in units of the reference's largest magnitude. The default, 0.01, is twenty float16
+            roundings (2**-11 each) of the output's scale; sound conversions measure 0.0004 to 0.0015.
+        max_abs_error: Largest error in the output's own unit; when given, it replaces `max_scaled_error`.
+        min_agreement: Least share of rows with the reference's argmax (of equal elements for integer outputs), 0 to 1.
+        max_non_finite: How many NaN or infinite values may appear that the reference does not have.
+    """
+
+    max_scaled_error: float = 0.01
+    max_abs_error: float | None = None
+    min_agreement: float = 0.995
+    max_non_finite: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_scaled_error", "max_abs_error", "max_non_finite"):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ExportError(f"{name} is {value}; expected a number of at least 0")
+        if not 0 <= self.min_agreement <= 1:
+            raise ExportError(f"min_agreement is {self.min_agreement}; expected a share from 0 to 1")
+
+
+def violations(figures: Figures, budget: Budget) -> list[str]:
+    """What is over budget, each in words with its value and its limit; empty when all is within."""
+    broken: list[str] = []
+    if not figures.non_finite <= budget.max_non_finite:
+        broken.append(f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})")
+    if budget.max_abs_error is not None:
+        if not figures.max_abs_error <= budget.max_abs_error:
+            broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {budget.max_abs_error:.3g})")
+    elif not figures.max_scaled_error <= budget.max_scaled_error:
+        broken.append(
+            f"max error {figures.max_scaled_error:.3g} of the output's scale {figures.scale:.3g} "
+            f"(limit {budget.max_scaled_error:.3g})"
+        )
+    if figures.agreement is not None and not figures.agreement >= budget.min_agreement:
+        broken.append(f"agreement {figures.agreement:.4f} (limit {budget.min_agreement:.4f})")
+    return broken

@@ -1,0 +1,209 @@
+"""autocast as the documentation says: context manager, decorator of anything, nesting, threads, compilers."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_core import autocast
+from amp_core.casting.region import leave
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Generator, Iterator
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+def product() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.fixture(autouse=True)
+def outside_any_region() -> Iterator[None]:
+    yield
+    assert product() is FULL
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_defaults_are_the_device_in_use_and_its_dtype() -> None:
+    region = autocast()
+    with region:
+        assert product() is (BRAIN if not torch.accelerator.is_available() else FULL)
+
+
+def test_nesting_switching_off_and_another_dtype() -> None:
+    with autocast("cpu", HALF):
+        assert product() is HALF
+        with autocast("cpu", enabled=False):
+            assert product() is FULL
+            with autocast("cpu", BRAIN):
+                assert product() is BRAIN
+        with autocast("cpu"):
+            assert product() is HALF  # the dtype in force is the default
+        assert product() is HALF
+
+
+def test_an_exception_leaves_the_region() -> None:
+    with pytest.raises(ZeroDivisionError), autocast("cpu", HALF):
+        raise ZeroDivisionError
+
+
+def test_torchs_own_regions_nest_with_ours() -> None:
+    with autocast("cpu", HALF):
+        with torch.autocast("cpu", dtype=BRAIN):
+            assert product() is BRAIN
+        assert product() is HALF
+    with torch.autocast("cpu", dtype=HALF):
+        with autocast("cpu", BRAIN):
+            assert product() is BRAIN
+        assert product() is HALF
+
+
+def test_state_is_the_threads_own() -> None:
+    with autocast("cpu", HALF), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(product).result() is FULL
+
+
+def test_a_region_cannot_be_left_in_a_thread_that_did_not_enter_it() -> None:
+    with autocast("cpu", HALF), ThreadPoolExecutor(1) as pool:
+        result = pool.submit(leave)
+        with pytest.raises(RuntimeError, match="no autocast region is open in this thread"):
+            result.result()
+
+
+def test_methods_and_the_functions_own_name() -> None:
+    class Layer(nn.Module):
+        @autocast("cpu", HALF)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Square."""
+            return x @ x
+
+    assert Layer()(torch.ones(2, 2)).dtype is HALF
+    assert (Layer.forward.__name__, Layer.forward.__doc__) == ("forward", "Square.")
+
+
+def test_generator_receives_values_exceptions_and_its_end() -> None:
+    events: list[Any] = []
+
+    @autocast("cpu", HALF)
+    def generate() -> Generator[torch.dtype, str, str]:
+        try:
+            events.append((yield product()))
+            try:
+                yield product()
+            except KeyError:
+                events.append(product())
+                yield product()
+            return "end"
+        finally:
+            events.append(product())
+
+    generator = generate()
+    assert next(generator) is HALF
+    assert generator.send("sent") is HALF
+    assert generator.throw(KeyError()) is HALF
+    assert product() is FULL
+    with pytest.raises(StopIteration, match="end"):
+        next(generator)
+    assert events == ["sent", HALF, HALF]
+    abandoned = generate()
+    next(abandoned)
+    abandoned.close()
+    assert events[3:] == [HALF]
+
+
+def test_coroutines_are_in_the_region_only_while_they_run() -> None:
+    @autocast("cpu", HALF)
+    async def work(turns: int) -> set[torch.dtype]:
+        seen = set()
+        for _ in range(turns):
+            seen.add(product())
+            await asyncio.sleep(0)
+        return seen
+
+    async def others(turns: int) -> set[torch.dtype]:
+        seen = set()
+        for _ in range(turns):
+            seen.add(product())
+            await asyncio.sleep(0)
+        return seen
+
+    async def both() -> list[set[torch.dtype]]:
+        return list(await asyncio.gather(work(5), others(5), work(5)))
+
+    assert asyncio.run(both()) == [{HALF}, {FULL}, {HALF}]
+
+
+def test_asynchronous_generators() -> None:
+    closed_in: list[torch.dtype] = []
+
+    @autocast("cpu", HALF)
+    async def generate() -> AsyncIterator[torch.dtype]:
+        try:
+            for _ in range(3):
+                await asyncio.sleep(0)
+                yield product()
+        finally:
+            closed_in.append(product())
+
+    async def collect() -> list[tuple[torch.dtype, torch.dtype]]:
+        return [(dtype, product()) async for dtype in generate()]
+
+    assert asyncio.run(collect()) == [(HALF, FULL)] * 3
+    assert closed_in == [HALF]
+
+
+def test_activation_checkpointing_recomputes_in_the_same_dtypes() -> None:
+    seen: list[torch.dtype] = []
+    layer = nn.Linear(4, 4)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = layer(x)
+        seen.append(y.dtype)
+        return y * y
+
+    x = torch.ones(2, 4, requires_grad=True)
+    with autocast("cpu", HALF):
+        y = checkpoint(block, x, use_reentrant=False)
+    torch.autograd.backward(y.sum())
+    assert seen == [HALF, HALF]
+
+
+@pytest.mark.parametrize("device_type", ["cpu:0", 0, torch.device("cpu")])
+def test_a_device_is_not_a_kind_of_device(device_type: Any) -> None:
+    with pytest.raises(ValueError, match="device_type must be the name of a kind of device, such as 'cuda' or 'cpu'"):
+        autocast(device_type)
+
+
+def test_what_torch_refuses_is_refused_and_what_it_only_warns_of_is_warned_of() -> None:
+    with pytest.raises(RuntimeError, match="no autocast for the device type 'meta'"):
+        autocast("meta")
+    with pytest.raises(RuntimeError, match="no autocast for the device type 'cup'"):
+        autocast("cup")
+    with pytest.warns(UserWarning, match="target dtype is not supported"):
+        region = autocast("cpu", torch.float64)
+    with region:
+        assert product() is FULL
+
+
+def test_decorating_what_cannot_be_called() -> None:
+    not_callable: Any = 3
+    with pytest.raises(TypeError, match=r"autocast\(...\) decorates a function, got a int"):
+        autocast("cpu")(not_callable)
+
+
+def test_a_weight_is_cast_once_in_a_region_unless_the_cache_is_off() -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+
+    def casts(*, cache_enabled: bool) -> int:
+        with torch.profiler.profile() as profile, autocast("cpu", HALF, cache_enabled=cache_enabled):
+            layer(x), layer(x), layer(x)
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+
+    assert casts(cache_enabled=True) == casts(cache_enabled=False) - 2

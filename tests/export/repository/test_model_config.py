@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import onnx
+import pytest
+from google.protobuf import text_format
+
+from export.errors import ExportError
+from export.repository.model_config import config_for, read_config, require_agreement, write_config
+from protos.model_config_pb2 import TYPE_FP16, ModelConfig
+from tests.export.chain import chain
+
+
+def test_it_describes_the_model_without_its_batch(model: onnx.ModelProto) -> None:
+    config = read_config(write_config(config_for("m", model, max_batch_size=8)), "config.pbtxt")
+    assert (config.name, config.platform, config.max_batch_size) == ("m", "onnxruntime_onnx", 8)
+    assert [(t.name, t.data_type, list(t.dims)) for t in config.input] == [("x", TYPE_FP16, [1])]
+    assert [(t.name, t.data_type, list(t.dims)) for t in config.output] == [("y", TYPE_FP16, [1])]
+    assert config.HasField("dynamic_batching")
+
+
+def test_without_batching_dims_are_whole_shapes(model: onnx.ModelProto) -> None:
+    config = config_for("m", model, max_batch_size=0)
+    assert list(config.input[0].dims) == [-1, 1]
+    assert not config.HasField("dynamic_batching")
+
+
+def test_initializers_that_are_also_inputs_are_not_asked_for(model: onnx.ModelProto) -> None:
+    model.graph.input.append(onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT16, [1]))
+    assert [tensor.name for tensor in config_for("m", model, max_batch_size=8).input] == ["x"]
+
+
+def test_a_tensor_that_is_only_a_batch_is_reshaped(scalar_model: onnx.ModelProto) -> None:
+    entry = config_for("m", scalar_model, max_batch_size=8).input[0]
+    assert (list(entry.dims), entry.HasField("reshape"), list(entry.reshape.shape)) == ([1], True, [])
+
+
+def test_a_fixed_batch_needs_no_batching() -> None:
+    with pytest.raises(ExportError, match=r"'x' has shape \[4, 1\], without a variable batch .* use --max-batch-size 0"):
+        config_for("m", chain(["Mul"], 1.0, batch=4), max_batch_size=8)
+
+
+def test_a_type_without_a_name_on_the_wire_is_refused(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.COMPLEX64
+    with pytest.raises(ExportError, match="'x' is no tensor of a known rank and type"):
+        config_for("m", model, max_batch_size=8)
+
+
+def edited(text: str) -> ModelConfig:
+    return text_format.Parse(text, ModelConfig())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["max_batch_size: 4", 'name: "m" max_batch_size: 99', 'max_batch_size: 1 input { name: "x" data_type: TYPE_FP16 dims: 1 }'],
+)
+def test_what_a_user_left_out_or_tuned_is_no_contradiction(text: str, model: onnx.ModelProto) -> None:
+    require_agreement(edited(text), config_for("m", model, max_batch_size=8), "config.pbtxt")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name: "other"', "config.pbtxt says name 'other', this model needs 'm'"),
+        ('platform: "tensorrt_plan"', "says platform 'tensorrt_plan', this model needs 'onnxruntime_onnx'"),
+        ("max_batch_size: 0", "says max_batch_size 0, this model 8"),
+        (
+            'max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 1 }',
+            r"says input 'x' is TYPE_FP32 \[1\], the model has TYPE_FP16 \[1\]",
+        ),
+        ('max_batch_size: 8 output { name: "z" data_type: TYPE_FP16 dims: 1 }', "output 'z' is .*, the model's are y"),
+    ],
+)
+def test_contradictions_are_named(text: str, message: str, model: onnx.ModelProto) -> None:
+    with pytest.raises(ExportError, match=message):
+        require_agreement(edited(text), config_for("m", model, max_batch_size=8), "config.pbtxt")
+
+
+def test_a_missing_input_is_named() -> None:
+    wanted = edited('name: "m" input { name: "a" } input { name: "b" }')
+    with pytest.raises(ExportError, match="lacks the input 'b' of this model"):
+        require_agreement(edited('input { name: "a" }'), wanted, "config.pbtxt")
+
+
+@pytest.mark.parametrize("content", [b"name: 3", b"nme: 'm'", b"\xff"])
+def test_what_is_no_configuration_is_refused(content: bytes) -> None:
+    with pytest.raises(ExportError, match="config.pbtxt is no model configuration: .* mend it or remove it"):
+        read_config(content, "config.pbtxt")

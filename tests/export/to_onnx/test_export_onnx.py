@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+from torch import Tensor, nn
+
+from export.errors import ExportError
+from export.halving.to_half import to_half
+from export.to_onnx.export_onnx import export_onnx, serialize
+from tests.export import models
+
+
+class Frozen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0, 1, x.shape[1])
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Svd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.svd(x).S  # type: ignore[no-any-return]  # (torch's return types are untyped)
+
+
+def shape(value: onnx.ValueInfoProto) -> list[str | int]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def test_batch_is_dynamic_and_names_are_the_models() -> None:
+    model = export_onnx(models.TwoHeads().eval(), [torch.rand(1, 4).half(), torch.ones(1, 4).half()])
+    assert [(value.name, shape(value)) for value in model.graph.input] == [("features", ["batch", 4]), ("mask", ["batch", 4])]
+    assert [(value.name, shape(value)) for value in model.graph.output] == [("masked", ["batch", 4]), ("total", ["batch"])]
+    assert {value.type.tensor_type.elem_type for value in [*model.graph.input, *model.graph.output]} == {TensorProto.FLOAT16}
+
+
+def test_outputs_may_be_called_like_values_inside() -> None:
+    model = export_onnx(models.mlp(), torch.rand(2, 8), output_names=["linear"])
+    assert [value.name for value in model.graph.output] == ["linear"]
+    passed = export_onnx(nn.Identity().eval(), torch.rand(2, 8), output_names=["input"])
+    assert (passed.graph.input[0].name, passed.graph.output[0].name) == ("input", "input_output")
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["a"], ["a", ""]])
+def test_names_must_be_one_each(names: list[str]) -> None:
+    with pytest.raises(ExportError, match="input and output names must be one each and differ"):
+        export_onnx(models.TwoHeads().eval(), [torch.rand(2, 4), torch.ones(2, 4)], output_names=names)
+
+
+def test_names_and_sizes_can_be_chosen() -> None:
+    model = export_onnx(
+        models.lstm(), torch.rand(2, 5, 8), dynamic_shapes=({0: "rows"},), input_names=["in"], output_names=["out"]
+    )
+    assert (model.graph.input[0].name, shape(model.graph.input[0])) == ("in", ["rows", 5, 8])
+    assert (model.graph.output[0].name, shape(model.graph.output[0])) == ("out", ["rows", 3])
+    assert shape(export_onnx(models.mlp(), torch.rand(3, 8), dynamic_shapes=()).graph.input[0]) == [3, 8]
+
+
+def test_provenance_travels_and_the_machine_does_not() -> None:
+    model = export_onnx(models.mlp(), torch.rand(2, 8), metadata={"owner": "us"})
+    found = {entry.key: entry.value for entry in model.metadata_props}
+    assert found["halfserve.torch"] == torch.__version__
+    assert found["halfserve.opset"] == str(model.opset_import[0].version)
+    assert (found["halfserve.source"], found["owner"]) == ("torch.nn.modules.container.Sequential", "us")
+    assert str(Path(__file__).parent).encode() not in serialize(model)
+
+
+def test_the_same_module_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch; from tests.export import models; from export.halving.to_half import to_half; "
+        "from export.to_onnx.export_onnx import export_onnx; "
+        "export_onnx(to_half(models.cnn()).module, torch.rand(2, 1, 8, 8).half(), sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "other.onnx")], check=True, capture_output=True)
+    export_onnx(to_half(models.cnn()).module, torch.rand(3, 1, 8, 8).half(), tmp_path / "here.onnx")
+    assert (tmp_path / "here.onnx").read_bytes() == (tmp_path / "other.onnx").read_bytes()
+
+
+def test_it_prints_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ExportError):
+        export_onnx(Branching().eval(), torch.rand(2, 3))
+    export_onnx(models.mlp(), torch.rand(2, 8))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_float32_modules_of_a_half_model_have_their_casts() -> None:
+    model = export_onnx(to_half(models.cnn(), keep_fp32=["1"]).module, torch.rand(2, 1, 8, 8).half())
+    assert [node.op_type for node in model.graph.node][:4] == ["Conv", "Cast", "BatchNormalization", "Cast"]
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [
+        (
+            Branching(),
+            [torch.rand(2, 3)],
+            "torch.export cannot capture the model: GuardOnDataDependentSymNode: Could not guard",
+        ),
+        (Svd(), [torch.rand(2, 3, 3)], "torch.onnx cannot express the model: DispatchError: No ONNX function found for .*svd"),
+        (models.mlp(), [torch.rand(2, 5)], r"the model fails on inputs float32\[2, 5\]: RuntimeError: mat1 and mat2 shapes"),
+        (models.mlp(), [torch.rand(2, 8).half()], r"the model fails on inputs float16\[2, 8\]"),
+        (models.mlp(), [], "inputs: expected an example tensor"),
+        (models.TwoHeads(), [torch.rand(2, 4), torch.rand(3, 4)], r"must be the same batch, .* got shapes \(2, 4\), \(3, 4\)"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_in_one_line(module: nn.Module, inputs: list[Tensor], message: str) -> None:
+    with pytest.raises(ExportError, match=message) as caught:
+        export_onnx(module.eval(), inputs)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_size_that_the_code_fixes_is_refused() -> None:
+    with pytest.raises(ExportError, match="fixes dimension 'n' at 5"):
+        export_onnx(Frozen().eval(), torch.rand(2, 5), dynamic_shapes=({0: "batch", 1: "n"},))
+
+
+def test_training_mode_is_refused() -> None:
+    with pytest.raises(ExportError, match=r"training mode.*call \.eval\(\) first"):
+        export_onnx(nn.Linear(2, 2).train(), torch.rand(2, 2))
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"cannot write .*nowhere/model\.onnx: No such file or directory"):
+        export_onnx(models.mlp(), torch.rand(2, 8), tmp_path / "nowhere" / "model.onnx")
