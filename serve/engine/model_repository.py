@@ -61,7 +61,10 @@ def find_models(path: Path) -> list[ModelFiles]:
         raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
     found = [files for folder in sorted(path.iterdir()) if _is_model_folder(folder) for files in _versions(folder)]
     if not found:
-        raise ModelLoadError(f"{path}: no models in it; expected <model>/<version>/{MODEL_FILE}, with a version such as 1")
+        one_model = f"; it looks like one model's own folder: serve {path.parent}" if _version_folders(path) else ""
+        raise ModelLoadError(
+            f"{path}: no models in it; expected <model>/<version>/{MODEL_FILE}, with a version such as 1{one_model}"
+        )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -20,8 +21,7 @@ from protos.datatypes import DATATYPES
 from serve.transports.grpcio_server import GrpcioServer
 from serve.transports.transport import BindError
 from tests.models import mlp_weights
-from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import RunningServer
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -45,12 +45,6 @@ def tensor(name: str, array: np.ndarray[Any, Any], wire: str) -> triton.InferInp
 def call(channel: grpc.Channel, method: str, request: Any, response: Any, **options: Any) -> Any:
     stub = channel.unary_unary(SERVICE + method, type(request).SerializeToString, response.FromString)
     return stub(request, timeout=options.pop("timeout", 20), **options)
-
-
-def held_request(value: float) -> pb.ModelInferRequest:
-    request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.float32(value).tobytes()])
-    request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
-    return request
 
 
 def test_tritonclient_infers_on_every_version(client: triton.InferenceServerClient) -> None:
@@ -183,6 +177,19 @@ def test_a_method_that_is_not_served_says_so(channel: grpc.Channel, method: str)
     assert f"{method} is not served here" in refused.value.details()
 
 
+def test_the_asyncio_client_infers_many_at_once(server: RunningServer) -> None:
+    async def ask() -> list[Any]:
+        async with triton_aio.InferenceServerClient(server.address) as client:
+            assert await client.is_model_ready("mlp")
+            inputs = [tensor("x", np.full((1, 64), value, np.float16), "FP16") for value in range(8)]
+            return await asyncio.gather(*(client.infer("mlp", [each]) for each in inputs))
+
+    first, second = (w.astype(np.float32) for w in mlp_weights())
+    for value, result in enumerate(asyncio.run(ask())):
+        expected = np.maximum(np.full((1, 64), value) @ first, 0) @ second
+        np.testing.assert_allclose(result.as_numpy("y"), expected, rtol=1e-3, atol=4e-3)
+
+
 def test_a_message_beyond_grpcs_default_limit_is_taken(client: triton.InferenceServerClient) -> None:
     types = [row for row in DATATYPES if row.numpy is not None]
     arrays = {row.wire: np.zeros((1, 1), row.numpy or object) for row in types}
@@ -191,77 +198,6 @@ def test_a_message_beyond_grpcs_default_limit_is_taken(client: triton.InferenceS
     inputs = [tensor(f"in_{wire}", array, wire) for wire, array in arrays.items()]
     result = client.infer("echo_types", inputs, outputs=[triton.InferRequestedOutput("out_FP32")])
     assert result.as_numpy("out_FP32").sum() == 2_000_000
-
-
-def test_a_deadline_that_passes_in_the_queue_is_not_computed() -> None:
-    backend = HeldBackend(held=True)
-    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
-        stub = channel.unary_unary(
-            SERVICE + "ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
-        )
-        occupying = stub.future(held_request(1))
-        assert backend.entered.wait(20)
-        late = held_request(2)
-        late.parameters["timeout"].int64_param = 1
-        expired, good = stub.future(late), stub.future(held_request(3))
-        wait_until_waiting(server, 2)
-        backend.release.set()
-        with pytest.raises(grpc.RpcError) as refused:
-            expired.result(20)
-        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "not computed" in refused.value.details()
-        assert np.frombuffer(good.result(20).raw_output_contents[0], np.float32).tolist() == [4]
-        occupying.result(20)
-        assert backend.batches == [[1], [3]]
-
-
-def test_a_client_that_goes_away_frees_its_place() -> None:
-    backend = HeldBackend(held=True)
-    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
-        stub = channel.unary_unary(
-            SERVICE + "ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
-        )
-        occupying = stub.future(held_request(1))
-        assert backend.entered.wait(20)
-        gone, good = stub.future(held_request(2)), stub.future(held_request(3))
-        wait_until_waiting(server, 2)
-        gone.cancel()
-        wait_until_waiting(server, 1)
-        backend.release.set()
-        assert np.frombuffer(good.result(20).raw_output_contents[0], np.float32).tolist() == [4]
-        occupying.result(20)
-        assert backend.batches == [[1], [3]]
-
-
-def test_a_full_queue_is_resource_exhausted_with_a_retry_hint() -> None:
-    backend = HeldBackend(held=True)
-    with (
-        running_server(lambda: [held_model(backend, max_waiting=1)]) as server,
-        grpc.insecure_channel(server.address) as channel,
-    ):
-        stub = channel.unary_unary(
-            SERVICE + "ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
-        )
-        first = stub.future(held_request(1))
-        assert backend.entered.wait(20)
-        second = stub.future(held_request(2))
-        wait_until_waiting(server, 1)
-        with pytest.raises(grpc.RpcError) as refused:
-            stub(held_request(3), timeout=20)
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert int(dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1
-        backend.release.set()
-        first.result(20)
-        second.result(20)
-
-
-def wait_until_waiting(server: RunningServer, count: int) -> None:
-    """Ask the server until its queue holds `count` requests; each question is a turn of its event loop."""
-    model = server.core.models()[0]
-    for _ in range(100_000):
-        if server.call(lambda: model.batcher.waiting) == count:
-            return
-    raise AssertionError(f"the queue never held {count} requests")
 
 
 def test_health_is_checked_and_watched(server: RunningServer, channel: grpc.Channel) -> None:
@@ -273,28 +209,6 @@ def test_health_is_checked_and_watched(server: RunningServer, channel: grpc.Chan
     watched = health.Watch(health_pb2.HealthCheckRequest(service="nope"), timeout=20)
     assert next(watched).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     watched.cancel()
-
-
-def test_a_draining_server_tells_its_watchers_and_refuses_new_work() -> None:
-    backend = HeldBackend(held=True)
-    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
-        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
-        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
-        stub = channel.unary_unary(
-            SERVICE + "ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
-        )
-        running = stub.future(held_request(1))
-        assert backend.entered.wait(20)
-        draining = threading.Thread(target=server.run, args=(server.core.drain(),))
-        draining.start()
-        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with pytest.raises(grpc.RpcError) as refused:
-            stub(held_request(2), timeout=20)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert not call(channel, "ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse).ready
-        backend.release.set()
-        assert np.frombuffer(running.result(20).raw_output_contents[0], np.float32).tolist() == [2]
-        draining.join(20)
 
 
 def test_reflection_describes_the_service(channel: grpc.Channel) -> None:

@@ -1,0 +1,117 @@
+"""Deadlines, cancellation, a full queue and draining, seen by a client over the real transport."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import inference_pb2 as pb
+from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.running_server import RunningServer, running_server
+
+SERVICE = "/inference.GRPCInferenceService/"
+
+
+def infer_stub(channel: grpc.Channel) -> Any:
+    return channel.unary_unary(SERVICE + "ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString)
+
+
+def is_ready(channel: grpc.Channel) -> bool:
+    ask = channel.unary_unary(SERVICE + "ServerReady", response_deserializer=pb.ServerReadyResponse.FromString)
+    return bool(ask(b"", timeout=20).ready)
+
+
+def held_request(value: float) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.float32(value).tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
+    return request
+
+
+def test_a_deadline_that_passes_in_the_queue_is_not_computed() -> None:
+    backend = HeldBackend(held=True)
+    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
+        stub = infer_stub(channel)
+        occupying = stub.future(held_request(1))
+        assert backend.entered.wait(20)
+        late = held_request(2)
+        late.parameters["timeout"].int64_param = 1
+        expired, good = stub.future(late), stub.future(held_request(3))
+        wait_until_waiting(server, 2)
+        backend.release.set()
+        with pytest.raises(grpc.RpcError) as refused:
+            expired.result(20)
+        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "not computed" in refused.value.details()
+        assert np.frombuffer(good.result(20).raw_output_contents[0], np.float32).tolist() == [4]
+        occupying.result(20)
+        assert backend.batches == [[1], [3]]
+
+
+def test_a_client_that_goes_away_frees_its_place() -> None:
+    backend = HeldBackend(held=True)
+    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
+        stub = infer_stub(channel)
+        occupying = stub.future(held_request(1))
+        assert backend.entered.wait(20)
+        gone, good = stub.future(held_request(2)), stub.future(held_request(3))
+        wait_until_waiting(server, 2)
+        gone.cancel()
+        wait_until_waiting(server, 1)
+        backend.release.set()
+        assert np.frombuffer(good.result(20).raw_output_contents[0], np.float32).tolist() == [4]
+        occupying.result(20)
+        assert backend.batches == [[1], [3]]
+
+
+def test_a_full_queue_is_resource_exhausted_with_a_retry_hint() -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend, max_waiting=1)]) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub = infer_stub(channel)
+        first = stub.future(held_request(1))
+        assert backend.entered.wait(20)
+        second = stub.future(held_request(2))
+        wait_until_waiting(server, 1)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub(held_request(3), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert int(dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1
+        backend.release.set()
+        first.result(20)
+        second.result(20)
+
+
+def wait_until_waiting(server: RunningServer, count: int) -> None:
+    """Ask the server until its queue holds `count` requests; each question is a turn of its event loop."""
+    model = server.core.models()[0]
+    for _ in range(100_000):
+        if server.call(lambda: model.batcher.waiting) == count:
+            return
+    raise AssertionError(f"the queue never held {count} requests")
+
+
+def test_a_draining_server_tells_its_watchers_and_refuses_new_work() -> None:
+    backend = HeldBackend(held=True)
+    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
+        watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+        stub = infer_stub(channel)
+        running = stub.future(held_request(1))
+        assert backend.entered.wait(20)
+        draining = threading.Thread(target=server.run, args=(server.core.drain(),))
+        draining.start()
+        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.RpcError) as refused:
+            stub(held_request(2), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not is_ready(channel)
+        backend.release.set()
+        assert np.frombuffer(running.result(20).raw_output_contents[0], np.float32).tolist() == [2]
+        draining.join(20)
