@@ -17,7 +17,8 @@ import tritonclient.grpc as triton
 from google.protobuf import text_format
 
 from amp_core.checkpoint import load_checkpoint
-from export.certificate.certificate import read_certificate
+from examples.digits.report import LEVEL_HEADINGS, DemoResult, precision_rows
+from export import read_certificate
 from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
 
@@ -82,6 +83,20 @@ def test_every_file_is_there_and_says_the_same(demo: tuple[Path, dict[str, Any]]
     assert [level["errors"] for level in bench["levels"]] == [0, 0]
     lines = [json.loads(line) for line in (out / "training" / "train.jsonl").read_text().splitlines()]
     assert sum("accuracy" in line for line in lines) == 4
+
+
+def test_the_readme_shows_the_lines_that_the_demo_prints(demo: tuple[Path, dict[str, Any]]) -> None:
+    out, summary = demo
+    result = DemoResult.read(
+        training=out / "training",
+        certificate=out / "repository" / "digits" / "1" / "certificate.json",
+        bench=out / "bench.json",
+        bench_plot=out / "bench.png",
+        served_accuracy=summary["accuracy"]["served"],
+    )
+    shown = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for line in [*(name for name, _ in precision_rows(result)), *LEVEL_HEADINGS]:
+        assert line in shown
 
 
 def test_the_report_stands_alone(demo: tuple[Path, dict[str, Any]]) -> None:
