@@ -7,7 +7,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends import onnxruntime_backend
 from serve.backends.cuda import device_count
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
@@ -41,24 +40,6 @@ def test_an_overflow_of_fp16_is_an_infinity_and_no_warning(tmp_path: Path) -> No
     assert y.tolist() == [[np.inf], [2.0]]
 
 
-def test_weights_in_a_file_beside_the_model_are_found(tmp_path: Path) -> None:
-    model = onnx.load(save_mlp(tmp_path / "whole.onnx"))
-    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
-    x = np.ones((1, 64), np.float32)
-    whole, split = (OnnxRuntime().load(tmp_path / name, ON_CPU).run({"x": x})["y"] for name in ("whole.onnx", "m.onnx"))
-    np.testing.assert_array_equal(whole, split)
-    (tmp_path / "weights.bin").unlink()
-    with pytest.raises(ModelLoadError, match="weights.bin"):
-        OnnxRuntime().load(tmp_path / "m.onnx", ON_CPU)
-
-
-def test_a_model_too_large_for_one_message_goes_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, x = save_mlp(tmp_path / "m.onnx"), np.ones((1, 64), np.float32)
-    expected = OnnxRuntime().load(path, ON_CPU).run({"x": x})["y"]
-    monkeypatch.setattr(onnxruntime_backend, "MAX_SERIALIZED_BYTES", 100)
-    np.testing.assert_array_equal(OnnxRuntime().load(path, ON_CPU).run({"x": x})["y"], expected)
-
-
 def test_every_datatype_passes_through(tmp_path: Path) -> None:
     backend = OnnxRuntime().load(save_echo_types(tmp_path / "m.onnx"), ON_CPU)
     interface = OnnxRuntime().describe(tmp_path / "m.onnx")
@@ -83,17 +64,6 @@ def test_a_request_that_the_model_cannot_compute_is_a_backend_error(tmp_path: Pa
     with pytest.raises(BackendError, match="the model failed on this request: .*indices element out of data bounds"):
         backend.run({"i": np.array([[5]])})
     assert backend.run({"i": np.array([[1]])})["y"].tolist() == [[20.0]]
-
-
-def test_a_model_that_the_runtime_refuses_is_a_load_error(tmp_path: Path) -> None:
-    node = helper.make_node("NoSuchOperator", ["x"], ["y"], domain="nowhere")
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph([node], "g", [value("x", 1, ["b"])], [value("y", 1, ["b"])])
-    path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("nowhere", 1)]), path)
-    with pytest.raises(ModelLoadError, match="m.onnx: ONNX Runtime refuses the model: ") as refused:
-        OnnxRuntime().load(path, ON_CPU)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

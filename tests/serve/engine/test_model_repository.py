@@ -103,8 +103,8 @@ def test_the_provider_and_the_precision_are_in_the_config(tmp_path: Path) -> Non
 
 
 def test_a_gpu_instance_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.backends.onnxruntime_backend.device_count", lambda: 0)
+    monkeypatch.setattr("serve.backends.onnxruntime_session.device_count", lambda: 0)
     root = write_versions(tmp_path, "1", config="instance_group [{ kind: KIND_GPU }]")
     (files,) = find_models(root)
-    with pytest.raises(ModelLoadError, match="CUDA device 0 is required, but 0 are usable"):
+    with pytest.raises(ModelLoadError, match="a GPU is required, but CUDA device 0 is not there"):
         load_model(files, OnnxRuntime(), Placement(), Defaults())
