@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
+
+# As `halfserve` itself does, and before any test loads torch: see halfserve.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture

@@ -74,6 +74,16 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     assert done.stderr == "halfserve train: needs the package 'torch'; run: pip install 'halfserve[train]'\n"
 
 
+def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
+    program = "import os, halfserve\ntry: halfserve.main(['--help'])\nexcept SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
+    for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, env=environment
+        )
+        assert done.stdout.endswith(f"{expected}\n")
+
+
 def test_serve_help_does_not_wait_for_torch() -> None:
     program = (
         "import sys, halfserve\ntry: halfserve.main(['serve', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
