@@ -1,0 +1,62 @@
+"""The project's own files install and pin everything."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def needed(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> None:
+    """Add everything that a distribution with these extras needs on this machine to `seen`."""
+    if (name, extras) in seen:
+        return
+    seen.add((name, extras))
+    for text in distribution(name).requires or []:
+        requirement = Requirement(text)
+        chosen = [requirement.marker.evaluate({"extra": extra}) for extra in extras or {""}] if requirement.marker else [True]
+        if any(chosen):
+            needed(canonicalize_name(requirement.name), frozenset(requirement.extras), seen)
+
+
+def test_every_package_that_make_installs_is_pinned_to_what_is_installed() -> None:
+    seen: set[tuple[str, frozenset[str]]] = set()
+    needed("halfserve", frozenset({"dev"}), seen)
+    names = {name for name, _ in seen} - {"halfserve"}
+    pins = pinned()
+    assert names - pins.keys() == set(), "needed, and not in constraints.txt"
+    for name in names:
+        assert distribution(name).version.split("+")[0] == pins[name], f"{name}: run make in a clean clone"
+
+
+def test_every_folder_with_code_is_in_the_package() -> None:
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    rooms = ("amp_core", "export", "protos", "serve", "examples")
+    found = {".".join(path.parent.relative_to(ROOT).parts) for room in rooms for path in (ROOT / room).rglob("*.py")}
+    assert listed == found
+
+
+def test_every_exception_to_a_tool_has_its_reason() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ignored = re.findall(r'^  "[A-Z]+\d*",.*$', text, re.MULTILINE)
+    assert ignored
+    assert all(re.search(r"#\s+\S", line) for line in ignored)
+    for path in [
+        *ROOT.glob("*.py"),
+        *(p for room in ("amp_core", "export", "serve", "examples") for p in (ROOT / room).rglob("*.py")),
+    ]:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not re.search(r"noqa(?!: [A-Z0-9, ]+  \()", line), f"{path}: {line.strip()}"
