@@ -35,7 +35,7 @@ def serve(
     *,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Refuse to start without a GPU.")] = False,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="Time for requests in flight after SIGTERM.")] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(min=0.1, help="Time for requests in flight after SIGTERM.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
     """Serve models over gRPC in batches until SIGTERM or Ctrl-C.

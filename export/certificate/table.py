@@ -50,7 +50,7 @@ def _facts(certificate: Certificate) -> list[str]:
     if certificate.conversion is not None:
         kept = ", ".join(certificate.conversion["fp32_modules"]) or "none"
         ledger = ", ".join(f"{count} {name}" for name, count in certificate.conversion["ledger"].items())
-        lines += [f"float32   {kept}", f"rounding  {ledger}"]
+        lines += [f"kept fp32 {kept}", f"rounding  {ledger}"]
     lines += [f"runtime   {crash}" for crash in certificate.probe.crashes]
     return lines
 

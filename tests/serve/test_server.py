@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from protos import inference_pb2 as pb
 from tests.models import save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
@@ -69,6 +71,22 @@ def test_a_bare_file_is_served_until_a_signal(mlp: Path, name: signal.Signals) -
         ]
         assert ask(ready["grpc_port"]).shape == (1, 10)
         process.send_signal(name)
+        _, errors = process.communicate(timeout=20)
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_what_was_taken_before_the_signal_is_answered_after_it(mlp: Path) -> None:
+    request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128)])
+    request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
+    with serving(mlp, "--max-queue-delay-us", "700000") as (process, ready):
+        with grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}") as channel:
+            service = "/inference.GRPCInferenceService/"
+            waiting = channel.unary_unary(service + "ModelInfer").future(request.SerializeToString())
+            # Later on the same connection: when this is answered, the request before it has been taken.
+            channel.unary_unary(service + "ServerLive")(b"", timeout=20)
+            process.send_signal(signal.SIGTERM)
+            response = pb.ModelInferResponse.FromString(waiting.result(20))
+        assert response.outputs[0].shape == [1, 10]
         _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
 
