@@ -32,6 +32,8 @@ def upcast_to_fp32(model: ModelProto) -> None:
     for function in model.functions:
         for value in function.value_info:
             _upcast_type(value.type)
+        for default in function.attribute_proto:
+            _upcast_attribute(default)
     for node in _nodes(model):
         for attribute in node.attribute:
             _upcast_attribute(attribute)

@@ -112,9 +112,12 @@ class BatchQueue(Generic[T]):
         bucket.rows += request.rows
         self._waiting += 1
 
-    def take(self, now: float) -> Batch[T] | None:
-        """The batch that should start at `now`; None when nothing waits or waiting still pays (see `next_due`)."""
-        key = self._ready_bucket(now)
+    def take(self, now: float, *, hurry: bool = False) -> Batch[T] | None:
+        """The batch that should start at `now`; None when nothing waits or waiting still pays (see `next_due`).
+
+        `hurry` ends all waiting: nothing more will arrive.
+        """
+        key = self._ready_bucket(now, hurry=hurry)
         if key is None:
             return None
         bucket = self._buckets[key]
@@ -154,10 +157,10 @@ class BatchQueue(Generic[T]):
             del self._buckets[request.bucket]
         return True
 
-    def _ready_bucket(self, now: float) -> Hashable | None:
+    def _ready_bucket(self, now: float, *, hurry: bool) -> Hashable | None:
         ready = [
             (bucket.first_arrival, key)
             for key, bucket in self._buckets.items()
-            if bucket.rows >= self._targets[-1] or now >= bucket.first_arrival + self.limits.max_delay_s
+            if hurry or bucket.rows >= self._targets[-1] or now >= bucket.first_arrival + self.limits.max_delay_s
         ]
         return min(ready, key=lambda entry: entry[0])[1] if ready else None

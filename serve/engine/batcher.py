@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from serve.engine.backend import Backend
 from serve.engine.batch import BatchResult, run_batch
-from serve.engine.batch_queue import BatchLimits, BatchQueue, FullError
+from serve.engine.batch_queue import Batch, BatchLimits, BatchQueue, FullError
 from serve.engine.errors import DeadlineExceededError, InferenceError, QueueFullError, UnavailableError
 from serve.engine.requests import InferRequest
 from serve.engine.statistics import Statistics
@@ -66,6 +66,7 @@ class Batcher:
         """Take nothing more, finish everything that was taken, end the worker threads."""
         if self._drained is None:
             self._drained = asyncio.Event()
+            self._dispatch_soon()
             self._notice_drained()
         await self._drained.wait()
         for worker in self._workers:
@@ -82,7 +83,7 @@ class Batcher:
                 handle.cancel()
         self._soon = self._due = None
         loop = asyncio.get_running_loop()
-        while self._idle and (batch := self._queue.take(time.monotonic())) is not None:
+        while self._idle and (batch := self._take()) is not None:
             for request in batch.expired:
                 self._fail(
                     request,
@@ -94,6 +95,9 @@ class Batcher:
         if self._idle and due is not None:
             self._due = loop.call_later(max(0.0, due - time.monotonic()), self._dispatch)
         self._notice_drained()
+
+    def _take(self) -> Batch[InferRequest] | None:
+        return self._queue.take(time.monotonic(), hurry=self._drained is not None)
 
     def _start(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest]) -> None:
         backend, worker = self._idle.pop()

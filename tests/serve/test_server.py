@@ -78,7 +78,7 @@ def test_a_bare_file_is_served_until_a_signal(mlp: Path, name: signal.Signals) -
 def test_what_was_taken_before_the_signal_is_answered_after_it(mlp: Path) -> None:
     request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128)])
     request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
-    with serving(mlp, "--max-queue-delay-us", "700000") as (process, ready):
+    with serving(mlp, "--max-queue-delay-us", "60000000") as (process, ready):
         with grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}") as channel:
             service = "/inference.GRPCInferenceService/"
             waiting = channel.unary_unary(service + "ModelInfer").future(request.SerializeToString())

@@ -57,6 +57,16 @@ def test_a_delay_holds_a_batch_back_until_it_is_due_or_full() -> None:
     assert take(q, 20.1).requests == [first, second]
 
 
+def test_hurry_ends_all_waiting() -> None:
+    q = queue(max_delay_s=3600.0, preferred_rows=(4,))
+    q.offer(request := Request(), 0.0)
+    assert q.take(0.0) is None
+    hurried = q.take(0.0, hurry=True)
+    assert hurried is not None
+    assert hurried.requests == [request]
+    assert q.take(0.0, hurry=True) is None
+
+
 def test_a_preferred_size_ends_the_wait() -> None:
     q = queue(max_delay_s=1.0, preferred_rows=(4,))
     requests = [Request() for _ in range(5)]

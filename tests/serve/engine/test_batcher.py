@@ -214,6 +214,16 @@ def test_draining_finishes_what_was_taken_and_refuses_the_rest() -> None:
     run(scene)
 
 
+def test_draining_does_not_wait_for_batches_to_fill() -> None:
+    async def scene(answers: Answers) -> None:
+        model = held_model(HeldBackend(), max_delay_s=3600.0)
+        model.batcher.submit(answers.request(1))
+        await asyncio.wait_for(model.batcher.drain(), 20)
+        assert answers.value(1) == 2
+
+    run(scene)
+
+
 def test_draining_does_not_wait_for_a_request_that_was_cancelled() -> None:
     async def scene(answers: Answers) -> None:
         model = held_model(HeldBackend(), max_delay_s=3600.0)
