@@ -103,3 +103,17 @@ def test_an_fp32_model_is_left_as_it_is() -> None:
     assert not computes_in_fp16(model)
     upcast_to_fp32(model)
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_the_default_of_a_functions_type_attribute_is_upcast() -> None:
+    text = """
+      <ir_version: 9, opset_import: ["" : 20, "local" : 1]>
+      agraph (float[n] x) => (float16[n] y) { y = local.Convert (x) }
+      <domain: "local", opset_import: ["" : 20]>
+      Convert <to: int = 10> (v) => (w) { w = Cast <to: int = @to> (v) }
+    """
+    model = onnx.parser.parse_model(text)
+    onnx.checker.check_model(model)
+    upcast_to_fp32(model)
+    (y,) = session(model).run(None, {"x": np.array([1.0], np.float32)})
+    assert y.dtype == np.float32
