@@ -54,7 +54,9 @@ def edited(text: str) -> ModelConfig:
     ["max_batch_size: 4", 'name: "m" max_batch_size: 99', 'max_batch_size: 1 input { name: "x" data_type: TYPE_FP16 dims: 1 }'],
 )
 def test_what_a_user_left_out_or_tuned_is_no_contradiction(text: str, model: onnx.ModelProto) -> None:
-    require_agreement(edited(text), config_for("m", model, max_batch_size=8), "config.pbtxt")
+    existing, before = edited(text), edited(text)
+    require_agreement(existing, config_for("m", model, max_batch_size=8), "config.pbtxt")
+    assert existing == before, "and nothing is changed"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
-from serve.client import AsyncInferenceClient, InferenceClient
+from serve.client import AsyncInferenceClient, InferenceClient, InferenceClientError
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.running_server import RunningServer
 
@@ -58,7 +58,13 @@ def test_is_made_outside_of_a_loop(server: RunningServer) -> None:
 
 
 def test_closes_before_it_was_used() -> None:
-    asyncio.run(AsyncInferenceClient("127.0.0.1:1").close())
+    async def use() -> None:
+        client = AsyncInferenceClient("127.0.0.1:1")
+        await client.close()
+        with pytest.raises(InferenceClientError, match="this client is closed; make a new one"):
+            await client.server_metadata()
+
+    asyncio.run(use())
 
 
 def test_has_the_methods_of_the_synchronous_client() -> None:
