@@ -19,6 +19,8 @@ from rich.console import Console
 
 from examples.digits.ask import ask_held_out
 from examples.digits.report import DemoResult, result_tables, write_report
+from serve.benchmark.cli import parse_concurrencies
+from serve.benchmark.errors import BenchmarkArgumentError
 
 MODEL, DATA, NAME = "examples.digits.model:model", "examples.digits.data:data", "digits"
 
@@ -27,7 +29,7 @@ class DemoError(Exception):
     """A step of the demo failed; what it said itself stands above this line."""
 
 
-EXIT_CODES: dict[type[Exception], int] = {DemoError: 1, OSError: 1}
+EXIT_CODES: dict[type[Exception], int] = {BenchmarkArgumentError: 2, DemoError: 1, OSError: 1}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def demo(
     # Soft wrap: a command that is printed can be copied.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.monotonic()
+    parse_concurrencies(concurrency)  # before the work, not after it
     files = Files(out)
     files.folder.mkdir(parents=True, exist_ok=True)
     _step(console, "1/4", "train in fp16", _train(files, epochs))

@@ -10,6 +10,7 @@ import pytest
 
 from examples.digits import demo
 from examples.digits.demo import DemoError
+from serve.benchmark.errors import BenchmarkArgumentError
 
 
 def test_a_step_that_fails_ends_the_demo_with_one_line(tmp_path: Path) -> None:
@@ -19,6 +20,12 @@ def test_a_step_that_fails_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("halfserve demo: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_option_is_found_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkArgumentError, match="expected numbers above 0 with commas between"):
+        demo.demo(out=tmp_path / "demo", concurrency="1,none")
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_failing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
