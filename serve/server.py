@@ -14,7 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from serve.engine.backend import Placement, Runtime
-from serve.engine.config import Defaults, ignored_settings
+from serve.engine.config import Defaults
+from serve.engine.ignored_settings import ignored_settings
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.model_repository import find_models, load_model

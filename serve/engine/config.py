@@ -19,13 +19,6 @@ from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 PLATFORM = "onnxruntime_onnx"
 BACKEND = "onnxruntime"
-# What this server acts on; anything else in a config.pbtxt is kept, shown to clients and named in a warning.
-HONOURED = frozenset(
-    {
-        *("name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "instance_group"),
-        *("default_model_filename", "dynamic_batching", "parameters"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +184,3 @@ def instances(config: ModelConfig) -> list[tuple[str, int]]:
         for device in group.gpus or [0]:
             copies += [(kind, device)] * max(1, group.count)
     return copies or [("auto", 0)]
-
-
-def ignored_settings(config: ModelConfig) -> list[str]:
-    """Names of the settings in a config.pbtxt that this server does not act on, for a warning."""
-    return sorted(field.name for field, _ in config.ListFields() if field.name not in HONOURED)

@@ -13,7 +13,6 @@ from serve.engine.config import (
     batch_limits,
     client_interface,
     complete_config,
-    ignored_settings,
     instances,
     read_config,
 )
@@ -138,8 +137,3 @@ def test_instances_follow_the_groups(tmp_path: Path) -> None:
     assert instances(complete(tmp_path, None)) == [("auto", 0)]
     groups = "instance_group [{ count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [0, 1] }]"
     assert instances(complete(tmp_path, groups)) == [("cpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)]
-
-
-def test_settings_without_effect_are_named(tmp_path: Path) -> None:
-    config = complete(tmp_path, "optimization { eager_batching: true } response_cache { enable: true } max_batch_size: 2")
-    assert ignored_settings(config) == ["optimization", "response_cache"]

@@ -1,0 +1,39 @@
+"""Which settings of a config.pbtxt have no effect here: nothing that a user wrote is dropped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import Message
+
+from protos.model_config_pb2 import ModelConfig
+
+# What this server acts on, by path; anything else in a config.pbtxt is kept, shown to clients and named in a warning.
+# "*" stands for whatever is below.
+HONOURED = frozenset(
+    {
+        *("name", "platform", "backend", "version_policy.*", "max_batch_size", "default_model_filename", "parameters.*"),
+        *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
+        *("output.name", "output.data_type", "output.dims", "output.reshape.*"),
+        *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
+        *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
+        "dynamic_batching.default_queue_policy.max_queue_size",
+    }
+)
+
+
+def ignored_settings(config: ModelConfig) -> list[str]:
+    """Paths of the settings in a config.pbtxt that this server does not act on, for a warning."""
+    return sorted(set(_ignored(config, "")))
+
+
+def _ignored(message: Message, prefix: str) -> Iterator[str]:
+    for field, value in message.ListFields():
+        path = f"{prefix}{field.name}"
+        if path in HONOURED or f"{path}.*" in HONOURED:
+            continue
+        if not any(known.startswith(f"{path}.") for known in HONOURED):
+            yield path
+            continue
+        for part in value if field.is_repeated else [value]:
+            yield from _ignored(part, f"{path}.")
