@@ -13,17 +13,15 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 
-def load_onnx(path: Path, *, weights: bool) -> onnx.ModelProto:
-    """Parse an ONNX file; `weights` also reads those that lie in files beside it.
+def load_onnx(path: Path) -> onnx.ModelProto:
+    """Parse an ONNX file. Weights that lie in files beside it stay there; see `read_external_weights`.
 
     Raises:
         ModelLoadError: the file cannot be read or is not ONNX.
     """
     try:
-        model = onnx.load(path, load_external_data=weights)
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{error.filename or path}: not found; a model's external data must lie beside it") from None
-    except (DecodeError, onnx.checker.ValidationError, ValueError, OSError) as error:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, ValueError, OSError) as error:
         raise ModelLoadError(f"{path}: is not a readable ONNX file ({str(error).splitlines()[0]}); export it again") from None
     if not model.HasField("graph") or not model.opset_import:
         raise ModelLoadError(
@@ -32,13 +30,26 @@ def load_onnx(path: Path, *, weights: bool) -> onnx.ModelProto:
     return model
 
 
+def read_external_weights(model: onnx.ModelProto, path: Path) -> None:
+    """Take the weights that lie in files beside the model file at `path` into the model.
+
+    Raises:
+        ModelLoadError: such a file is missing or too short.
+    """
+    try:
+        onnx.load_external_data_for_model(model, str(path.parent))
+    except (onnx.checker.ValidationError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ModelLoadError(f"{path}: its external data cannot be read ({reason}); it must lie beside the model") from None
+
+
 def read_interface(path: Path) -> ModelInterface:
     """The interface of the model file; its weights are not read.
 
     Raises:
         ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
     """
-    graph = load_onnx(path, weights=False).graph
+    graph = load_onnx(path).graph
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     inputs = tuple(_spec(value, f"{path}: input") for value in graph.input if value.name not in constants)
     outputs = tuple(_spec(value, f"{path}: output") for value in graph.output)

@@ -35,13 +35,13 @@ class OnnxRuntime:
         """
         return read_interface(path)
 
-    def load(self, path: Path, placement: Placement) -> OnnxRuntimeBackend:
+    def load(self, path: Path, interface: ModelInterface, placement: Placement) -> OnnxRuntimeBackend:
         """Load one copy, on the CUDA device where there is one and it may be used, and on the CPU otherwise.
 
         Raises:
             ModelLoadError: the runtime refuses the model, or a GPU is required and cannot be used.
         """
-        interface, opened = read_interface(path), open_session(path, placement)
+        opened = open_session(path, placement)
         return OnnxRuntimeBackend(
             opened,
             {value.name: NUMPY_DTYPES[value.type] for value in opened.session.get_inputs()},

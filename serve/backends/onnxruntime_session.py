@@ -14,7 +14,7 @@ import onnx
 import onnxruntime as ort
 
 from serve.backends.cuda import device_count
-from serve.backends.onnx_interface import load_onnx
+from serve.backends.onnx_interface import load_onnx, read_external_weights
 from serve.backends.upcast import computes_in_fp16, upcast_to_fp32
 from serve.engine.backend import Placement
 from serve.engine.errors import ModelLoadError
@@ -92,14 +92,15 @@ def _preload_cuda() -> str:
 
 def _on_gpu(path: Path, placement: Placement) -> OpenSession:
     providers = [(CUDA, {**CUDA_OPTIONS, "device_id": str(placement.device_id)}), CPU]
-    precision = "fp16" if computes_in_fp16(load_onnx(path, weights=False)) else "fp32"
+    precision = "fp16" if computes_in_fp16(load_onnx(path)) else "fp32"
     return OpenSession(_session(path, str(path), placement, providers), precision)
 
 
 def _on_cpu(path: Path, placement: Placement) -> OpenSession:
-    if not computes_in_fp16(load_onnx(path, weights=False)):
+    model = load_onnx(path)
+    if not computes_in_fp16(model):
         return OpenSession(_session(path, str(path), placement, [CPU]), "fp32")
-    model = load_onnx(path, weights=True)
+    read_external_weights(model, path)
     upcast_to_fp32(model)
     precision = "fp32 (the fp16 model, upcast)"
     if model.ByteSize() <= MAX_SERIALIZED_BYTES:

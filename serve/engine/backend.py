@@ -78,8 +78,13 @@ class Runtime(Protocol):
             ModelLoadError: the file is missing, is not a model of this kind or has inputs that cannot travel on the wire.
         """
 
-    def load(self, path: Path, placement: Placement) -> Backend:
+    def load(self, path: Path, interface: ModelInterface, placement: Placement) -> Backend:
         """Load one copy, ready to run.
+
+        Args:
+            path: the model file.
+            interface: what `describe` said of it.
+            placement: where it is to run.
 
         Raises:
             ModelLoadError: the runtime refuses the model, or there is no GPU and one is required.

@@ -17,21 +17,29 @@ from serve.engine.tensors import Array, Tensors
 
 
 @dataclass(frozen=True)
-class BatchResult:
-    """A batch that ran, or the request that failed.
+class Answered:
+    """Requests that ran together.
 
     Attributes:
         requests: in order of arrival.
-        answers: one per request, or one error for all of them (then there is one request).
-        times: None when the batch failed.
+        answers: one per request.
+        times: of the batch.
     """
 
     requests: list[InferRequest]
-    answers: list[Tensors] | InferenceError
-    times: BatchTimes | None
+    answers: list[Tensors]
+    times: BatchTimes
 
 
-def run_batch(backend: Backend, requests: list[InferRequest]) -> list[BatchResult]:
+@dataclass(frozen=True)
+class Failed:
+    """A request that could not be computed, not even alone."""
+
+    request: InferRequest
+    error: InferenceError
+
+
+def run_batch(backend: Backend, requests: list[InferRequest]) -> list[Answered | Failed]:
     """Run the requests together; when that fails, halve until only the requests that cannot be computed have failed."""
     started = time.monotonic_ns()
     try:
@@ -46,10 +54,10 @@ def run_batch(backend: Backend, requests: list[InferRequest]) -> list[BatchResul
     except Exception as error:  # noqa: BLE001  (whatever a runtime raises must reach these requests, not end the worker)
         if len(requests) == 1:
             known = error if isinstance(error, InferenceError) else BackendError(f"the model failed on this request: {error}")
-            return [BatchResult(requests, known, None)]
+            return [Failed(requests[0], known)]
         middle = len(requests) // 2
         return run_batch(backend, requests[:middle]) + run_batch(backend, requests[middle:])
-    return [BatchResult(requests, answers, times)]
+    return [Answered(requests, answers, times)]
 
 
 def _assemble(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from serve.engine.backend import Backend
-from serve.engine.batch import BatchResult, run_batch
+from serve.engine.batch import Answered, Failed, run_batch
 from serve.engine.batch_queue import Batch, BatchLimits, BatchQueue, FullError
 from serve.engine.errors import DeadlineExceededError, InferenceError, QueueFullError, UnavailableError
 from serve.engine.requests import InferRequest
@@ -103,7 +103,7 @@ class Batcher:
         backend, worker = self._idle.pop()
         self._running += 1
 
-        def finished(results: list[BatchResult]) -> None:
+        def finished(results: list[Answered | Failed]) -> None:
             self._running -= 1
             self._idle.append((backend, worker))
             for result in results:
@@ -112,10 +112,9 @@ class Batcher:
 
         worker.submit(_work, loop, backend, requests, finished)
 
-    def _deliver(self, result: BatchResult) -> None:
-        if result.times is None or isinstance(result.answers, InferenceError):
-            for request in result.requests:
-                self._fail(request, result.answers)  # type: ignore[arg-type]  # without times there is one error
+    def _deliver(self, result: Answered | Failed) -> None:
+        if isinstance(result, Failed):
+            self._fail(result.request, result.error)
             return
         self._statistics.batch_done(result.times, [r.arrived_ns for r in result.requests], sum(r.rows for r in result.requests))
         for request, answer in zip(result.requests, result.answers, strict=True):
@@ -139,7 +138,7 @@ def _work(
     loop: asyncio.AbstractEventLoop,
     backend: Backend,
     requests: list[InferRequest],
-    finished: Callable[[list[BatchResult]], None],
+    finished: Callable[[list[Answered | Failed]], None],
 ) -> None:
     results = run_batch(backend, requests)
     with contextlib.suppress(RuntimeError):  # the loop has been closed: the server gave up waiting for this batch

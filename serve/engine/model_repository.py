@@ -77,7 +77,7 @@ def load_model(files: ModelFiles, runtime: Runtime, placement: Placement, defaul
     interface = runtime.describe(files.model)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     copies = instances(config)
-    backends = [runtime.load(files.model, _place(placement, kind, device)) for kind, device in copies]
+    backends = [runtime.load(files.model, interface, _place(placement, kind, device)) for kind, device in copies]
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
     return Model(

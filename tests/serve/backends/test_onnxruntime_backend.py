@@ -12,6 +12,7 @@ from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
 from serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
 from tests.models import mlp_weights, save_echo_types, save_mlp, save_model, save_picky
+from tests.serve.backends.loading import load_backend
 
 ON_CPU = Placement(use_gpu=False, threads=1)
 FP16 = TensorProto.FLOAT16
@@ -23,7 +24,7 @@ def expected_mlp(x: np.ndarray[tuple[int, int], np.dtype[np.float16]]) -> np.nda
 
 
 def test_the_cpu_computes_an_fp16_model_in_fp32_and_answers_in_fp16(tmp_path: Path) -> None:
-    backend = OnnxRuntime().load(save_mlp(tmp_path / "m.onnx"), ON_CPU)
+    backend = load_backend(save_mlp(tmp_path / "m.onnx"), ON_CPU)
     assert (backend.provider, backend.precision) == ("CPUExecutionProvider", "fp32 (the fp16 model, upcast)")
     assert backend.compute_dtype("x") == np.float32
     x = np.random.default_rng(2).standard_normal((7, 64)).astype(np.float16)
@@ -36,12 +37,12 @@ def test_the_cpu_computes_an_fp16_model_in_fp32_and_answers_in_fp16(tmp_path: Pa
 def test_an_overflow_of_fp16_is_an_infinity_and_no_warning(tmp_path: Path) -> None:
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
     path = save_model(tmp_path / "m.onnx", nodes, [("x", FP16, ["batch", 1])], [("y", FP16, ["batch", 1])])
-    y = OnnxRuntime().load(path, ON_CPU).run({"x": np.array([[60000.0], [1.0]], np.float32)})["y"]
+    y = load_backend(path, ON_CPU).run({"x": np.array([[60000.0], [1.0]], np.float32)})["y"]
     assert y.tolist() == [[np.inf], [2.0]]
 
 
 def test_every_datatype_passes_through(tmp_path: Path) -> None:
-    backend = OnnxRuntime().load(save_echo_types(tmp_path / "m.onnx"), ON_CPU)
+    backend = load_backend(save_echo_types(tmp_path / "m.onnx"), ON_CPU)
     interface = OnnxRuntime().describe(tmp_path / "m.onnx")
     inputs = {spec.name: np.ones((1, 2), backend.compute_dtype(spec.name)) for spec in interface.inputs}
     inputs["in_BYTES"][...] = "gr\u00fcn".encode()
@@ -56,11 +57,11 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     path = save_model(tmp_path / "m.onnx", nodes, [("x", TensorProto.STRING, ["b"])], [("y", TensorProto.STRING, ["b"])])
     broken = np.array([b"\xff"], object)
     with pytest.raises(InvalidArgumentError, match="input 'x' has a BYTES element that is not UTF-8"):
-        OnnxRuntime().load(path, ON_CPU).run({"x": broken})
+        load_backend(path, ON_CPU).run({"x": broken})
 
 
 def test_a_request_that_the_model_cannot_compute_is_a_backend_error(tmp_path: Path) -> None:
-    backend = OnnxRuntime().load(save_picky(tmp_path / "m.onnx"), ON_CPU)
+    backend = load_backend(save_picky(tmp_path / "m.onnx"), ON_CPU)
     with pytest.raises(BackendError, match="the model failed on this request: .*indices element out of data bounds"):
         backend.run({"i": np.array([[5]])})
     assert backend.run({"i": np.array([[1]])})["y"].tolist() == [[20.0]]
@@ -97,7 +98,7 @@ def test_a_text_file_is_not_onnx(tmp_path: Path) -> None:
 def test_cuda_computes_in_fp16(tmp_path: Path) -> None:
     if not device_count():
         pytest.skip("no CUDA device")
-    backend = OnnxRuntime().load(save_mlp(tmp_path / "m.onnx"), Placement(require_gpu=True))
+    backend = load_backend(save_mlp(tmp_path / "m.onnx"), Placement(require_gpu=True))
     assert (backend.provider, backend.precision) == ("CUDAExecutionProvider", "fp16")
     assert backend.compute_dtype("x") == np.float16
     x = np.random.default_rng(2).standard_normal((7, 64)).astype(np.float16)
