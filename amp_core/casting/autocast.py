@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from amp_core.casting.decoration import decorate
-from amp_core.casting.pause_compile import REFUSAL, is_compiling_here
+from amp_core.casting.policy_kernel import EXPORT_REFUSAL
 from amp_core.casting.region import Region, enter, leave
+from amp_core.casting.traced_region import prepare, traced_region
+from amp_core.casting.untraced import untraced
 from amp_core.policy import Policy
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ class autocast:  # noqa: N801  (torch's name)
         with autocast("cuda", torch.float16, policy="cuda+fp32:einsum"):
             loss = loss_function(model(inputs), targets)
 
-    Under torch.compile and torch.export this is torch.autocast itself. With a policy that differs from what torch does for the
-    device, compiled functions run eagerly inside the region, and the region cannot be part of a compiled function.
+    Regions may be inside of functions that torch.compile compiles, also as one graph, and around them. torch.export takes
+    regions without a policy of their own.
 
     Args:
         device_type: `cuda`, `cpu`, ...; by default the accelerator in use, else the CPU.
@@ -45,7 +47,7 @@ class autocast:  # noqa: N801  (torch's name)
 
     Raises:
         ValueError: If `device_type` is not the name of a device type.
-        RuntimeError: If the device type has no autocast, or a policy meets torch.compile.
+        RuntimeError: If the device type has no autocast, or a policy meets torch.export.
         PolicyError: If a policy's string form cannot be read.
     """
 
@@ -57,14 +59,21 @@ class autocast:  # noqa: N801  (torch's name)
         cache_enabled: bool | None = None,
         policy: Policy | str | None = None,
     ) -> Any:
-        """Hand over to torch.autocast where a graph is being traced, else make a region of our own."""
+        """Make a region of our own, or where a graph is being traced one that its tracer understands."""
         exporting = _is_exporting()
-        if policy is not None and str(policy) != "native" and (exporting or is_compiling_here()):
-            raise RuntimeError(REFUSAL)
         if not torch.compiler.is_dynamo_compiling() and not exporting:
             return super().__new__(cls)
-        return torch.autocast(_device_type(device_type), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        kind = _device_type(device_type)
+        if policy is None:
+            return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        if exporting or torch.compiler.is_exporting():
+            if str(policy) != "native":
+                raise RuntimeError(EXPORT_REFUSAL)
+            return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        prepare()
+        return traced_region(kind, dtype, enabled, cache_enabled, str(policy))
 
+    @untraced
     def __init__(
         self,
         device_type: str | None = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 import torch
 
 from amp_core.casting.autocast import autocast
-from amp_core.casting.region import policy_in_force
+from amp_core.casting.policy_state import policies_in_force
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ def custom_fwd(forward: Any = None, *, device_type: str, cast_inputs: torch.dtyp
 
     @functools.wraps(forward)
     def wrapper(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(ctx, _POLICY, policy_in_force())
+        setattr(ctx, _POLICY, policies_in_force().of(device_type))
         return by_torch(ctx, *args, **kwargs)
 
     return wrapper

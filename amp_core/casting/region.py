@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_core.casting import cast_cache
-from amp_core.casting.overrides import release_kernels, require_kernels
+from amp_core.casting.policy_kernels import require_kernels
+from amp_core.casting.policy_state import Saved, policies_in_force, put_in_force, restore
 from amp_core.casting.promotion_repair import repair_promotion
-from amp_core.casting.rules_in_force import put_in_force, rules_in_force
-from amp_core.policy.native_rules import difference
+from amp_core.casting.untraced import untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from amp_core.policy import Policy, Rule
+    from amp_core.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +45,7 @@ class _Before:
     enabled: bool
     dtype: torch.dtype
     cache_enabled: bool
-    rules: Mapping[str, Rule]
-    policy: Policy | None
-    needs_kernels: bool
+    policies: Saved | None
     owns_cache: bool
     changes_dtype: bool
 
@@ -59,28 +55,22 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.before: list[_Before] = []
-        self.policy: Policy | None = None
 
 
 _stack = _Stack()
 
 
+@untraced
 def enter(region: Region) -> None:
     """Open a region in this thread. Changes nothing if it raises."""
     device_type, stack = region.device_type, _stack.before
-    rules = rules_in_force(device_type) if region.policy is None else difference(region.policy, device_type)
-    needs_kernels = region.enabled and bool(rules)
     repair_promotion()
-    if needs_kernels:
-        require_kernels(device_type, rules)
     before = _Before(
         device_type=device_type,
         enabled=torch.is_autocast_enabled(device_type),
         dtype=torch.get_autocast_dtype(device_type),
         cache_enabled=torch.is_autocast_cache_enabled(),
-        rules=rules_in_force(device_type),
-        policy=_stack.policy,
-        needs_kernels=needs_kernels,
+        policies=None if region.policy is None else enforce(region.policy, device_type),
         owns_cache=stack[-1].owns_cache if stack else cast_cache.acquire(),
         changes_dtype=region.dtype is not torch.get_autocast_dtype(device_type),
     )
@@ -91,11 +81,20 @@ def enter(region: Region) -> None:
     torch.set_autocast_cache_enabled(region.cache_enabled and before.owns_cache)
     # Keeps a region of torch's own inside this one from emptying the cache when it leaves.
     torch.autocast_increment_nesting()
-    put_in_force(device_type, rules)
-    _stack.policy = region.policy or _stack.policy
     stack.append(before)
 
 
+def enforce(policy: Policy, device_type: str) -> Saved | None:
+    """Put a policy in force in this thread; returns what `restore` takes, None if it is in force already."""
+    around = policies_in_force()
+    policies = around.with_policy(device_type, policy)
+    if policies is around:
+        return None
+    require_kernels(policy.difference(device_type))
+    return put_in_force(policies)
+
+
+@untraced
 def leave() -> None:
     """Close this thread's innermost region and put back what was before it.
 
@@ -111,14 +110,7 @@ def leave() -> None:
     torch.set_autocast_enabled(before.device_type, before.enabled)
     torch.set_autocast_dtype(before.device_type, before.dtype)
     torch.set_autocast_cache_enabled(before.cache_enabled)
-    put_in_force(before.device_type, before.rules)
-    _stack.policy = before.policy
+    if before.policies is not None:
+        restore(before.policies)
     if before.owns_cache and not _stack.before:
         cast_cache.release()
-    if before.needs_kernels:
-        release_kernels()
-
-
-def policy_in_force() -> Policy | None:
-    """The policy of this thread's innermost region that named one."""
-    return _stack.policy

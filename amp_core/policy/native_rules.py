@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_core.policy import op_lists
-from amp_core.policy.op_names import aten_names, overloads_of, qualified_name
-from amp_core.policy.policy import Policy, Rule
+from amp_core.policy.op_names import overloads_of, qualified_name, qualified_names
+from amp_core.policy.rule import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch._ops import OpOverload
+
+_CUDA_LISTS = {
+    Rule.LOW: op_lists.CUDA_LOW,
+    Rule.FP32: op_lists.CUDA_FP32,
+    Rule.WIDEST: op_lists.CUDA_WIDEST,
+    Rule.BAN: op_lists.CUDA_BAN,
+}
 
 
 @cache
@@ -24,53 +31,62 @@ def autocast_key(device_type: str) -> str:
     return "AutocastPrivateUse1" if device_type == custom else f"Autocast{device_type.upper()}"
 
 
-@cache
-def difference(policy: Policy, device_type: str) -> Mapping[str, Rule]:
-    """The overloads whose rule under a policy is not torch's own on a device.
+def difference(rules: Mapping[str, Rule], device_type: str) -> Mapping[str, Rule]:
+    """The overloads whose rule is not torch's own on a device.
+
+    Args:
+        rules: By operation, such as `aten::softmax`.
+        device_type: Such as `cpu`.
 
     Returns:
-        A rule by qualified overload name (`aten::softmax.int`); empty where torch already does all that the policy says.
+        A rule by qualified overload name (`aten::softmax.int`); empty where torch already does all that the rules say.
         torch's own form of `widest` is never taken for ours: it raises where two low-precision dtypes meet.
     """
     return {
         qualified_name(overload): rule
-        for name, rule in policy.rules().items()
+        for name, rule in rules.items()
         for overload in overloads_of(name)
         if native_rule(overload, device_type) is not rule
-        or (rule is Rule.WIDEST and name not in op_lists.PROMOTE_BY_THEMSELVES)
+        or (rule is Rule.WIDEST and _bare(name) not in op_lists.PROMOTE_BY_THEMSELVES)
     }
 
 
 def native_rule(overload: OpOverload, device_type: str) -> Rule | None:
     """What torch does with an overload in an autocast region of a device; None if it leaves the inputs as they are."""
-    name = qualified_name(overload).removeprefix("aten::").partition(".")[0]
+    qualified = qualified_name(overload)
+    name = _bare(qualified)
+    if not qualified.startswith("aten::"):
+        return None  # a custom operation may have a rule of its own (`register_autocast`), which torch does not tell
     if name in op_lists.PROMOTE_BY_THEMSELVES:
         return Rule.WIDEST
     if device_type == "cuda":
         return _cuda_rules().get(name)
-    if device_type != "cpu" or qualified_name(overload) not in _registered(device_type):
+    if device_type != "cpu" or qualified not in _registered(device_type):
         return None
     if name in op_lists.CPU_LOW:
         return Rule.LOW
     return Rule.WIDEST if name in op_lists.CPU_WIDEST else Rule.FP32
 
 
-def explain(policy: Policy, op: str, device_type: str) -> str:
-    """One line per aten operation behind a name: the rule in force on a device, and whose it is.
+def explain(name: str, rule: Rule | None, policy: str, device_type: str) -> str:
+    """Say in one line which rule is in force for an operation on a device, and whose it is.
 
-    Raises:
-        ValueError: If there is no such operation.
+    Args:
+        name: Such as `aten::softmax`.
+        rule: The policy's, None if it leaves the operation to torch.
+        policy: The policy's string form.
+        device_type: Such as `cpu`.
     """
-    return "\n".join(_explain_one(policy, name, device_type) for name in aten_names(op) if overloads_of(name))
-
-
-def _explain_one(policy: Policy, name: str, device_type: str) -> str:
     native = {native_rule(overload, device_type) for overload in overloads_of(name)} - {None}
-    by_torch = "/".join(sorted(str(rule) for rule in native)) or "its inputs' dtypes"
-    rule = policy.rules().get(name)
+    by_torch = "/".join(sorted(str(own) for own in native)) or "its inputs' dtypes"
+    shown = name.removeprefix("aten::")
     if rule is None or native == {rule}:
-        return f"{name} on {device_type}: {by_torch} (torch's own rule)"
-    return f"{name} on {device_type}: {rule} (by the policy {policy}; torch's own rule: {by_torch})"
+        return f"{shown} on {device_type}: {by_torch} (torch's own rule)"
+    return f"{shown} on {device_type}: {rule} (by the policy {policy}; torch's own rule: {by_torch})"
+
+
+def _bare(qualified: str) -> str:
+    return qualified.partition("::")[2].partition(".")[0]
 
 
 @cache
@@ -82,6 +98,7 @@ def _registered(device_type: str) -> frozenset[str]:
 @cache
 def _cuda_rules() -> Mapping[str, Rule]:
     # Overloads without a registration of their own (conv1d.padding) are made of ones that have: the rule is the operation's.
-    registered = {name.removeprefix("aten::").partition(".")[0] for name in _registered("cuda")}
-    known = registered | set(op_lists.CUDA_BY_PARTS)
-    return {name: rule for name, rule in Policy.cuda().rules().items() if name in known}
+    known = {_bare(name) for name in _registered("cuda")} | set(op_lists.CUDA_BY_PARTS)
+    listed = ((op, rule) for rule, ops in _CUDA_LISTS.items() for op in ops)
+    rules = {_bare(name): rule for op, rule in listed for name in qualified_names(op)}
+    return {name: rule for name, rule in rules.items() if name in known}

@@ -22,11 +22,15 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "LSTMCell": ("lstm_cell", "_thnn_fused_lstm_cell"),
     "RNNCell": ("rnn_tanh_cell", "rnn_relu_cell"),
     "cross_entropy": ("cross_entropy_loss",),
+    "group_norm": ("group_norm", "native_group_norm"),
     "layer_norm": ("layer_norm", "native_layer_norm"),
+    "log_softmax": ("log_softmax", "_log_softmax"),
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "norm": ("norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm", "nuclear_norm"),
     "normalize": ("norm", "linalg_vector_norm"),
-    "softmin": ("softmax",),
+    # The second is what vmap leaves of the first before autocast sees it; so with the norms.
+    "softmax": ("softmax", "_softmax"),
+    "softmin": ("softmax", "_softmax"),
 }
 
 # The documented lists, then what torch registers beyond its documentation.

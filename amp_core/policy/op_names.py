@@ -1,4 +1,4 @@
-"""From a public name to the aten overloads behind it, and to the nearest name when there is none."""
+"""From a public name to the dispatcher's operations behind it, and to the nearest name when there is none."""
 
 from __future__ import annotations
 
@@ -14,35 +14,56 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 
-def aten_names(name: str) -> tuple[str, ...]:
-    """The aten operations that a public name stands for: `LSTMCell` is `lstm_cell` and its fused form.
+def qualified_names(name: str) -> tuple[str, ...]:
+    """The operations that a public name stands for: `LSTMCell` is `aten::lstm_cell` and its fused form.
+
+    Args:
+        name: A public name, one of aten's, or `NAMESPACE::OP`.
 
     Raises:
         ValueError: If there is no such operation, or none of its overloads is one that autocast may touch.
     """
-    names = ALIASES.get(name, (name,))
-    if not any(overloads_of(aten_name) for aten_name in names):
-        close = difflib.get_close_matches(name, _all_names(), n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"autocast knows no out-of-place operation {name!r}{hint}")
-    return names
+    names = (name,) if "::" in name else tuple(f"aten::{aten_name}" for aten_name in ALIASES.get(name, (name,)))
+    existing = tuple(known for known in names if overloads_of(known))
+    if not existing:
+        raise ValueError(f"autocast knows no out-of-place operation {name!r}{_hint(name)}")
+    return existing
 
 
-@cache
-def overloads_of(aten_name: str) -> tuple[OpOverload, ...]:
-    """The overloads of an aten operation that autocast may touch: see `_is_eligible`. Empty if there are none."""
-    if not aten_name.isidentifier() or aten_name.startswith("__"):
+def overloads_of(qualified: str) -> tuple[OpOverload, ...]:
+    """The overloads of an operation that autocast may touch: see `_is_eligible`. Empty if there are none, or not yet."""
+    try:
+        return _existing_overloads(qualified)
+    except LookupError:  # which is not cached: a custom operation may be registered later
         return ()
-    packet = getattr(torch.ops.aten, aten_name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001  (torch names its operator classes nowhere else)
-        return ()
-    overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
-    return tuple(overload for overload in overloads if _is_eligible(overload))
 
 
 def qualified_name(overload: OpOverload) -> str:
     """The name the dispatcher knows an overload by: `aten::softmax.int`."""
     return str(overload.name())  # type: ignore[no-untyped-call]
+
+
+def find_overload(qualified: str) -> OpOverload:
+    """The overload that `qualified_name` has named."""
+    namespace, _, name = qualified.partition("::")
+    packet, _, overload = name.partition(".")
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    return found
+
+
+@cache
+def _existing_overloads(qualified: str) -> tuple[OpOverload, ...]:
+    namespace, _, name = qualified.partition("::")
+    if not namespace.isidentifier() or not name.isidentifier() or name.startswith("__"):
+        raise LookupError(qualified)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    found: tuple[OpOverload, ...] = ()
+    if isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001  (torch names its operator classes nowhere else)
+        overloads = (getattr(packet, name) for name in packet.overloads())  # type: ignore[no-untyped-call]
+        found = tuple(overload for overload in overloads if _is_eligible(overload))
+    if not found:
+        raise LookupError(qualified)
+    return found
 
 
 def _is_eligible(overload: OpOverload) -> bool:
@@ -63,8 +84,22 @@ def _is_required_dtype(argument: torch._C.Argument) -> bool:
     return argument.name in {"dtype", "out_dtype"} and not str(argument.type).startswith("Optional")
 
 
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name, _custom_names() if "::" in name else _public_names(), n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return "; register the custom operation before naming it" if "::" in name else ""
+
+
 @cache
-def _all_names() -> list[str]:
-    qualified = torch._C._dispatch_get_all_op_names()  # noqa: SLF001  (no public list)
-    names = {name.removeprefix("aten::").partition(".")[0] for name in qualified if name.startswith("aten::")}
+def _public_names() -> list[str]:
+    names = {name.removeprefix("aten::").partition(".")[0] for name in _dispatched() if name.startswith("aten::")}
     return sorted({*ALIASES, *(name for name in names if not name.startswith("_") and not name.endswith("_"))})
+
+
+def _custom_names() -> list[str]:
+    return sorted({name.partition(".")[0] for name in _dispatched()})
+
+
+def _dispatched() -> list[str]:
+    return list(torch._C._dispatch_get_all_op_names())  # noqa: SLF001  (no public list)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING
 
-from amp_core.policy import op_lists
-from amp_core.policy.op_names import aten_names
+from amp_core.policy import native_rules, op_lists
+from amp_core.policy.op_names import qualified_names
+from amp_core.policy.rule import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 
 class PolicyError(ValueError):
     """A policy that names an operation, rule or preset that there is not."""
-
-
-class Rule(StrEnum):
-    """What autocast does with an operation's floating inputs (float64 ones and those of other devices stay as they are)."""
-
-    LOW = "low"  # cast to the region's dtype
-    FP32 = "fp32"  # cast to float32
-    WIDEST = "widest"  # cast to the widest dtype among them
-    NATIVE = "native"  # what torch does for the device
-    BAN = "ban"  # raise: the operation cannot be made safe
 
 
 class _Native:
@@ -42,7 +32,8 @@ class Policy:
     """An immutable difference to what torch's autocast does for the device; empty, it is exactly torch's behaviour.
 
     `Policy.cuda().fp32("einsum").native("gelu")` reads from left to right; a later change of the same operation replaces an
-    earlier one. Names are the public ones (`softmax`, `LSTMCell`, `__pow__`) or aten's.
+    earlier one. Names are the public ones (`softmax`, `LSTMCell`, `__pow__`), aten's, or `NAMESPACE::OP` for a custom
+    operation, which must be registered by then.
 
     Attributes:
         preset: `native` (no difference) or `cuda` (the documented CUDA lists, on whatever device).
@@ -60,7 +51,7 @@ class Policy:
             raise PolicyError(f"unknown policy {self.preset!r}{hint}; a policy starts with {' or '.join(_PRESETS)}")
         for op, _ in self.changes:
             try:
-                aten_names(op)
+                qualified_names(op)
             except ValueError as error:
                 raise PolicyError(str(error)) from error
 
@@ -114,8 +105,27 @@ class Policy:
         return self._with(Rule.BAN, ops)
 
     def rules(self) -> Mapping[str, Rule]:
-        """The difference in full: a rule for each aten operation (not overload) that is not left to torch."""
+        """The difference in full: a rule for each operation (`aten::softmax`, not its overloads) that is not left to torch."""
         return _rules(self)
+
+    def difference(self, device_type: str) -> Mapping[str, Rule]:
+        """What is left of the rules where torch already does the same: a rule by overload (`aten::softmax.int`).
+
+        Empty if torch's own autocast of the device does all that the policy says.
+        """
+        return _difference(self, device_type)
+
+    def explain(self, op: str, device_type: str) -> str:
+        """One line per operation behind a name: the rule in force on a device, and whose it is.
+
+        Raises:
+            PolicyError: If there is no such operation.
+        """
+        try:
+            names = qualified_names(op)
+        except ValueError as error:
+            raise PolicyError(str(error)) from error
+        return "\n".join(native_rules.explain(name, self.rules().get(name), str(self), device_type) for name in names)
 
     def _with(self, rule: Rule, ops: Iterable[str]) -> Policy:
         changes = dict(self.changes)
@@ -139,8 +149,13 @@ _PRESETS: dict[str, dict[Rule, Iterable[str]]] = {
 @cache
 def _rules(policy: Policy) -> Mapping[str, Rule]:
     preset = ((op, rule) for rule, ops in _PRESETS[policy.preset].items() for op in ops)
-    rules = {name: rule for op, rule in (*preset, *policy.changes) for name in aten_names(op)}
+    rules = {name: rule for op, rule in (*preset, *policy.changes) for name in qualified_names(op)}
     return {name: rule for name, rule in rules.items() if rule is not Rule.NATIVE}
+
+
+@cache
+def _difference(policy: Policy, device_type: str) -> Mapping[str, Rule]:
+    return native_rules.difference(_rules(policy), device_type)
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:

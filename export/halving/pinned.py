@@ -46,5 +46,5 @@ def pinned_modules(module: nn.Module, policy: Policy | None) -> dict[str, str]:
     return {
         name: MODULE_OPS[type(part)]
         for name, part in module.named_modules()
-        if type(part) in MODULE_OPS and rules.get(MODULE_OPS[type(part)]) is Rule.FP32
+        if type(part) in MODULE_OPS and rules.get(f"aten::{MODULE_OPS[type(part)]}") is Rule.FP32
     }

@@ -1,7 +1,13 @@
-"""Under torch.compile and torch.export: torch's own region without a policy, never a wrong dtype with one."""
+"""Under torch.compile and torch.export: the same dtypes as without, whatever was compiled or cached before."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import Policy, autocast
+from amp_core.casting.policy_state import NO_POLICIES, policies_in_force
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +27,7 @@ X = torch.ones(2, 4)
 @pytest.fixture(autouse=True)
 def nothing_compiled_yet() -> Iterator[None]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
 
@@ -51,23 +59,114 @@ def test_a_decorated_function_compiles_in_one_graph() -> None:
     assert dtypes(compiled(decorated, fullgraph=True)(X)) == [HALF, HALF]
 
 
-def test_a_policy_inside_a_compiled_function_is_refused() -> None:
-    def block(x: Tensor) -> tuple[Tensor, Tensor]:
-        with autocast("cpu", HALF, policy="cuda"):
-            return product_and_softmax(x)
-
-    with pytest.raises(RuntimeError, match="torch.compile and torch.export cannot trace an autocast policy"):
-        compiled(block, fullgraph=False)(X)
-    assert dtypes(block(X)) == [HALF, FULL]
-
-
-def test_a_compiled_function_inside_a_policy_never_answers_in_another_dtype() -> None:
-    function = compiled(product_and_softmax, fullgraph=False)
-    for _ in range(2):
+def policy_block(x: Tensor) -> tuple[Tensor, ...]:
+    with autocast("cpu", HALF, policy="cuda"):
+        outer = product_and_softmax(x)
+        with autocast("cpu", HALF, policy="native"):
+            inner = product_and_softmax(x)
         with autocast("cpu", HALF):
-            assert dtypes(function(X)) == [HALF, HALF]
+            inherited = product_and_softmax(x)
+    return (*outer, *inner, *inherited)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_policy_inside_a_compiled_function_is_one_graph(backend: str) -> None:
+    function = torch.compile(policy_block, fullgraph=True, backend=backend)
+    assert dtypes(function(X)) == dtypes(policy_block(X)) == [HALF, FULL, HALF, HALF, HALF, FULL]
+    assert policies_in_force() is NO_POLICIES
+
+
+def test_a_policy_reaches_what_a_composite_operation_is_made_of() -> None:
+    def block(x: Tensor) -> Tensor:
+        with autocast("cpu", HALF, policy="native+fp32:bmm"):
+            return torch.einsum("bij,bjk->bik", x, x)
+
+    x = torch.ones(2, 4, 4, dtype=HALF)
+    assert dtypes([compiled(block, fullgraph=True)(x)]) == dtypes([block(x)])
+
+
+def test_values_and_gradients_of_a_compiled_policy_equal_the_eager_ones() -> None:
+    x, weight = torch.randn(8, 16), torch.randn(16, 16)
+
+    def loss(weight: Tensor) -> Tensor:
         with autocast("cpu", HALF, policy="cuda"):
-            assert dtypes(function(X)) == [HALF, FULL]
+            return (x @ weight).softmax(-1).log().sum()
+
+    gradients = []
+    for function in (loss, compiled(loss, fullgraph=True)):
+        leaf = weight.clone().requires_grad_()
+        value = function(leaf)
+        value.backward()
+        gradients.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+def test_a_decorator_with_a_policy_compiles_in_one_graph() -> None:
+    decorated = autocast("cpu", HALF, policy="cuda")(product_and_softmax)
+    assert dtypes(compiled(decorated, fullgraph=True)(X)) == [HALF, FULL]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["native", "cuda", "native+fp32:softmax,matmul"])])
+def test_a_compiled_function_answers_in_the_policy_that_is_in_force_when_it_is_called(order: tuple[str, ...]) -> None:
+    function = compiled(product_and_softmax, fullgraph=True)
+    for policy in (*order, *order):
+        with autocast("cpu", HALF, policy=policy):
+            assert dtypes(function(X)) == dtypes(product_and_softmax(X)), policy
+    assert dtypes(function(X)) == [FULL, FULL]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4, "compiled once for each"
+
+
+def test_a_region_around_a_graph_break() -> None:
+    def block(x: Tensor) -> list[Tensor]:
+        before = x.softmax(-1)
+        with autocast("cpu", HALF, policy="cuda"):
+            first = x.softmax(-1)
+            torch._dynamo.graph_break()
+            second = x.softmax(-1)
+        return [before, first, second, x.softmax(-1)]
+
+    x = X.half()
+    assert dtypes(compiled(block, fullgraph=False)(x)) == [HALF, FULL, FULL, HALF]
+    assert policies_in_force() is NO_POLICIES
+
+
+def test_a_trace_that_fails_in_the_middle_of_a_region_leaves_no_policy_behind() -> None:
+    def block(x: Tensor) -> Tensor:
+        with autocast("cpu", HALF, policy="native+ban:cosh"):
+            return x.cosh()
+
+    with pytest.raises(RuntimeError, match="cosh is unsafe to autocast and banned"):
+        compiled(block, fullgraph=True)(X)
+    assert policies_in_force() is NO_POLICIES
+    assert not torch.is_autocast_enabled("cpu")
+
+
+CHILD = """
+import sys, torch
+from amp_core import autocast
+
+function = torch.compile(lambda x: (x.softmax(-1), x.exp()))
+with autocast("cpu", torch.float16, policy=sys.argv[1]):
+    results = function(torch.ones(2, 4, dtype=torch.float16))
+counts = torch._dynamo.utils.counters["aot_autograd"]
+print(*(result.dtype for result in results), counts["autograd_cache_hit"], counts["autograd_cache_miss"])
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, which torch's own compiler calls on the CPU")
+@pytest.mark.timeout(300)
+def test_the_cache_on_disk_never_hands_one_policys_code_to_another(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
+
+    def run(policy: str) -> list[str]:
+        command = [sys.executable, "-c", CHILD, policy]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    # Each policy is its process's first, so all have the same number there.
+    assert run("native+fp32:softmax") == ["torch.float32", "torch.float16", "0", "1"]
+    assert run("native+fp32:exp") == ["torch.float16", "torch.float32", "0", "1"]
+    assert run("native+fp32:softmax") == ["torch.float32", "torch.float16", "1", "0"]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -81,11 +180,21 @@ def test_an_exported_program_keeps_the_region(strict: bool) -> None:
     assert program.module()(X).dtype is HALF
 
 
-def test_exporting_a_policy_is_refused() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_exporting_a_policy_is_refused(strict: bool) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             with autocast("cpu", HALF, policy="cuda"):
                 return x @ x.T
 
-    with pytest.raises(RuntimeError, match="torch.compile and torch.export cannot trace an autocast policy"):
+    with pytest.raises(RuntimeError, match="torch.export cannot write down an autocast policy"):
+        torch.export.export(Model(), (X,), strict=strict)
+
+
+def test_exporting_inside_of_a_policys_region_is_refused() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.softmax(-1)
+
+    with autocast("cpu", HALF, policy="cuda"), pytest.raises(RuntimeError, match="torch.export cannot write down"):
         torch.export.export(Model(), (X,), strict=False)

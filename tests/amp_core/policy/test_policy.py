@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from amp_core import Policy
 from amp_core.policy import PolicyError, Rule
-from amp_core.policy.native_rules import difference, explain, native_rule
+from amp_core.policy.native_rules import native_rule
 from amp_core.policy.op_lists import ALIASES
-from amp_core.policy.op_names import aten_names, overloads_of, qualified_name
+from amp_core.policy.op_names import overloads_of, qualified_name, qualified_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,15 +52,15 @@ def test_changing_a_policy_makes_another_and_a_later_change_wins(policy: Policy,
     }[rule]
     changed = change(op)
     assert str(policy) == before
-    for name in aten_names(op):
+    for name in qualified_names(op):
         assert changed.rules().get(name, Rule.NATIVE) is rule
 
 
 def test_native_is_a_preset_on_the_class_and_a_change_on_a_policy() -> None:
     assert Policy.native() == Policy() == Policy.parse("native")
     assert Policy.native().rules() == {}
-    assert "gelu" in Policy.cuda().rules()
-    assert "gelu" not in Policy.cuda().native("gelu").rules()
+    assert "aten::gelu" in Policy.cuda().rules()
+    assert "aten::gelu" not in Policy.cuda().native("gelu").rules()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,8 @@ def test_native_is_a_preset_on_the_class_and_a_change_on_a_policy() -> None:
         ("cuda+fp32:softmx", "no out-of-place operation 'softmx'; did you mean 'softmax'"),
         ("cuda+fp32:exp_", "no out-of-place operation 'exp_'; did you mean 'exp'"),
         ("cuda+fp32:", "no out-of-place operation ''"),
-        ("cuda+fp32:aten::exp", "no out-of-place operation 'aten::exp'"),
+        ("cuda+fp32:aten::epx", "no out-of-place operation 'aten::epx'; did you mean 'aten::exp'"),
+        ("cuda+fp32:mylib::exp", "no out-of-place operation 'mylib::exp'; .*"),
         ("cuda+fp32:__class__", "no out-of-place operation '__class__'"),
     ],
 )
@@ -89,19 +90,19 @@ def test_what_is_not_there_is_an_error_with_the_nearest_name(text: str, message:
 
 
 def test_names_resolve_to_every_overload_that_autocast_may_touch() -> None:
-    assert {qualified_name(o) for o in overloads_of("pow")} == {
+    assert {qualified_name(o) for o in overloads_of("aten::pow")} == {
         "aten::pow.Scalar",
         "aten::pow.Tensor_Scalar",
         "aten::pow.Tensor_Tensor",
     }
-    assert {qualified_name(o) for o in overloads_of("softmax")} == {"aten::softmax.int"}
-    assert {qualified_name(o) for o in overloads_of("addmm")} == {"aten::addmm"}
-    assert overloads_of("add_") == overloads_of("zeros") == ()
+    assert {qualified_name(o) for o in overloads_of("aten::softmax")} == {"aten::softmax.int"}
+    assert {qualified_name(o) for o in overloads_of("aten::addmm")} == {"aten::addmm"}
+    assert overloads_of("aten::add_") == overloads_of("aten::zeros") == ()
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_every_alias_stands_for_operations_that_this_torch_has(alias: str) -> None:
-    assert all(overloads_of(name) for name in aten_names(alias))
+    assert all(overloads_of(name) for name in qualified_names(alias))
 
 
 def test_the_cuda_preset_covers_all_that_torch_registers_for_cuda() -> None:
@@ -111,13 +112,15 @@ def test_the_cuda_preset_covers_all_that_torch_registers_for_cuda() -> None:
 
 
 def test_only_differences_are_overridden() -> None:
-    assert difference(Policy(), "cpu") == {}
-    on_cpu = difference(Policy.cuda(), "cpu")
+    assert Policy().difference("cpu") == {}
+    on_cpu = Policy.cuda().difference("cpu")
     assert on_cpu["aten::softmax.int"] is Rule.FP32
     assert "aten::mm" not in on_cpu  # torch's own rule on the CPU too
-    on_cuda = difference(Policy.cuda(), "cuda")
-    # gelu is documented but not registered; torch's own widest raises where two low dtypes meet, ours does not.
-    assert {name for name, rule in on_cuda.items() if rule is not Rule.WIDEST} == {"aten::gelu"}
+    on_cuda = Policy.cuda().difference("cuda")
+    # gelu is documented but not registered; what vmap leaves of softmax and the norms is not registered either; torch's own
+    # widest raises where two low dtypes meet, ours does not.
+    parts = {"aten::_softmax", "aten::_log_softmax", "aten::native_group_norm"}
+    assert {name for name, rule in on_cuda.items() if rule is not Rule.WIDEST} - parts == {"aten::gelu"}
 
 
 def test_native_rules_of_the_cpu_are_what_torch_does() -> None:
@@ -131,17 +134,14 @@ def test_native_rules_of_the_cpu_are_what_torch_does() -> None:
     for name, function in unary.items():
         with torch.autocast("cpu", torch.float16):
             observed = function(x.half()).dtype
-        rules = {native_rule(overload, "cpu") for overload in overloads_of(name)}
+        rules = {native_rule(overload, "cpu") for overload in overloads_of(f"aten::{name}")}
         assert rules == ({Rule.FP32} if observed is torch.float32 else {None})
 
 
 def test_explain_says_whose_rule_it_is() -> None:
-    assert (
-        explain(Policy.cuda(), "softmax", "cpu")
-        == "softmax on cpu: fp32 (by the policy cuda; torch's own rule: its inputs' dtypes)"
-    )
-    assert explain(Policy(), "linear", "cpu") == "linear on cpu: low (torch's own rule)"
-    assert explain(Policy.cuda(), "nll_loss", "cuda").splitlines() == [
+    assert Policy.cuda().explain("exp", "cpu") == "exp on cpu: fp32 (by the policy cuda; torch's own rule: its inputs' dtypes)"
+    assert Policy().explain("linear", "cpu") == "linear on cpu: low (torch's own rule)"
+    assert Policy.cuda().explain("nll_loss", "cuda").splitlines() == [
         "nll_loss on cuda: fp32 (torch's own rule)",
         "nll_loss2d on cuda: fp32 (torch's own rule)",
     ]

@@ -1,4 +1,4 @@
-"""The kernel that a policy puts in an operation's place at the dispatcher's autocast key."""
+"""The kernel through which policies change one operation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_core.casting.pause_compile import REFUSAL
-from amp_core.casting.rules_in_force import rules_in_force
+from amp_core.casting.policy_state import KEY, policies_in_force
+from amp_core.casting.untraced import untraced
 from amp_core.policy import Rule, op_lists
 from amp_core.policy.native_rules import autocast_key
 from amp_core.policy.op_names import qualified_name
@@ -17,38 +17,57 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
 
+_C = torch._C  # noqa: SLF001  (dispatch keys have no public face)
+_OURS, _BELOW = _C.DispatchKeySet(KEY), _C._dispatch_keyset_full_after(KEY)  # noqa: SLF001  (see above)
 
-def make_kernel(overload: OpOverload, device_type: str, native: Any) -> Callable[..., Any]:
-    """The kernel of one overload: torch's own behaviour unless this thread's rules say otherwise.
+EXPORT_REFUSAL = (
+    "torch.export cannot write down an autocast policy that differs from torch's own: the exported program would run without "
+    "it; export the module outside of the region, or leave out policy="
+)
 
-    Args:
-        overload: The operation.
-        device_type: The device whose autocast key the kernel is for.
-        native: torch's own kernel at that key, None where there is none.
-    """
-    key = getattr(torch._C.DispatchKey, autocast_key(device_type))  # noqa: SLF001  (dispatch keys have no public face)
-    autocast_only, below = torch._C.DispatchKeySet(key), torch._C._dispatch_keyset_full_after(key)  # noqa: SLF001  (see above)
+
+def make_kernel(overload: OpOverload) -> Callable[..., Any]:
+    """The kernel of one overload: what this thread's policy says, and torch's own behaviour where it says nothing."""
     name = qualified_name(overload)
     dtype_position = _dtype_position(overload)
 
+    @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        rule = rules_in_force(device_type).get(name)
-        if rule is None and native is not None:
-            return native.call_boxed(keyset, *args, **kwargs)
-        if rule is None:
-            # Not the exclusion below: the parts of a composite operation must still be autocast.
-            return overload.redispatch(keyset & below, *args, **kwargs)
+        for device_type, rules in policies_in_force().rules:
+            rule = rules.get(name)
+            if rule is None or not torch.is_autocast_enabled(device_type):
+                continue
+            eligible = [*_eligible_tensors((args, *kwargs.values()), device_type)]
+            if eligible:
+                return _apply(rule, device_type, eligible, args, kwargs)
+        # Not without torch's autocast: the parts of a composite operation must still be cast.
+        return overload.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def _apply(
+        rule: Rule, device_type: str, eligible: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if rule is Rule.BAN:
             raise RuntimeError(_ban_text(name))
-        _refuse_under_compile()
-        with torch._C._ExcludeDispatchKeyGuard(autocast_only):  # noqa: SLF001  (no public form; torch's own casts use it)
+        if torch.compiler.is_exporting():
+            raise RuntimeError(EXPORT_REFUSAL)
+        with _C._ExcludeDispatchKeyGuard(_without(device_type)):  # noqa: SLF001  (no public form; torch's own casts use it)
             if dtype_position is not None and _has_dtype(args, kwargs, dtype_position):
                 return overload(*args, **kwargs)
-            dtype = _target_dtype(rule, device_type, (args, *kwargs.values()))
+            dtype = _target_dtype(rule, device_type, eligible)
             cast_kwargs = {key: _cast(value, device_type, dtype) for key, value in kwargs.items()}
             return overload(*_cast(args, device_type, dtype), **cast_kwargs)
 
     return kernel
+
+
+def _without(device_type: str) -> Any:
+    found = _KEYSETS.get(device_type)
+    if found is None:
+        found = _KEYSETS[device_type] = _OURS | _C.DispatchKeySet(getattr(_C.DispatchKey, autocast_key(device_type)))
+    return found
+
+
+_KEYSETS: dict[str, Any] = {}
 
 
 def _dtype_position(overload: OpOverload) -> int | None:
@@ -60,12 +79,12 @@ def _has_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> 
     return kwargs.get("dtype") is not None or (len(args) > position and args[position] is not None)
 
 
-def _target_dtype(rule: Rule, device_type: str, values: Any) -> torch.dtype:
+def _target_dtype(rule: Rule, device_type: str, eligible: list[torch.Tensor]) -> torch.dtype:
     if rule is Rule.LOW:
         return torch.get_autocast_dtype(device_type)
     if rule is Rule.FP32:
         return torch.float32
-    dtypes = {tensor.dtype for tensor in _eligible_tensors(values, device_type)}
+    dtypes = {tensor.dtype for tensor in eligible}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
@@ -97,9 +116,3 @@ def _ban_text(name: str) -> str:
     instead = op_lists.INSTEAD_OF.get(op)
     advice = f"use {instead}" if instead else "leave it out, or run it in an inner region with enabled=False"
     return f"{op} is unsafe to autocast and banned by this region's policy; {advice}"
-
-
-def _refuse_under_compile() -> None:
-    # Reached only if a function is compiled for the first time inside the region; see pause_compile.
-    if torch._guards.TracingContext.try_get() is not None:  # noqa: SLF001  (torch.compiler's own questions miss this stage)
-        raise RuntimeError(REFUSAL)

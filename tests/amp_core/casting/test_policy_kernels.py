@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from amp_core import Policy, autocast
+from amp_core.casting.policy_state import NO_POLICIES, policies_in_force
 
 
 def registrations() -> set[str]:
     return set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"))
 
 
-def test_kernels_come_with_the_first_region_and_go_with_the_last() -> None:
+def test_torchs_own_kernels_stay_what_they_are() -> None:
     with autocast("cpu"):  # the repair of cat and stack, once per process
         before = registrations()
-    with autocast("cpu", policy="cuda"):
-        inside = registrations()
-        with autocast("cpu", policy="native+low:cosh"):
-            assert "aten::cosh" in registrations()
-        assert registrations() == inside
-    assert inside > before
+    with autocast("cpu", policy="cuda"), autocast("cpu", policy="native+low:cosh"):
+        assert registrations() == before
     assert registrations() == before
 
 
-def test_kernels_go_when_the_block_raises() -> None:
-    with autocast("cpu"):
-        before = registrations()
+def test_no_call_outside_of_a_policys_region_passes_through_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, dtype=torch.float16)
+    with autocast("cpu", torch.float16, policy="native+fp32:erf"):
+        assert x.erf().dtype is torch.float32
+
+    def fail() -> None:
+        raise AssertionError("a kernel was called")
+
+    monkeypatch.setattr("amp_core.casting.policy_kernel.policies_in_force", fail)
+    x.erf()
+    with torch.autocast("cpu", torch.float16):
+        x.erf()
+    with autocast("cpu", torch.float16):
+        x.erf()
+    with autocast("cpu", torch.float16, policy="native+fp32:erf"), pytest.raises(AssertionError, match="a kernel was called"):
+        x.erf()
+
+
+def test_a_block_that_raises_leaves_no_policy_behind() -> None:
     with pytest.raises(ZeroDivisionError), autocast("cpu", policy="cuda"):
         raise ZeroDivisionError
-    assert registrations() == before
+    assert policies_in_force() is NO_POLICIES
+    assert not any(torch.is_autocast_enabled(device) for device in torch._C._autocast_supported_devices())
+
+
+def test_more_policies_than_one_dtype_can_number() -> None:
+    x = torch.ones(4, dtype=torch.float16)
+    ops = ("exp", "log", "sin", "cos", "tan", "sinh", "cosh", "asin", "acos")
+    for chosen in itertools.islice(itertools.chain.from_iterable(itertools.combinations(ops, n) for n in (1, 2, 3)), 100):
+        with autocast("cpu", torch.float16, policy=Policy().fp32(*chosen)):
+            assert {op for op in ops if getattr(x, op)().dtype is torch.float32} == set(chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -127,3 +151,64 @@ def test_threads_with_policies_of_their_own() -> None:
     with ThreadPoolExecutor(4) as pool:
         results = [(policy, pool.submit(run, policy)) for policy in [*policies, *policies]]
     assert all(result.result() == {policies[policy]} for policy, result in results)
+
+
+def test_regions_of_two_kinds_of_device_have_policies_of_their_own() -> None:
+    x = torch.ones(4, dtype=torch.float16)
+    with autocast("cpu", torch.float16, policy="native+fp32:erf"), autocast("mtia", torch.float16, policy="cuda"):
+        assert (x.erf().dtype, x.exp().dtype) == (torch.float32, torch.float16)
+        assert policies_in_force().of("mtia") == Policy.cuda()
+        with autocast("cpu", policy="native"):
+            assert x.erf().dtype is torch.float16
+            assert policies_in_force().of("mtia") == Policy.cuda()
+
+
+def test_vmap_takes_softmax_apart_and_the_policy_still_holds() -> None:
+    x = torch.ones(3, 4, dtype=torch.float16)
+    with autocast("cpu", torch.float16, policy="cuda"):
+        assert torch.vmap(lambda row: row.softmax(0))(x).dtype is torch.float32
+        assert torch.vmap(lambda row: row.log_softmax(0))(x).dtype is torch.float32
+
+
+@pytest.fixture(scope="module")
+def scale() -> Any:
+    @torch.library.custom_op("halfserve_tests::scale", mutates_args=())
+    def op(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    op.register_fake(lambda x, _: torch.empty_like(x))
+    op.register_autograd(lambda ctx, grad: (grad * ctx.factor, None), setup_context=_keep_factor)
+    return op
+
+
+def _keep_factor(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.factor = inputs[1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "expected"),
+    [
+        ("low", torch.float32, torch.float16),
+        ("fp32", torch.float16, torch.float32),
+        ("widest", torch.float16, torch.float32),
+        ("native", torch.float16, torch.float16),
+    ],
+)
+def test_a_custom_operation_takes_every_rule(scale: Any, rule: str, given: torch.dtype, expected: torch.dtype) -> None:
+    x = torch.ones(4, dtype=given, requires_grad=True)
+    factor = torch.full((4,), 2.0, dtype=torch.float32 if rule == "widest" else given)
+    with autocast("cpu", torch.float16, policy=f"native+{rule}:halfserve_tests::scale"):
+        y = scale(x, factor)
+    torch.autograd.backward(y.sum())
+    assert y.dtype is expected
+    assert x.grad is not None
+    assert (x.grad.dtype, x.grad.tolist()) == (given, [2.0] * 4)
+
+
+def test_a_custom_operation_may_be_banned(scale: Any) -> None:
+    x = torch.ones(4)
+    with (
+        autocast("cpu", policy="native+ban:halfserve_tests::scale"),
+        pytest.raises(RuntimeError, match="halfserve_tests::scale is unsafe to autocast and banned"),
+    ):
+        scale(x, x)
