@@ -13,7 +13,8 @@ from amp_core.casting.policy_kernel import EXPORT_REFUSAL
 from amp_core.casting.region import Region, enter, leave
 from amp_core.casting.traced_region import prepare, traced_region
 from amp_core.casting.untraced import untraced
-from amp_core.policy import Policy
+from amp_core.policy import Policy, PolicyError
+from amp_core.policy.native_rules import has_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,13 +43,14 @@ class autocast:  # noqa: N801  (torch's name)
         dtype: float16 or bfloat16; by default the one in force, which at first is torch's default for the device.
         enabled: False runs operations in the dtypes they are given, for an inner region that needs float32.
         cache_enabled: Whether to keep a weight's low-precision copy until the outermost region ends; by default as around.
-            Call `torch.clear_autocast_cache()` after changing weights inside a region by other means than an optimizer's step.
+            Weights may change inside a region by an optimizer's step or `copy_`; after other changes, such as an assignment
+            to `.data`, call `torch.clear_autocast_cache()`.
         policy: A `Policy` or its string form; by default that of the region around.
 
     Raises:
-        ValueError: If `device_type` is not the name of a device type.
+        ValueError: If `device_type` is not the name of a device type, or `dtype` not a low-precision one.
         RuntimeError: If the device type has no autocast, or a policy meets torch.export.
-        PolicyError: If a policy's string form cannot be read.
+        PolicyError: If the policy is none, or its string form cannot be read.
     """
 
     def __new__(
@@ -84,14 +86,15 @@ class autocast:  # noqa: N801  (torch's name)
     ) -> None:
         kind = _device_type(device_type)
         _check_device_type(kind)
-        # torch checks the dtype and whether the device can do it, in its own words and for its own custom backends.
+        _check_dtype(dtype, enabled)
+        # torch checks whether the device can do it, in its own words and for its own custom backends.
         checked = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
         self._region = Region(
             device_type=checked.device,
             dtype=checked.fast_dtype,
             enabled=checked._enabled,  # noqa: SLF001  (False where torch has warned that the device or dtype cannot)
             cache_enabled=checked._cache_enabled,  # noqa: SLF001  (torch's default is the state around)
-            policy=Policy.parse(policy) if isinstance(policy, str) else policy,
+            policy=_checked_policy(policy),
         )
 
     def __enter__(self) -> Self:
@@ -99,7 +102,7 @@ class autocast:  # noqa: N801  (torch's name)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        leave()
+        leave(self._region)
 
     def __call__(self, function: Function) -> Function:
         """Decorate a function, method, generator or coroutine function: each call runs in a region of its own."""
@@ -109,7 +112,8 @@ class autocast:  # noqa: N801  (torch's name)
             made: autocast = autocast(region.device_type, region.dtype, region.enabled, region.cache_enabled, region.policy)
             return made
 
-        if not callable(function):
+        decorated: object = function
+        if not callable(decorated) and not isinstance(decorated, classmethod):
             raise TypeError(
                 f"autocast(...) decorates a function, got a {type(function).__name__}; for a block: with autocast(...):"
             )
@@ -125,13 +129,23 @@ def _device_type(device_type: str | None) -> str:
     return device_type
 
 
+def _check_dtype(dtype: object, enabled: bool) -> None:
+    if dtype is None or dtype in {torch.float16, torch.bfloat16} or (isinstance(dtype, torch.dtype) and not enabled):
+        return
+    raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}; for float32: autocast(enabled=False)")
+
+
+def _checked_policy(policy: Policy | str | None) -> Policy | None:
+    if policy is None or isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return Policy.parse(policy)
+    raise PolicyError(f"policy must be a Policy or its string form, such as 'cuda+fp32:einsum'; got {policy!r}")
+
+
 @cache
 def _check_device_type(device_type: str) -> None:
-    try:
-        available = torch.amp.is_autocast_available(device_type)
-    except RuntimeError:  # not even a device type
-        available = False
-    if not available:
+    if not has_autocast(device_type):
         raise RuntimeError(f"torch has no autocast for the device type {device_type!r}; expected one such as 'cuda' or 'cpu'")
 
 

@@ -9,7 +9,6 @@ reads its float16 copy in a bfloat16 region, or finds one that a finished region
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,7 +23,8 @@ def acquire() -> bool:
     global _owner, _watching_optimizers  # noqa: PLW0603  (torch's cache is one per process, so is its owner)
     with _lock:
         if not _watching_optimizers:
-            register_optimizer_step_post_hook(_after_optimizer_step)
+            # Fused optimizers and writes through .data do not bump a tensor's version: the step itself is the reliable sign.
+            register_optimizer_step_post_hook(lambda *_: invalidate())
             _watching_optimizers = True
         if _owner is None:
             _owner = threading.get_ident()
@@ -39,7 +39,7 @@ def release() -> None:
         _owner = None
 
 
-def _after_optimizer_step(*_: Any) -> None:
-    # Fused optimizers and writes through .data do not bump a tensor's version, so the step itself is the only reliable sign.
+def invalidate() -> None:
+    """Empty the cache because weights have changed, whoever has it."""
     if _owner is not None:
         torch.clear_autocast_cache()

@@ -9,6 +9,7 @@ import torch
 
 from amp_core.casting.autocast import autocast
 from amp_core.casting.policy_state import policies_in_force
+from amp_core.policy import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,14 +57,20 @@ def custom_bwd(backward: Any = None, *, device_type: str) -> Any:
     """Decorate `backward` of a `torch.autograd.Function` whose `forward` has `custom_fwd`.
 
     Backward then runs with forward's dtype, its being enabled or not, and its policy, also in another thread.
+
+    Raises:
+        RuntimeError: When backward runs, if forward has no `custom_fwd`.
     """
     if backward is None:
         return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(ctx, "_fwd_used_autocast"):
+            raise RuntimeError("a backward with custom_bwd needs custom_fwd on its forward(ctx, ...), which notes its autocast")
         enabled, dtype = ctx._fwd_used_autocast, ctx._dtype  # noqa: SLF001  (torch's custom_fwd puts them there)
-        with autocast(device_type, dtype=dtype, enabled=enabled, policy=getattr(ctx, _POLICY)):
+        # torch's custom_fwd notes no policy: there is none in the regions that it knows.
+        with autocast(device_type, dtype=dtype, enabled=enabled, policy=getattr(ctx, _POLICY, Policy())):
             return backward(ctx, *args, **kwargs)
 
     return wrapper

@@ -26,6 +26,8 @@ def decorate(function: Function, make_region: MakeRegion) -> Function:
         function: What to wrap.
         make_region: Makes a new region; called for each stretch of code that runs in one, so calls may nest and overlap.
     """
+    if isinstance(function, (staticmethod, classmethod)):
+        return cast("Function", type(function)(decorate(function.__func__, make_region)))
     if inspect.isasyncgenfunction(function):
         wrapper: Any = _asynchronous_generator(function, make_region)
     elif inspect.iscoroutinefunction(function):

@@ -29,7 +29,7 @@ EXPORT_REFUSAL = (
 def make_kernel(overload: OpOverload) -> Callable[..., Any]:
     """The kernel of one overload: what this thread's policy says, and torch's own behaviour where it says nothing."""
     name = qualified_name(overload)
-    dtype_position = _dtype_position(overload)
+    dtype_position, tensor_places = _dtype_position(overload), _tensor_places(overload)
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,11 @@ def make_kernel(overload: OpOverload) -> Callable[..., Any]:
             eligible = [*_eligible_tensors((args, *kwargs.values()), device_type)]
             if eligible:
                 return _apply(rule, device_type, eligible, args, kwargs)
-        # Not without torch's autocast: the parts of a composite operation must still be cast.
+        if any(isinstance(args[place], (int, float, complex)) for place in tensor_places if place < len(args)):
+            # A number in a tensor's place, which a redispatch does not take. No composite of other operations takes one.
+            with _C._ExcludeDispatchKeyGuard(_OURS):  # noqa: SLF001  (no public form; torch's own casts use it)
+                return overload(*args, **kwargs)
+        # Not without torch's autocast and ours: the parts of a composite operation must still be cast.
         return overload.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _apply(
@@ -73,6 +77,11 @@ _KEYSETS: dict[str, Any] = {}
 def _dtype_position(overload: OpOverload) -> int | None:
     names = [argument.name for argument in overload._schema.arguments]  # noqa: SLF001  (torch offers the schema under no other name)
     return names.index("dtype") if "dtype" in names else None
+
+
+def _tensor_places(overload: OpOverload) -> list[int]:
+    arguments = overload._schema.arguments  # noqa: SLF001  (torch offers the schema under no other name)
+    return [place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
 
 
 def _has_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.compiler.config
 
+from amp_core.casting.untraced import untraced
 from amp_core.policy import Policy
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def policies_in_force() -> Policies:
     return _policies.get((torch.get_autocast_dtype(_FIRST), torch.get_autocast_dtype(_SECOND)), NO_POLICIES)
 
 
+@untraced
 def put_in_force(policies: Policies) -> Saved:
     """Set this thread's policies.
 
@@ -104,6 +106,7 @@ def put_in_force(policies: Policies) -> Saved:
     return saved
 
 
+@untraced
 def restore(saved: Saved) -> None:
     """Undo one `put_in_force`."""
     _set(saved.flags, saved.dtypes)

@@ -12,15 +12,17 @@ from amp_core.casting import cast_cache
 from amp_core.casting.policy_kernels import require_kernels
 from amp_core.casting.policy_state import Saved, policies_in_force, put_in_force, restore
 from amp_core.casting.promotion_repair import repair_promotion
+from amp_core.casting.recomputation import recompute_under_policies
 from amp_core.casting.untraced import untraced
+from amp_core.casting.weight_writes import watch_weight_writes
 
 if TYPE_CHECKING:
     from amp_core.policy import Policy
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Region:
-    """What a region asks for.
+    """What a region asks for. Two regions are never equal: each is left by itself.
 
     Attributes:
         device_type: Such as `cpu` or `cuda`.
@@ -37,24 +39,22 @@ class Region:
     policy: Policy | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Before:
-    """The state that leaving puts back."""
+@dataclass(slots=True)
+class _Entry:
+    """A region that is open, and the state that leaving it puts back."""
 
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
+    region: Region
+    device: tuple[bool, torch.dtype]
     cache_enabled: bool
     policies: Saved | None
     owns_cache: bool
-    changes_dtype: bool
 
 
 class _Stack(threading.local):
-    """The states before each region that is open in this thread."""
+    """The regions that are open in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.before: list[_Before] = []
+        self.entries: list[_Entry] = []
 
 
 _stack = _Stack()
@@ -63,25 +63,64 @@ _stack = _Stack()
 @untraced
 def enter(region: Region) -> None:
     """Open a region in this thread. Changes nothing if it raises."""
-    device_type, stack = region.device_type, _stack.before
+    device_type, entries = region.device_type, _stack.entries
     repair_promotion()
-    before = _Before(
-        device_type=device_type,
-        enabled=torch.is_autocast_enabled(device_type),
-        dtype=torch.get_autocast_dtype(device_type),
-        cache_enabled=torch.is_autocast_cache_enabled(),
-        policies=None if region.policy is None else enforce(region.policy, device_type),
-        owns_cache=stack[-1].owns_cache if stack else cast_cache.acquire(),
-        changes_dtype=region.dtype is not torch.get_autocast_dtype(device_type),
+    watch_weight_writes(device_type)
+    entry = _Entry(
+        region,
+        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
+        torch.is_autocast_cache_enabled(),
+        None if region.policy is None else enforce(region.policy, device_type),
+        entries[-1].owns_cache if entries else cast_cache.acquire(),
     )
-    if before.owns_cache and before.changes_dtype:
-        torch.clear_autocast_cache()
-    torch.set_autocast_enabled(device_type, region.enabled)
-    torch.set_autocast_dtype(device_type, region.dtype)
-    torch.set_autocast_cache_enabled(region.cache_enabled and before.owns_cache)
+    _set_device(entry, region.enabled, region.dtype)
+    torch.set_autocast_cache_enabled(region.cache_enabled and entry.owns_cache)
     # Keeps a region of torch's own inside this one from emptying the cache when it leaves.
     torch.autocast_increment_nesting()
-    stack.append(before)
+    entries.append(entry)
+
+
+@untraced
+def leave(region: Region) -> None:
+    """Close a region, this thread's innermost as a rule, and put back what was before it.
+
+    A region that is not the innermost (a generator was closed in the middle of its block) is taken out from under the others:
+    what it would have put back is put back when they leave.
+
+    Raises:
+        RuntimeError: If the region is not open in this thread.
+    """
+    entries = _stack.entries
+    place = len(entries) - 1
+    while place >= 0 and entries[place].region is not region:
+        place -= 1
+    if place < 0:
+        raise RuntimeError(
+            "this autocast region is not open in this thread; leave a region once, in the thread that entered it"
+        )
+    entry = entries.pop(place)
+    torch.autocast_decrement_nesting()
+    _hand_back(entry, entries[place:])
+    if entry.owns_cache and not entries:
+        cast_cache.release()
+
+
+def _hand_back(entry: _Entry, above: list[_Entry]) -> None:
+    later = next((other for other in above if other.region.device_type == entry.region.device_type), None)
+    if later is None:
+        _set_device(entry, *entry.device)
+    else:
+        later.device = entry.device
+    if above:
+        above[0].cache_enabled = entry.cache_enabled
+    else:
+        torch.set_autocast_cache_enabled(entry.cache_enabled)
+    if entry.policies is not None:
+        other = next((other for other in above if other.policies is not None), None)
+        if other is None:
+            restore(entry.policies)
+        else:
+            other.policies = entry.policies
 
 
 def enforce(policy: Policy, device_type: str) -> Saved | None:
@@ -91,26 +130,13 @@ def enforce(policy: Policy, device_type: str) -> Saved | None:
     if policies is around:
         return None
     require_kernels(policy.difference(device_type))
+    recompute_under_policies()
     return put_in_force(policies)
 
 
-@untraced
-def leave() -> None:
-    """Close this thread's innermost region and put back what was before it.
-
-    Raises:
-        RuntimeError: If this thread has no region open.
-    """
-    if not _stack.before:
-        raise RuntimeError("no autocast region is open in this thread; leave a region in the thread that entered it, and once")
-    before = _stack.before.pop()
-    torch.autocast_decrement_nesting()
-    if before.owns_cache and before.changes_dtype:
+def _set_device(entry: _Entry, enabled: bool, dtype: torch.dtype) -> None:
+    device_type = entry.region.device_type
+    if entry.owns_cache and dtype is not torch.get_autocast_dtype(device_type):
         torch.clear_autocast_cache()
-    torch.set_autocast_enabled(before.device_type, before.enabled)
-    torch.set_autocast_dtype(before.device_type, before.dtype)
-    torch.set_autocast_cache_enabled(before.cache_enabled)
-    if before.policies is not None:
-        restore(before.policies)
-    if before.owns_cache and not _stack.before:
-        cast_cache.release()
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)

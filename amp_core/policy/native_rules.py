@@ -31,6 +31,14 @@ def autocast_key(device_type: str) -> str:
     return "AutocastPrivateUse1" if device_type == custom else f"Autocast{device_type.upper()}"
 
 
+def has_autocast(device_type: str) -> bool:
+    """Whether torch has an autocast for a kind of device, such as `cpu`."""
+    try:
+        return bool(torch.amp.is_autocast_available(device_type))
+    except RuntimeError:  # not even a device type
+        return False
+
+
 def difference(rules: Mapping[str, Rule], device_type: str) -> Mapping[str, Rule]:
     """The overloads whose rule is not torch's own on a device.
 

@@ -23,6 +23,8 @@ def qualified_names(name: str) -> tuple[str, ...]:
     Raises:
         ValueError: If there is no such operation, or none of its overloads is one that autocast may touch.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"an operation is named by a string, such as 'softmax'; got {name!r}")  # noqa: TRY004  (one kind for all)
     names = (name,) if "::" in name else tuple(f"aten::{aten_name}" for aten_name in ALIASES.get(name, (name,)))
     existing = tuple(known for known in names if overloads_of(known))
     if not existing:
@@ -85,8 +87,9 @@ def _is_required_dtype(argument: torch._C.Argument) -> bool:
 
 
 def _hint(name: str) -> str:
-    close = difflib.get_close_matches(name, _custom_names() if "::" in name else _public_names(), n=1, cutoff=0.5)
-    if close:
+    bare = name.rpartition(".")[2]  # of torch.nn.functional.softmax
+    close = difflib.get_close_matches(bare, _custom_names() if "::" in name else _public_names(), n=1, cutoff=0.5)
+    if close and close[0] != name:
         return f"; did you mean {close[0]!r}?"
     return "; register the custom operation before naming it" if "::" in name else ""
 
@@ -94,7 +97,8 @@ def _hint(name: str) -> str:
 @cache
 def _public_names() -> list[str]:
     names = {name.removeprefix("aten::").partition(".")[0] for name in _dispatched() if name.startswith("aten::")}
-    return sorted({*ALIASES, *(name for name in names if not name.startswith("_") and not name.endswith("_"))})
+    public = (name for name in names if not name.startswith("_") and not name.endswith("_"))
+    return sorted({*ALIASES, *(name for name in public if overloads_of(f"aten::{name}"))})
 
 
 def _custom_names() -> list[str]:

@@ -49,11 +49,7 @@ class Policy:
         if self.preset not in _PRESETS:
             hint = _nearest(self.preset, _PRESETS)
             raise PolicyError(f"unknown policy {self.preset!r}{hint}; a policy starts with {' or '.join(_PRESETS)}")
-        for op, _ in self.changes:
-            try:
-                qualified_names(op)
-            except ValueError as error:
-                raise PolicyError(str(error)) from error
+        object.__setattr__(self, "changes", tuple(_checked_changes(self.changes)))
 
     @classmethod
     def cuda(cls) -> Policy:
@@ -67,6 +63,8 @@ class Policy:
         Raises:
             PolicyError: If a preset, rule or operation in it is unknown.
         """
+        if not isinstance(text, str):
+            raise PolicyError(f"expected a policy's string form, such as 'cuda+fp32:einsum'; got {text!r}")
         preset, *parts = (part.strip() for part in text.split("+"))
         policy = cls(preset)
         for part in parts:
@@ -119,17 +117,19 @@ class Policy:
         """One line per operation behind a name: the rule in force on a device, and whose it is.
 
         Raises:
-            PolicyError: If there is no such operation.
+            PolicyError: If there is no such operation or device.
         """
-        try:
-            names = qualified_names(op)
-        except ValueError as error:
-            raise PolicyError(str(error)) from error
+        if not native_rules.has_autocast(device_type):
+            raise PolicyError(
+                f"torch has no autocast for the device type {device_type!r}; expected one such as 'cuda' or 'cpu'"
+            )
+        names = _known(op)
         return "\n".join(native_rules.explain(name, self.rules().get(name), str(self), device_type) for name in names)
 
     def _with(self, rule: Rule, ops: Iterable[str]) -> Policy:
         changes = dict(self.changes)
         for op in ops:
+            _known(op)
             changes.pop(op, None)
             changes[op] = rule
         return Policy(self.preset, tuple(changes.items()))
@@ -144,6 +144,24 @@ _PRESETS: dict[str, dict[Rule, Iterable[str]]] = {
         Rule.BAN: op_lists.CUDA_BAN,
     },
 }
+
+
+def _checked_changes(changes: Iterable[tuple[str, Rule]]) -> Iterable[tuple[str, Rule]]:
+    seen: dict[str, Rule] = {}
+    for change in changes:
+        if not isinstance(change, tuple) or len(change) != 2 or change[1] not in set(Rule):
+            raise PolicyError(f"expected changes as pairs (operation, rule), a rule being {'|'.join(Rule)}; got {change!r}")
+        _known(change[0])
+        seen.pop(change[0], None)
+        seen[change[0]] = Rule(change[1])
+    return seen.items()
+
+
+def _known(op: str) -> tuple[str, ...]:
+    try:
+        return qualified_names(op)
+    except ValueError as error:
+        raise PolicyError(str(error)) from error
 
 
 @cache

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_core import autocast
-from amp_core.casting.region import leave
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator
@@ -71,10 +70,29 @@ def test_state_is_the_threads_own() -> None:
 
 
 def test_a_region_cannot_be_left_in_a_thread_that_did_not_enter_it() -> None:
-    with autocast("cpu", HALF), ThreadPoolExecutor(1) as pool:
-        result = pool.submit(leave)
-        with pytest.raises(RuntimeError, match="no autocast region is open in this thread"):
-            result.result()
+    def in_a_region_of_its_own() -> None:
+        with autocast("cpu", BRAIN):
+            with pytest.raises(RuntimeError, match="this autocast region is not open in this thread"):
+                region.__exit__(None, None, None)
+            assert product() is BRAIN
+
+    region = autocast("cpu", HALF)
+    with region, ThreadPoolExecutor(1) as pool:
+        pool.submit(in_a_region_of_its_own).result()
+        assert product() is HALF
+
+
+def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None:
+    def suspended() -> Iterator[None]:
+        with autocast("cpu", HALF, cache_enabled=False, policy="cuda"):
+            yield
+
+    generator = suspended()
+    next(generator)
+    with autocast("cpu", BRAIN):
+        generator.close()  # type: ignore[attr-defined]
+        assert product() is BRAIN
+        assert torch.ones(2, dtype=BRAIN).exp().dtype is BRAIN
 
 
 def test_methods_and_the_functions_own_name() -> None:
@@ -181,14 +199,15 @@ def test_a_device_is_not_a_kind_of_device(device_type: Any) -> None:
         autocast(device_type)
 
 
-def test_what_torch_refuses_is_refused_and_what_it_only_warns_of_is_warned_of() -> None:
+def test_what_torch_refuses_is_refused_and_so_is_what_it_only_warns_of() -> None:
     with pytest.raises(RuntimeError, match="no autocast for the device type 'meta'"):
         autocast("meta")
     with pytest.raises(RuntimeError, match="no autocast for the device type 'cup'"):
         autocast("cup")
-    with pytest.warns(UserWarning, match="target dtype is not supported"):
-        region = autocast("cpu", torch.float64)
-    with region:
+    for dtype in (torch.float64, torch.int8, "float16"):
+        with pytest.raises(ValueError, match="dtype must be torch.float16 or torch.bfloat16, got"):
+            autocast("cpu", dtype)  # type: ignore[arg-type]
+    with autocast("cpu", FULL, enabled=False):
         assert product() is FULL
 
 
