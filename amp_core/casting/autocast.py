@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -85,16 +84,14 @@ class autocast:  # noqa: N801  (torch's name)
         policy: Policy | str | None = None,
     ) -> None:
         kind = _device_type(device_type)
-        _check_device_type(kind)
-        _check_dtype(dtype, enabled)
-        # torch checks whether the device can do it, in its own words and for its own custom backends.
-        checked = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        if (kind, dtype, enabled) not in _CAN_DO:
+            enabled = _checked(kind, dtype, enabled)
         self._region = Region(
-            device_type=checked.device,
-            dtype=checked.fast_dtype,
-            enabled=checked._enabled,  # noqa: SLF001  (False where torch has warned that the device or dtype cannot)
-            cache_enabled=checked._cache_enabled,  # noqa: SLF001  (torch's default is the state around)
-            policy=_checked_policy(policy),
+            kind,
+            torch.get_autocast_dtype(kind) if dtype is None else dtype,
+            enabled,
+            torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled,
+            policy if policy is None else _checked_policy(policy),
         )
 
     def __enter__(self) -> Self:
@@ -129,21 +126,34 @@ def _device_type(device_type: str | None) -> str:
     return device_type
 
 
+# What torch has agreed to: (device type, dtype, enabled).
+_CAN_DO: set[tuple[str, torch.dtype | None, bool]] = set()
+
+
+def _checked(device_type: str, dtype: torch.dtype | None, enabled: bool) -> bool:
+    _check_device_type(device_type)
+    _check_dtype(dtype, enabled)
+    # torch knows what a device can do, custom backends included; where it cannot, it warns and switches autocast off.
+    possible: bool = torch.autocast(device_type, dtype=dtype, enabled=enabled)._enabled  # noqa: SLF001  (told nowhere else)
+    if possible == enabled:
+        _CAN_DO.add((device_type, dtype, enabled))
+    return possible
+
+
 def _check_dtype(dtype: object, enabled: bool) -> None:
     if dtype is None or dtype in {torch.float16, torch.bfloat16} or (isinstance(dtype, torch.dtype) and not enabled):
         return
     raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}; for float32: autocast(enabled=False)")
 
 
-def _checked_policy(policy: Policy | str | None) -> Policy | None:
-    if policy is None or isinstance(policy, Policy):
+def _checked_policy(policy: Policy | str) -> Policy:
+    if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
         return Policy.parse(policy)
     raise PolicyError(f"policy must be a Policy or its string form, such as 'cuda+fp32:einsum'; got {policy!r}")
 
 
-@cache
 def _check_device_type(device_type: str) -> None:
     if not has_autocast(device_type):
         raise RuntimeError(f"torch has no autocast for the device type {device_type!r}; expected one such as 'cuda' or 'cpu'")

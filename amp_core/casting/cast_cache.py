@@ -27,6 +27,7 @@ def acquire() -> bool:
             register_optimizer_step_post_hook(lambda *_: invalidate())
             _watching_optimizers = True
         if _owner is None:
+            torch.clear_autocast_cache()  # of what torch's own regions may have left
             _owner = threading.get_ident()
         return _owner == threading.get_ident()
 
@@ -40,6 +41,5 @@ def release() -> None:
 
 
 def invalidate() -> None:
-    """Empty the cache because weights have changed, whoever has it."""
-    if _owner is not None:
-        torch.clear_autocast_cache()
+    """Empty the cache because weights have changed, whoever has it, torch's own regions included."""
+    torch.clear_autocast_cache()

@@ -13,7 +13,7 @@ from amp_core.policy.native_rules import autocast_key
 from amp_core.policy.op_names import qualified_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torch._ops import OpOverload
 
@@ -29,7 +29,8 @@ EXPORT_REFUSAL = (
 def make_kernel(overload: OpOverload) -> Callable[..., Any]:
     """The kernel of one overload: what this thread's policy says, and torch's own behaviour where it says nothing."""
     name = qualified_name(overload)
-    dtype_position, tensor_places = _dtype_position(overload), _tensor_places(overload)
+    dtype_position = _dtype_position(overload)
+    takes_numbers = _C._should_allow_numbers_as_tensors(_bare(name))  # noqa: SLF001  (no public way to ask)
 
     @untraced
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,11 +38,11 @@ def make_kernel(overload: OpOverload) -> Callable[..., Any]:
             rule = rules.get(name)
             if rule is None or not torch.is_autocast_enabled(device_type):
                 continue
-            eligible = [*_eligible_tensors((args, *kwargs.values()), device_type)]
+            eligible = _eligible_tensors((*args, *kwargs.values()) if kwargs else args, device_type)
             if eligible:
                 return _apply(rule, device_type, eligible, args, kwargs)
-        if any(isinstance(args[place], (int, float, complex)) for place in tensor_places if place < len(args)):
-            # A number in a tensor's place, which a redispatch does not take. No composite of other operations takes one.
+        if takes_numbers:
+            # In tensors' places, which a redispatch does not understand. Such operations are not made of others.
             with _C._ExcludeDispatchKeyGuard(_OURS):  # noqa: SLF001  (no public form; torch's own casts use it)
                 return overload(*args, **kwargs)
         # Not without torch's autocast and ours: the parts of a composite operation must still be cast.
@@ -50,18 +51,24 @@ def make_kernel(overload: OpOverload) -> Callable[..., Any]:
     def _apply(
         rule: Rule, device_type: str, eligible: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if rule is Rule.BAN:
-            raise RuntimeError(_ban_text(name))
-        if torch.compiler.is_exporting():
-            raise RuntimeError(EXPORT_REFUSAL)
+        _refuse(rule, name)
         with _C._ExcludeDispatchKeyGuard(_without(device_type)):  # noqa: SLF001  (no public form; torch's own casts use it)
             if dtype_position is not None and _has_dtype(args, kwargs, dtype_position):
                 return overload(*args, **kwargs)
             dtype = _target_dtype(rule, device_type, eligible)
-            cast_kwargs = {key: _cast(value, device_type, dtype) for key, value in kwargs.items()}
-            return overload(*_cast(args, device_type, dtype), **cast_kwargs)
+            if any([tensor.dtype is not dtype for tensor in eligible]):  # noqa: C419  (a generator costs more than it saves)
+                args = _cast(args, device_type, dtype)
+                kwargs = {key: _cast(value, device_type, dtype) for key, value in kwargs.items()}
+            return overload(*args, **kwargs)
 
     return kernel
+
+
+def _refuse(rule: Rule, name: str) -> None:
+    if rule is Rule.BAN:
+        raise RuntimeError(_ban_text(name))
+    if torch.compiler.is_exporting():
+        raise RuntimeError(EXPORT_REFUSAL)
 
 
 def _without(device_type: str) -> Any:
@@ -79,11 +86,6 @@ def _dtype_position(overload: OpOverload) -> int | None:
     return names.index("dtype") if "dtype" in names else None
 
 
-def _tensor_places(overload: OpOverload) -> list[int]:
-    arguments = overload._schema.arguments  # noqa: SLF001  (torch offers the schema under no other name)
-    return [place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
-
-
 def _has_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> bool:
     return kwargs.get("dtype") is not None or (len(args) > position and args[position] is not None)
 
@@ -97,31 +99,35 @@ def _target_dtype(rule: Rule, device_type: str, eligible: list[torch.Tensor]) ->
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def _is_eligible(value: Any, device_type: str) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.dtype is not torch.float64
-        and value.device.type == device_type
-    )
+# float64 is left alone, and so are the formats of 8 bits and less, which no arithmetic takes.
+_CASTABLE = {torch.float16, torch.bfloat16, torch.float32}
 
 
-def _eligible_tensors(value: Any, device_type: str) -> Iterator[torch.Tensor]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _eligible_tensors(item, device_type)
-    elif _is_eligible(value, device_type):
-        yield value
+def _eligible_tensors(values: Iterable[Any], device_type: str) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    is_there = f"is_{device_type}"  # asked five times faster than device.type
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.dtype in _CASTABLE and getattr(value, is_there):
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _eligible_tensors(value, device_type)
+    return found
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([_cast(item, device_type, dtype) for item in value])
-    return value.to(dtype) if _is_eligible(value, device_type) and value.dtype is not dtype else value
+    if isinstance(value, torch.Tensor):
+        is_castable = value.dtype in _CASTABLE and value.dtype is not dtype and value.device.type == device_type
+        return value.to(dtype) if is_castable else value
+    return type(value)([_cast(item, device_type, dtype) for item in value]) if isinstance(value, (list, tuple)) else value
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("aten::").partition(".")[0]
 
 
 def _ban_text(name: str) -> str:
-    op = name.removeprefix("aten::").partition(".")[0]
+    op = _bare(name)
     instead = op_lists.INSTEAD_OF.get(op)
     advice = f"use {instead}" if instead else "leave it out, or run it in an inner region with enabled=False"
     return f"{op} is unsafe to autocast and banned by this region's policy; {advice}"

@@ -16,12 +16,11 @@ import torch
 
 from amp_core.casting.policy_kernel import make_kernel
 from amp_core.casting.policy_state import KEY_NAME
+from amp_core.casting.recomputation import recompute_under_policies
 from amp_core.policy.op_names import find_overload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from amp_core.policy import Rule
+    from amp_core.casting.policy_state import Policies
 
 
 class _Kernels:
@@ -31,14 +30,16 @@ class _Kernels:
         self.lock = threading.Lock()
         self.libraries: dict[str, Any] = {}
         self.installed: set[str] = set()
+        self.served: set[Policies] = set()
 
-    def require(self, names: Mapping[str, Rule]) -> None:
+    def require(self, policies: Policies) -> None:
         with self.lock:
-            for name in names.keys() - self.installed:
+            for name in {name for _, rules in policies.rules for name in rules} - self.installed:
                 namespace, _, overload = name.partition("::")
                 # Straight to the dispatcher: Library.impl would warn that a kernel of another's may be replaced.
                 self._library(namespace).m.impl(overload, KEY_NAME, make_kernel(find_overload(name)), True)
                 self.installed.add(name)
+            self.served.add(policies)
 
     def _library(self, namespace: str) -> Any:
         if not self.libraries:
@@ -53,7 +54,8 @@ class _Kernels:
 _kernels = _Kernels()
 
 
-def require_kernels(rules: Mapping[str, Rule]) -> None:
-    """Install those of these rules' kernels that are not there yet."""
-    if not rules.keys() <= _kernels.installed:
-        _kernels.require(rules)
+def require_kernels(policies: Policies) -> None:
+    """Install those of these policies' kernels that are not there yet."""
+    if policies not in _kernels.served:
+        recompute_under_policies()
+        _kernels.require(policies)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,54 +30,65 @@ _FIRST, _SECOND = "privateuseone", "ipu"
 KEY_NAME = "AutocastPrivateUse1"
 KEY = torch._C._dispatch_key_parse(KEY_NAME)  # noqa: SLF001  (dispatch keys have no public face)
 _DIGITS = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_MARK = "halfserve:"
+
+Number = tuple[torch.dtype, torch.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Policies:
-    """The policies in force, one per kind of device that has one which differs from torch's own rules.
+    """The policies in force, one per kind of device that has one which differs from torch's own rules; one object for each set.
 
     Attributes:
-        by_device: Pairs (device type, policy), sorted.
-        rules: By device type, the rules by qualified overload name.
+        by_device: Device type -> policy.
+        rules: Pairs (device type, the rules by qualified overload name).
         tag: Tells these rules from all others, also in other processes.
+        number: Tells them from all others of this process.
     """
 
-    by_device: tuple[tuple[str, Policy], ...]
-    rules: tuple[tuple[str, Mapping[str, Rule]], ...] = field(compare=False)
+    by_device: Mapping[str, Policy]
+    rules: tuple[tuple[str, Mapping[str, Rule]], ...]
     tag: str
+    number: Number | None
+    _successors: dict[tuple[str, Policy], Policies] = field(default_factory=dict, repr=False)
 
     def of(self, device_type: str) -> Policy:
         """The policy of a kind of device; the native one where there is no other."""
-        return dict(self.by_device).get(device_type, Policy())
+        return self.by_device.get(device_type) or Policy()
 
     def with_policy(self, device_type: str, policy: Policy) -> Policies:
-        """These policies, with another one for a kind of device; this very object if that changes nothing."""
-        return self if policy == self.of(device_type) else _changed(self, device_type, policy)
+        """These policies, with another one for a kind of device; this very object if that changes nothing.
 
-    def __bool__(self) -> bool:
-        return bool(self.by_device)
+        Raises:
+            RuntimeError: If the process has seen too many different policies, or a custom backend has taken their place.
+        """
+        known = self._successors.get((device_type, policy))
+        if known is None:
+            changed = {**self.by_device, device_type: policy}
+            differing = {device: changed[device] for device in sorted(changed) if changed[device].difference(device)}
+            known = self._successors[device_type, policy] = _numbered(differing)
+        return known
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What `put_in_force` changes: torch's state of the two devices, and the tag."""
 
-    flags: tuple[bool, bool, bool]
-    dtypes: tuple[torch.dtype, torch.dtype]
+    is_active: bool
+    number: Number
     tag: str
 
 
-NO_POLICIES = Policies((), (), "")
+NO_POLICIES = Policies({}, (), "", None)
 _lock = threading.Lock()
-_numbers: dict[Policies, tuple[torch.dtype, torch.dtype]] = {}
-_policies: dict[tuple[torch.dtype, torch.dtype], Policies] = {}
+_all: dict[Number, Policies] = {}
 
 
 def policies_in_force() -> Policies:
     """The policies of this thread's innermost region."""
     if not torch._C._dispatch_tls_is_dispatch_key_included(KEY):  # noqa: SLF001  (dispatch keys have no public face)
         return NO_POLICIES
-    return _policies.get((torch.get_autocast_dtype(_FIRST), torch.get_autocast_dtype(_SECOND)), NO_POLICIES)
+    return _all.get((torch.get_autocast_dtype(_FIRST), torch.get_autocast_dtype(_SECOND)), NO_POLICIES)
 
 
 @untraced
@@ -87,69 +97,52 @@ def put_in_force(policies: Policies) -> Saved:
 
     Returns:
         What `restore` takes to undo it.
-
-    Raises:
-        RuntimeError: If the process has seen too many different policies, or a custom backend has taken their place.
     """
-    numbers = _number(policies) if policies else None
     saved = Saved(
-        (
-            torch.is_autocast_enabled(_FIRST),
-            torch.is_autocast_enabled(_SECOND),
-            torch._C._dispatch_tls_is_dispatch_key_included(KEY),  # noqa: SLF001  (dispatch keys have no public face)
-        ),
+        torch._C._dispatch_tls_is_dispatch_key_included(KEY),  # noqa: SLF001  (dispatch keys have no public face)
         (torch.get_autocast_dtype(_FIRST), torch.get_autocast_dtype(_SECOND)),
         torch.compiler.config.cache_key_tag,
     )
-    _set((bool(policies),) * 3, numbers or saved.dtypes)
-    torch.compiler.config.cache_key_tag = _tag(saved.tag, policies)
+    tag_of_user = saved.tag.partition(_MARK)[0]
+    if policies.number is None:
+        _set(False, saved.number, tag_of_user)
+    else:
+        _set(True, policies.number, tag_of_user + policies.tag)
     return saved
 
 
 @untraced
 def restore(saved: Saved) -> None:
     """Undo one `put_in_force`."""
-    _set(saved.flags, saved.dtypes)
-    torch.compiler.config.cache_key_tag = saved.tag
+    _set(saved.is_active, saved.number, saved.tag)
 
 
-def _set(flags: tuple[bool, ...], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    torch.set_autocast_dtype(_FIRST, dtypes[0])
-    torch.set_autocast_dtype(_SECOND, dtypes[1])
-    torch.set_autocast_enabled(_FIRST, flags[0])
-    torch.set_autocast_enabled(_SECOND, flags[1])
-    torch._C._dispatch_tls_set_dispatch_key_included(KEY, flags[2])  # noqa: SLF001  (dispatch keys have no public face)
+def _set(is_active: bool, number: Number, tag: str) -> None:
+    for device, digit in zip((_FIRST, _SECOND), number, strict=True):
+        torch.set_autocast_dtype(device, digit)
+        torch.set_autocast_enabled(device, is_active)
+    torch._C._dispatch_tls_set_dispatch_key_included(KEY, is_active)  # noqa: SLF001  (dispatch keys have no public face)
+    torch.compiler.config.cache_key_tag = tag
 
 
-_MARK = "halfserve:"
-
-
-def _tag(around: str, policies: Policies) -> str:
-    users_own = around.partition(_MARK)[0]
-    return users_own + _MARK + policies.tag if policies else users_own
-
-
-def _number(policies: Policies) -> tuple[torch.dtype, torch.dtype]:
-    known = _numbers.get(policies)
-    if known is not None:
-        return known
+def _numbered(by_device: Mapping[str, Policy]) -> Policies:
+    if not by_device:
+        return NO_POLICIES
     custom = torch._C._get_privateuse1_backend_name()  # noqa: SLF001  (no public way to ask)
     if custom != _FIRST:
         raise RuntimeError(f"the backend {custom!r} uses torch's autocast in the place that policies need; leave out policy=")
+    rules = tuple((device, policy.difference(device)) for device, policy in by_device.items())
     with _lock:
-        if policies not in _numbers:
-            high, low = divmod(len(_numbers), len(_DIGITS))
+        known = next((policies for policies in _all.values() if policies.by_device == by_device), None)
+        if known is None:
+            high, low = divmod(len(_all), len(_DIGITS))
             if high >= len(_DIGITS):
                 raise RuntimeError(f"a process can tell {len(_DIGITS) ** 2} different policies apart, and has seen as many")
-            _numbers[policies] = number = (_DIGITS[low], _DIGITS[high])
-            _policies[number] = policies
-    return _numbers[policies]
+            number = (_DIGITS[low], _DIGITS[high])
+            known = _all[number] = Policies(by_device, rules, _tag(rules), number)
+    return known
 
 
-@cache
-def _changed(policies: Policies, device_type: str, policy: Policy) -> Policies:
-    by_device = {**dict(policies.by_device), device_type: policy}
-    kept = tuple((device, own) for device, own in sorted(by_device.items(), key=str) if own.difference(device))
-    rules = tuple((device, own.difference(device)) for device, own in kept)
+def _tag(rules: tuple[tuple[str, Mapping[str, Rule]], ...]) -> str:
     listed = [(device, sorted(own.items())) for device, own in rules]
-    return Policies(kept, rules, hashlib.sha256(repr(listed).encode()).hexdigest() if kept else "")
+    return _MARK + hashlib.sha256(repr(listed).encode()).hexdigest()

@@ -12,7 +12,6 @@ from amp_core.casting import cast_cache
 from amp_core.casting.policy_kernels import require_kernels
 from amp_core.casting.policy_state import Saved, policies_in_force, put_in_force, restore
 from amp_core.casting.promotion_repair import repair_promotion
-from amp_core.casting.recomputation import recompute_under_policies
 from amp_core.casting.untraced import untraced
 from amp_core.casting.weight_writes import watch_weight_writes
 
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from amp_core.policy import Policy
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Region:
-    """What a region asks for. Two regions are never equal: each is left by itself.
+    """What a region asks for; nothing changes it. Two regions are never equal: each is left by itself.
 
     Attributes:
         device_type: Such as `cpu` or `cuda`.
@@ -64,8 +63,8 @@ _stack = _Stack()
 def enter(region: Region) -> None:
     """Open a region in this thread. Changes nothing if it raises."""
     device_type, entries = region.device_type, _stack.entries
-    repair_promotion()
-    watch_weight_writes(device_type)
+    if device_type not in _prepared:
+        _prepare(device_type)
     entry = _Entry(
         region,
         (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
@@ -78,6 +77,15 @@ def enter(region: Region) -> None:
     # Keeps a region of torch's own inside this one from emptying the cache when it leaves.
     torch.autocast_increment_nesting()
     entries.append(entry)
+
+
+_prepared: set[str] = set()
+
+
+def _prepare(device_type: str) -> None:
+    repair_promotion()
+    watch_weight_writes(device_type)
+    _prepared.add(device_type)
 
 
 @untraced
@@ -129,8 +137,7 @@ def enforce(policy: Policy, device_type: str) -> Saved | None:
     policies = around.with_policy(device_type, policy)
     if policies is around:
         return None
-    require_kernels(policy.difference(device_type))
-    recompute_under_policies()
+    require_kernels(policies)
     return put_in_force(policies)
 
 

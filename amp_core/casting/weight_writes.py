@@ -30,8 +30,6 @@ _library: Any = None
 def watch_weight_writes(device_type: str) -> None:
     """Install the kernels for a device, unless they are there."""
     global _library  # noqa: PLW0603  (registrations are one set per process)
-    if device_type in _watched:
-        return
     with _lock:
         if device_type in _watched:
             return

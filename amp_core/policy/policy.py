@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ class Policy:
 
     preset: str = "native"
     changes: tuple[tuple[str, Rule], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
     native = _Native()
 
@@ -50,6 +51,10 @@ class Policy:
             hint = _nearest(self.preset, _PRESETS)
             raise PolicyError(f"unknown policy {self.preset!r}{hint}; a policy starts with {' or '.join(_PRESETS)}")
         object.__setattr__(self, "changes", tuple(_checked_changes(self.changes)))
+        object.__setattr__(self, "_hash", hash((self.preset, self.changes)))
+
+    def __hash__(self) -> int:
+        return self._hash  # once computed: regions look policies up
 
     @classmethod
     def cuda(cls) -> Policy:
@@ -65,15 +70,7 @@ class Policy:
         """
         if not isinstance(text, str):
             raise PolicyError(f"expected a policy's string form, such as 'cuda+fp32:einsum'; got {text!r}")
-        preset, *parts = (part.strip() for part in text.split("+"))
-        policy = cls(preset)
-        for part in parts:
-            rule, colon, ops = part.partition(":")
-            if not colon or rule not in set(Rule):
-                hint = _nearest(rule, map(str, Rule))
-                raise PolicyError(f"cannot read {part!r} in the policy {text!r}{hint}; expected {'|'.join(Rule)}:OP,OP")
-            policy = policy._with(Rule(rule), [op.strip() for op in ops.split(",")])
-        return policy
+        return _parsed(text)
 
     def __str__(self) -> str:
         parts = [self.preset]
@@ -144,6 +141,19 @@ _PRESETS: dict[str, dict[Rule, Iterable[str]]] = {
         Rule.BAN: op_lists.CUDA_BAN,
     },
 }
+
+
+@cache
+def _parsed(text: str) -> Policy:
+    preset, *parts = (part.strip() for part in text.split("+"))
+    policy = Policy(preset)
+    for part in parts:
+        rule, colon, ops = part.partition(":")
+        if not colon or rule not in set(Rule):
+            hint = _nearest(rule, map(str, Rule))
+            raise PolicyError(f"cannot read {part!r} in the policy {text!r}{hint}; expected {'|'.join(Rule)}:OP,OP")
+        policy = policy._with(Rule(rule), [op.strip() for op in ops.split(",")])  # noqa: SLF001  (this module's own)
+    return policy
 
 
 def _checked_changes(changes: Iterable[tuple[str, Rule]]) -> Iterable[tuple[str, Rule]]:
