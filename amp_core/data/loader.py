@@ -1,0 +1,107 @@
+"""One DataLoader that goes through one epoch after the other with the same workers."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from amp_core.data.errors import DataError, WorkerTraceback
+from amp_core.data.plans import Plan
+from amp_core.data.source import End, Failure, Source
+
+
+class Loader:
+    """Turns plans into batches, in this process or in workers of its own.
+
+    Args:
+        source: Makes the batches.
+        workers: How many processes besides this one; 0 makes them here.
+        pin: Whether the batches go to pinned memory, from which copies to CUDA overlap with computation.
+    """
+
+    def __init__(self, source: Source, *, workers: int, pin: bool) -> None:
+        self._plans = _Plans()
+        self._workers = workers
+        self._name = source.name
+        self._running: Any = None
+        self._torch: DataLoader[Any] = DataLoader(
+            source,
+            batch_size=None,
+            sampler=self._plans,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=pin,
+            collate_fn=_as_it_is,
+            generator=Generator(),  # otherwise each epoch would draw from the process's own
+        )
+
+    def run(self, plans: Iterator[Plan]) -> Iterator[tuple[Any, Any]]:
+        """Make the batches of an epoch, in order.
+
+        Raises:
+            DataError: If an item cannot be read or batched, or a worker died.
+        """
+        self._plans.now = plans
+        with _no_errors_from_signals():
+            self._running = iter(self._torch)
+        ended = 0
+        while ended < max(1, self._workers):  # all workers in a row: of a stream that splits itself each ends on its own
+            result = self._next()
+            if isinstance(result, Failure):
+                raise DataError(result.message) from WorkerTraceback(result.traceback)
+            if result is None:
+                return
+            if isinstance(result, End):
+                ended += 1
+                continue
+            ended = 0
+            yield result
+
+    def _next(self) -> Any:
+        try:
+            return next(self._running, None)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"a worker process that read the data set {self._name} died; if the machine ran out of memory, "
+                "take fewer workers or a smaller batch_size"
+            ) from error
+
+    def close(self) -> None:
+        """End the workers, now and not when the last reference to them goes."""
+        running, self._running = self._running, None
+        if self._workers and running is not None:
+            running._shutdown_workers()  # noqa: SLF001  (torch has no public way)
+
+
+class _Plans:
+    """A sampler whose plans are exchanged before each epoch: the DataLoader, and with it the workers, stay."""
+
+    now: Iterator[Plan] = iter(())
+
+    def __iter__(self) -> Iterator[Plan]:
+        return self.now
+
+
+@contextmanager
+def _no_errors_from_signals() -> Iterator[None]:
+    # With its first worker torch installs a handler that, when a worker dies, raises wherever the main thread happens to be,
+    # in the middle of an optimizer's step too. Without it the death shows where the worker's batch is waited for.
+    number = getattr(signal, "SIGCHLD", None)  # Windows has none, and torch no handler there
+    before = None if number is None else signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if number is not None and before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, before)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,129 @@
+"""Samples in tar files, WebDataset's layout: `{key}.{field}` side by side, grouped by key."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from amp_core.data.decoders import Decoder, decoder_for
+from amp_core.data.errors import DataError, one_line
+from amp_core.data.shard_paths import shard_paths
+from amp_core.data.tar_index import index_shards
+
+Transform = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class TarShards(Dataset[tuple[Any, Any]]):
+    """See `tar_shards`."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        fields: tuple[str, str],
+        decode: Mapping[str, Decoder],
+        transform: Transform | None,
+        shuffle_window: int,
+    ) -> None:
+        alternatives = [field.lower().split(";") for field in fields]
+        self._paths = list(paths)
+        self._decoders = [[decoder_for(name, decode) for name in names] for names in alternatives]
+        self._transform = transform
+        self._shuffle_window = shuffle_window
+        self._index = index_shards(self._paths, alternatives)
+
+    def __len__(self) -> int:
+        return len(self._index.shard)
+
+    def __getitem__(self, item: int) -> tuple[Any, Any]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"there is no sample {item}; the shards have {len(self)}")
+        path = self._paths[self._index.shard[item]]
+        try:
+            with path.open(
+                "rb"
+            ) as file:  # anew (4 microseconds): a file left open would share its position with forked workers
+                first, second = (self._field(file, path, item, field) for field in range(2))
+        except OSError as error:
+            raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
+        return (first, second) if self._transform is None else self._transform(first, second)
+
+    def _field(self, file: IO[bytes], path: Path, item: int, field: int) -> Any:
+        offset, size = int(self._index.offset[item, field]), int(self._index.size[item, field])
+        content = _read(file, offset, size)
+        if len(content) < size:
+            raise DataError(f"the shard {path} has become shorter since training began; leave the shards alone while it runs")
+        try:
+            return self._decoders[field][self._index.choice[item, field]](content)
+        except Exception as error:
+            name = _member_name(file, offset)
+            raise DataError(f"{path}: {name!r} cannot be decoded: {one_line(error)}") from error
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        """Shards in random order, their samples mixed within a window; int64 of shape [samples].
+
+        A sample moves by less than the window, so that only the shards around are read at a time.
+        """
+        samples, window = len(self), self._shuffle_window
+        if window >= samples:
+            return torch.randperm(samples, generator=generator)
+        places = torch.randperm(len(self._paths), generator=generator).numpy()  # of each shard in the order of shards
+        by_shard = torch.from_numpy(np.argsort(places[self._index.shard], kind="stable"))
+        moved = torch.arange(samples) + torch.rand(samples, generator=generator, dtype=torch.float64) * window
+        return by_shard[moved.argsort(stable=True)]
+
+
+def _read(file: IO[bytes], offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def _member_name(file: IO[bytes], offset: int) -> str:
+    try:
+        return tarfile.TarInfo.frombuf(_read(file, offset - 512, 512), "utf-8", "surrogateescape").name
+    except tarfile.HeaderError:
+        return f"member at byte {offset}"
+
+
+def tar_shards(
+    shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    fields: tuple[str, str] = ("image.npy", "label.cls"),
+    decode: Mapping[str, Decoder] | None = None,
+    transform: Transform | None = None,
+    shuffle_window: int = 10_000,
+) -> TarShards:
+    """A data set of the samples in local tar files.
+
+    A sample is a run of files whose names are the same up to the first dot, as in WebDataset's shards: `000017.image.npy`,
+    `000017.label.cls`. The headers of all shards are read at once (20 microseconds a file), so the set has a length, a shard
+    that is truncated shows before training starts, and a run goes on in the middle of an epoch without reading what came
+    before. Each sample is read by the one worker that needs it, whatever the numbers of shards, workers and ranks.
+
+    Shards that are compressed or come over a network have no places to read at: use `webdataset.WebDataset` for them.
+
+    Args:
+        shards: One or more patterns, such as `shards/train-{0000..0011}.tar` or `shards/*.tar`.
+        fields: Of the input and of the target: what follows the first dot, in lower case; with alternatives as `png;jpg`.
+        decode: Functions from bytes, by a field's name or by its last part. Without: npy (array), pt (what
+            `torch.load(weights_only=True)` takes), json, cls (integer), txt (string), and with Pillow png, jpg, jpeg, webp,
+            ppm (uint8 tensor of shape [1 or 3, height, width]).
+        transform: (input, target) -> (input, target), after decoding: augmentation, normalization, cutting to one size.
+        shuffle_window: In training the shards come in random order, and samples are mixed within so many. The larger, the
+            more random; from the number of samples on, the order is a random permutation.
+
+    Raises:
+        DataError: Naming the file, if one is missing, truncated, damaged, compressed, or has a sample without a field.
+    """
+    if len(fields) != 2:
+        raise DataError(f"fields must be two, of the input and of the target, got {len(fields)}")
+    if shuffle_window < 1:
+        raise DataError(f"shuffle_window must be at least 1 (no mixing), got {shuffle_window}")
+    return TarShards(shard_paths(shards), fields, decode or {}, transform, shuffle_window)

@@ -1,0 +1,154 @@
+"""Processes that make batches: the same ones as without, and none that stay."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from amp_core.data import DataError
+from amp_core.data.errors import WorkerTraceback
+from tests.amp_core.data.sets import Numbers, Stream, assert_same, batches, read
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_workers_change_nothing(kind: type[Numbers | Stream]) -> None:
+    dataset = kind(30)
+    with batches(dataset, workers=2) as loader:
+        for epoch, skip in ((0, 0), (1, 3), (0, 1)):
+            assert_same(list(loader.epoch(epoch, skip=skip)), read(dataset, epoch=epoch)[skip:])
+
+
+class Process(Dataset[tuple[int, int]]):
+    """Says who reads it, with how many threads."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, item: int) -> tuple[int, int]:
+        return os.getpid(), torch.get_num_threads()
+
+
+def test_workers_stay_for_the_next_epoch_with_one_thread_each() -> None:
+    with batches(Process(), workers=2, size=2) as loader:
+        epochs = [torch.cat([torch.stack(pair) for pair in loader.epoch(epoch)], dim=1) for epoch in range(2)]
+        children = {child.pid for child in multiprocessing.active_children()}
+    assert set(epochs[0][0].tolist()) == set(epochs[1][0].tolist()) == children
+    assert set(epochs[0][1].tolist()) == {1}
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_workers_end_when_the_consumer_stops_early(kind: type[Numbers | Stream]) -> None:
+    loader = batches(kind(40), workers=2)
+    epoch = loader.epoch(0)
+    next(epoch)
+    assert len(multiprocessing.active_children()) == 2
+    del epoch
+    assert not multiprocessing.active_children()
+    assert_same(list(loader.epoch(0)), read(kind(40)))
+    del loader
+    assert not multiprocessing.active_children()
+
+
+def test_workers_end_when_the_consumer_raises() -> None:
+    def consume() -> None:
+        for _ in batches(Numbers(40), workers=2).epoch(0):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
+    assert not multiprocessing.active_children()
+
+
+class Broken(Numbers):
+    def __getitem__(self, item: int) -> tuple[Tensor, int]:
+        if item == 17:
+            raise KeyError("no such file\nor so")
+        return super().__getitem__(item)
+
+
+class BrokenStream(Stream):
+    def __iter__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204  (as its base says)
+        for pair in super().__iter__():
+            if pair[1] == 17:
+                raise OSError("the net is down")
+            yield pair
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_item_that_cannot_be_read_is_named(workers: int) -> None:
+    with pytest.raises(DataError, match=r"^item 17 of the data set Broken cannot be read: KeyError: 'no such file") as caught:
+        read(Broken(20), workers=workers)
+    assert isinstance(caught.value.__cause__, WorkerTraceback if workers else KeyError)
+    if workers:
+        assert "in __getitem__" in str(caught.value.__cause__)
+    with pytest.raises(DataError, match=r"^item 17 of the data set BrokenStream cannot be read: OSError: the net is down$"):
+        read(BrokenStream(20), workers=workers)
+    assert not multiprocessing.active_children()
+
+
+def test_a_batch_that_cannot_be_fetched_is_named() -> None:
+    class BrokenBatch(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            raise OSError(f"{len(indices)} rows are gone")
+
+    with pytest.raises(
+        DataError, match=r"^the items 0, 1, 2, 3, ... of the data set BrokenBatch cannot be .* 6 rows are gone$"
+    ):
+        read(BrokenBatch(6), size=6, shuffle=False)
+
+
+class Deadly(Numbers):
+    def __getitem__(self, item: int) -> tuple[Tensor, int]:
+        if item == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(item)
+
+
+def test_a_worker_that_is_killed_is_reported_where_its_batch_is_awaited() -> None:
+    handler = signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(DataError, match=r"a worker process that read the data set Deadly died; .* take fewer workers"):
+        read(Deadly(20), workers=2)
+    assert signal.getsignal(signal.SIGCHLD) == handler
+    assert not multiprocessing.active_children()
+
+
+CONSUMER = """
+import sys
+from tests.amp_core.data.sets import Numbers, batches
+epoch = batches(Numbers(4000), workers=2).epoch(0)
+next(epoch)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_stays_when_the_main_process_is_killed_or_interrupted(kind: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CONSUMER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        if kind is signal.SIGINT:
+            os.killpg(process.pid, kind)  # as the terminal does
+        else:
+            process.kill()
+        assert process.stdout.read() == b""  # the end comes when the last process that inherited it is gone
+    assert process.returncode != 0
