@@ -9,12 +9,27 @@ reads its float16 copy in a bfloat16 region, or finds one that a finished region
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+
+class _Thread(threading.local):
+    """Lives as long as its thread, so that a thread which ends inside a region does not keep the cache for ever."""
+
+    def __init__(self) -> None:
+        self.token = _Token()
+
+
+class _Token:
+    pass
+
+
 _lock = threading.Lock()
-_owner: int | None = None
+_thread = _Thread()
+_owner: weakref.ref[_Token] | None = None
+_dtypes: dict[str, torch.dtype] = {}
 _watching_optimizers = False
 
 
@@ -26,10 +41,17 @@ def acquire() -> bool:
             # Fused optimizers and writes through .data do not bump a tensor's version: the step itself is the reliable sign.
             register_optimizer_step_post_hook(lambda *_: invalidate())
             _watching_optimizers = True
-        if _owner is None:
+        if _owner is None or _owner() is None:
             torch.clear_autocast_cache()  # of what torch's own regions may have left
-            _owner = threading.get_ident()
-        return _owner == threading.get_ident()
+            _owner = weakref.ref(_thread.token)
+        return _owner() is _thread.token
+
+
+def use(device_type: str, dtype: torch.dtype) -> None:
+    """Empty the cache, which this thread has, if it was last used with another dtype: it does not tell them apart itself."""
+    if _dtypes.get(device_type) is not dtype:
+        torch.clear_autocast_cache()
+        _dtypes[device_type] = dtype
 
 
 def release() -> None:

@@ -73,6 +73,8 @@ def enter(region: Region) -> None:
         entries[-1].owns_cache if entries else cast_cache.acquire(),
     )
     _set_device(entry, region.enabled, region.dtype)
+    if entry.owns_cache:
+        cast_cache.use(device_type, region.dtype)
     torch.set_autocast_cache_enabled(region.cache_enabled and entry.owns_cache)
     # Keeps a region of torch's own inside this one from emptying the cache when it leaves.
     torch.autocast_increment_nesting()
@@ -109,7 +111,10 @@ def leave(region: Region) -> None:
     entry = entries.pop(place)
     torch.autocast_decrement_nesting()
     _hand_back(entry, entries[place:])
-    if entry.owns_cache and not entries:
+    if entry.owns_cache and entries:
+        # Not the dtype in force: torch's own regions in between change that and keep the cache.
+        cast_cache.use(entries[-1].region.device_type, entries[-1].region.dtype)
+    elif entry.owns_cache:
         cast_cache.release()
 
 
@@ -142,8 +147,5 @@ def enforce(policy: Policy, device_type: str) -> Saved | None:
 
 
 def _set_device(entry: _Entry, enabled: bool, dtype: torch.dtype) -> None:
-    device_type = entry.region.device_type
-    if entry.owns_cache and dtype is not torch.get_autocast_dtype(device_type):
-        torch.clear_autocast_cache()
-    torch.set_autocast_enabled(device_type, enabled)
-    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_enabled(entry.region.device_type, enabled)
+    torch.set_autocast_dtype(entry.region.device_type, dtype)

@@ -33,6 +33,8 @@ def autocast_key(device_type: str) -> str:
 
 def has_autocast(device_type: str) -> bool:
     """Whether torch has an autocast for a kind of device, such as `cpu`."""
+    if not isinstance(device_type, str) or ":" in device_type:
+        return False
     try:
         return bool(torch.amp.is_autocast_available(device_type))
     except RuntimeError:  # not even a device type

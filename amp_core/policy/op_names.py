@@ -87,8 +87,11 @@ def _is_required_dtype(argument: torch._C.Argument) -> bool:
 
 
 def _hint(name: str) -> str:
-    bare = name.rpartition(".")[2]  # of torch.nn.functional.softmax
-    close = difflib.get_close_matches(bare, _custom_names() if "::" in name else _public_names(), n=1, cutoff=0.5)
+    candidates = _custom_names() if "::" in name else _public_names()
+    # torch.nn.functional.softmax, softmax.int, SOFTMAX
+    tries = [*name.split(".")[::-1], *(part.lower() for part in name.split("."))]
+    exact = [part for part in tries if part in candidates]
+    close = exact or difflib.get_close_matches(name.rpartition(".")[2], candidates, n=1, cutoff=0.75 if "::" in name else 0.5)
     if close and close[0] != name:
         return f"; did you mean {close[0]!r}?"
     return "; register the custom operation before naming it" if "::" in name else ""

@@ -35,6 +35,9 @@ class Policy:
     earlier one. Names are the public ones (`softmax`, `LSTMCell`, `__pow__`), aten's, or `NAMESPACE::OP` for a custom
     operation, which must be registered by then.
 
+    Under torch.func's transforms an operation made of others is taken apart before autocast sees it: name its parts too
+    (`matmul,mm,mv`).
+
     Attributes:
         preset: `native` (no difference) or `cuda` (the documented CUDA lists, on whatever device).
         changes: Pairs (operation, rule) on top of the preset, the latest last.
@@ -47,6 +50,8 @@ class Policy:
     native = _Native()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.preset, str):
+            raise PolicyError(f"a policy starts with the name of a preset, {' or '.join(_PRESETS)}; got {self.preset!r}")
         if self.preset not in _PRESETS:
             hint = _nearest(self.preset, _PRESETS)
             raise PolicyError(f"unknown policy {self.preset!r}{hint}; a policy starts with {' or '.join(_PRESETS)}")

@@ -1,4 +1,4 @@
-"""Policy.cuda() does on CPU tensors what the documentation says of CUDA ones: torch's own cases, 118 of them."""
+"""Policy.cuda() does on every device what the documentation says of CUDA: torch's own cases."""
 
 from __future__ import annotations
 
@@ -7,69 +7,66 @@ from typing import Any
 import pytest
 import torch
 
-from amp_core.casting.autocast import autocast
-from tests.amp_core.policy.cuda_lists import Case, cases
+from amp_core import autocast
+from tests.amp_core.policy.torch_lists import Case, assert_same, cuda_cases
 
-CASES = cases()
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    return type(value)(_cast(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def _call(case: Case, args: tuple[Any, ...], *, as_method: bool) -> Any:
-    function = getattr(torch.Tensor if as_method else case.namespace, case.op)
-    return function(*args, **case.kwargs)
-
-
-def _forms(case: Case) -> list[bool]:
-    has_method = hasattr(torch.Tensor, case.op) and isinstance(case.args[0], torch.Tensor)
-    return [
-        as_method
-        for as_method, there in ((False, case.namespace is not None and hasattr(case.namespace, case.op)), (True, has_method))
-        if there
-    ]
-
-
-def _flat(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
+IDS = [f"{index}-{case.op}" for index, case in enumerate(cuda_cases("cpu", torch.float16))]
+on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
+low_dtypes = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=str)
 # torch deprecates these two; they are in its lists all the same.
-@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated", "ignore:Using torch.cross without specifying the dim")
-@pytest.mark.parametrize("case", CASES, ids=[f"{index}-{case.op}" for index, case in enumerate(CASES)])
-def test_listed_operation_runs_in_the_listed_dtype(case: Case) -> None:
-    forms = _forms(case)
-    assert forms, f"torch has no {case.op}"
-    for as_method in forms:
-        with autocast("cpu", torch.float16, policy="cuda"):
-            results = _flat(_call(case, case.args, as_method=as_method))
-            with autocast("cpu", enabled=False):
-                expected = _flat(_call(case, _cast(case.args, case.runs_in), as_method=as_method))
-        for result, wanted in zip(results, expected, strict=True):
-            if isinstance(result, torch.Tensor):
-                assert result.dtype is case.returns
-                torch.testing.assert_close(result, wanted, rtol=0, atol=0, equal_nan=True)
-            else:
-                assert result == wanted
+deprecated = pytest.mark.filterwarnings(
+    "ignore:torch.chain_matmul is deprecated", "ignore:Using torch.cross without specifying the dim"
+)
 
 
-def test_banned_operation_raises_and_names_the_safe_one() -> None:
-    probabilities = torch.rand(8, 8)
-    with (
-        autocast("cpu", torch.float16, policy="cuda"),
-        pytest.raises(RuntimeError, match="binary_cross_entropy is unsafe.*use binary_cross_entropy_with_logits"),
-    ):
-        torch.nn.functional.binary_cross_entropy(probabilities, probabilities)
+def check(case: Case, device: str, low: torch.dtype, policy: str | None) -> None:
+    assert case.functions(), f"torch has no {case.op}"
+    for function in case.functions():
+        with autocast(device, low, policy=policy):
+            results = function(*case.args, **case.kwargs)
+        expected = function(*case.args_cast(), **case.kwargs)
+        assert_same(results, expected)
+        if isinstance(results, torch.Tensor):
+            assert results.dtype is case.returns
 
 
-def test_einsum_whose_case_in_torch_is_broken_runs_low() -> None:
-    with autocast("cpu", torch.float16, policy="cuda"):
-        assert torch.einsum("ij,jk->ik", torch.randn(2, 3), torch.randn(3, 4)).dtype is torch.float16
+@deprecated
+@low_dtypes
+@pytest.mark.parametrize("index", range(len(IDS)), ids=IDS)
+def test_listed_operation_runs_in_the_listed_dtype(index: int, low: torch.dtype) -> None:
+    check(cuda_cases("cpu", low)[index], "cpu", low, "cuda")
+
+
+@deprecated
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@low_dtypes
+@pytest.mark.parametrize("policy", [None, "cuda"])
+def test_listed_operation_on_cuda(policy: str | None, low: torch.dtype, subtests: pytest.Subtests) -> None:
+    for name, case in zip(IDS, cuda_cases("cuda", low), strict=True):
+        with subtests.test(name):
+            check(case, "cuda", low, policy)
+
+
+@devices
+@pytest.mark.parametrize("call", [torch.nn.functional.binary_cross_entropy, torch.nn.BCELoss()], ids=["function", "module"])
+def test_banned_operation_raises_and_names_the_safe_one(call: Any, device: str) -> None:
+    probabilities = torch.rand(8, 8, device=device)
+    with autocast(device, torch.float16, policy="cuda"):
+        with pytest.raises(RuntimeError, match="unsafe to autocast(.|\n)*binary_cross_entropy_with_logits"):
+            call(probabilities, probabilities)
+        with autocast(device, enabled=False):
+            assert call(probabilities, probabilities).dtype is torch.float32
+
+
+@devices
+def test_einsum_whose_case_in_torch_is_broken_runs_low(device: str) -> None:
+    a, b = torch.randn(2, 3, device=device), torch.randn(3, 4, device=device)
+    with autocast(device, torch.float16, policy="cuda"):
+        assert torch.einsum("ij,jk->ik", a, b).dtype is torch.float16
 
 
 def test_every_case_that_a_cpu_can_run_is_here() -> None:
     # 121 cases, without two of cuDNN's own and the broken one; the banned operation has its own test above.
-    assert len(CASES) == 117
+    assert len(IDS) == 117
