@@ -113,7 +113,8 @@ def leave(region: Region) -> None:
     _hand_back(entry, entries[place:])
     if entry.owns_cache and entries:
         # Not the dtype in force: torch's own regions in between change that and keep the cache.
-        cast_cache.use(entries[-1].region.device_type, entries[-1].region.dtype)
+        around = [other.region.dtype for other in entries if other.region.device_type == region.device_type]
+        cast_cache.use(region.device_type, around[-1] if around else entry.device[1])
     elif entry.owns_cache:
         cast_cache.release()
 
