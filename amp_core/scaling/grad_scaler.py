@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from amp_core.scaling.gradients import bucket_gradients, check_and_unscale_
+from amp_core.scaling import scale_settings as checks
+from amp_core.scaling.closure_step import CONTRACT, split_closure
+from amp_core.scaling.exhaustion import Exhaustion
+from amp_core.scaling.history import History, ScaleRecord
 from amp_core.scaling.loss_scale import LossScale
-from amp_core.scaling.optimizer_state import FOUND, OptState, fused_step, refresh_per_optimizer_state, takes_scale
-from amp_core.scaling.scale_settings import DEFAULT_MIN_SCALE, LARGEST_SCALE, checked_backoff_factor, checked_growth_factor
+from amp_core.scaling.optimizer_state import FOUND, total
+from amp_core.scaling.scale_interface import ScaleInterface, device_type
 from amp_core.scaling.step_outcomes import StepOutcomes
+from amp_core.scaling.stepper import Stepper
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,13 +26,13 @@ if TYPE_CHECKING:
 Outputs = TypeVar("Outputs", bound="Tensor | Iterable[Any]")
 
 
-class GradScaler:
+class GradScaler(ScaleInterface):
     """Scales the loss up before backward, and unscales, checks and skips before the optimizer's step.
 
     Drop-in for `torch.amp.GradScaler`: the same methods, the same numbers step for step, exchangeable `state_dict`s. It differs
     where torch goes wrong: the scale keeps within [min_scale, max_scale]; a gradient that becomes non-finite by unscaling is
-    found too; closures are refused however they are passed; settings are checked; `update` takes any number; and it answers
-    whether a step was skipped and which parameters overflowed.
+    found too; a closure is evaluated on scaled losses or refused; settings are checked; `update` takes any number; and it
+    answers whether a step was skipped and which parameters overflowed.
 
     Example:
         scaler.scale(loss).backward()
@@ -49,6 +52,23 @@ class GradScaler:
         enabled: False passes everything through.
         min_scale: The scale never shrinks below this.
         max_scale: The scale never grows above this.
+        hysteresis: The scale shrinks at the overflow with this number, and at every further one, counted until the scale grows
+            again, that is, until `growth_interval` steps in a row had none; steps without an overflow in between do not start
+            the count again (Megatron-LM's rule). The earlier overflows still skip the step, and start `growth_interval` again.
+            1 shrinks at every overflow, as torch does.
+        on_min_scale: What `update` does after an overflow at `min_scale`, when no scale can help: "warn", once until the scale
+            has grown again; "raise" FloatingPointError, with the iteration ended and the step skipped; or "stop", which sets
+            `should_stop`. All name the parameters.
+        history_size: How many iterations `history` keeps.
+        allow_fp16_gradients: Unscale float16 gradients, too, as those of a model halved with .half(). They are unscaled in
+            place, where small ones vanish. The parameters are then guarded as by `guard_parameters`.
+        guard_parameters: Undo a step that makes a parameter non-finite out of finite gradients, as too high a learning rate
+            does; warns of it, and counts it as skipped, but leaves the scale, which is not to blame. Costs a copy of the
+            parameters and of the optimizer's state at each step, and waits for the device.
+        reduce_found_inf: Called after each check with a float32 scalar per device, 1.0 if a gradient on it is not finite, else
+            0.0, to change in place: `lambda found: torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)` makes
+            all ranks skip together, where each has only a shard of the gradients. It is called for an optimizer without any
+            gradient, too, so that no rank waits for another in vain.
 
     Raises:
         ValueError: If a setting is out of its range.
@@ -56,31 +76,46 @@ class GradScaler:
 
     def __init__(
         self,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        min_scale: float = DEFAULT_MIN_SCALE,
-        max_scale: float = LARGEST_SCALE,
+        min_scale: float = checks.DEFAULT_MIN_SCALE,
+        max_scale: float = checks.LARGEST_SCALE,
+        hysteresis: int = 1,
+        on_min_scale: checks.OnMinScale = "warn",
+        history_size: int = 1000,
+        allow_fp16_gradients: bool = False,
+        guard_parameters: bool = False,
+        reduce_found_inf: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self._device = device or _device_in_use()
-        self._enabled = enabled
+        self._device = device_type(device)
         if enabled and self._device == "cuda" and not torch.cuda.is_available():
             warnings.warn("GradScaler is enabled for cuda, but CUDA is not available. Disabling.", stacklevel=2)
-            self._enabled = False
-        self._loss_scale = LossScale(
+            enabled = False
+        loss_scale = LossScale(
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             min_scale=min_scale,
             max_scale=max_scale,
+            hysteresis=hysteresis,
         )
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(refresh_per_optimizer_state)
+        super().__init__(loss_scale, enabled=enabled)
+        self._exhaustion = Exhaustion(checks.checked_on_min_scale(on_min_scale))
+        self._history = History(checks.checked_count(history_size, 0, "history_size"))
         self._outcomes = StepOutcomes()
+        self._stepper = Stepper(
+            loss_scale,
+            self._outcomes,
+            allow_fp16=allow_fp16_gradients,
+            guards=guard_parameters,
+            reduce_found_inf=checks.checked_hook(reduce_found_inf, "reduce_found_inf"),
+        )
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply a tensor, or every tensor in a nested iterable, with the scale.
@@ -90,65 +125,49 @@ class GradScaler:
 
         Raises:
             ValueError: If there is anything but tensors and iterables in it.
+            RuntimeError: If called by a closure.
         """
-        return cast("Outputs", self._loss_scale.scaled(outputs)) if self._enabled else outputs
+        if not self._enabled:
+            return outputs
+        if self._stepper.runs_closure:
+            raise RuntimeError(f"The closure called scale() by itself. {CONTRACT}")
+        return cast("Outputs", self._loss_scale.scaled(outputs))
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, in place, so that they can be clipped or looked at.
 
+        Waits for the device, unless the optimizer is fused: once the gradients are clipped by a norm that is NaN, it is too
+        late to tell whose were not finite. `step` then waits no more.
+
         Raises:
             RuntimeError: If called twice, or after `step`, in one iteration, or before `scale`.
-            ValueError: If a gradient is float16.
+            ValueError: If a gradient is float16, unless that is allowed.
         """
-        if not self._enabled:
-            return
-        scale = self._check_scale("unscale_")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
-        # In double precision, and rounded once: the quotient of two float32 is not exact for every scale.
-        inverse_scale, found_inf = scale.double().reciprocal().float(), torch.zeros_like(scale)
-        state[FOUND] = self._unscale_grads_(optimizer, inverse_scale, found_inf, allow_fp16=False)
-        state["stage"] = OptState.UNSCALED
-        self._outcomes.note(optimizer, state[FOUND].values(), look_now=not takes_scale(optimizer))
+        if self._enabled:
+            self._stepper.unscale(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients unless that is done, and step the optimizer if all of them are finite.
+
+        With a closure (first in `args`, or `closure`), as L-BFGS needs one: it computes the loss in autocast and returns it,
+        unscaled, without running backward. The scaler clears the gradients, scales the loss, runs backward, unscales and checks
+        at each of the optimizer's evaluations; neither `scale` nor backward is called outside. If one evaluation is not finite,
+        the whole step is undone and counts as skipped. That costs a copy of the parameters and of the optimizer's state.
 
         Returns:
             What `optimizer.step(*args, **kwargs)` returns; None if the step was skipped.
 
         Raises:
-            RuntimeError: If given a closure, called twice in one iteration, or before `scale`, or if there is no gradient.
+            RuntimeError: If called twice in one iteration, or before `scale`; if there is no gradient; if a closure scales
+                or runs backward by itself.
+            ValueError: If a gradient is float16, unless that is allowed.
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
-        if kwargs.get("closure") is not None or any(callable(value) for value in args):
-            raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled: its losses would stay scaled. "
-                "Use an optimizer that needs no closure, or a disabled GradScaler"
-            )
-        scale = self._check_scale("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
-            # A fused optimizer unscales by itself, without looking at the result; below 1 the result may overflow.
-            if takes_scale(optimizer) and not self._loss_scale.may_be_below_one():
-                self._check_inf_per_device(optimizer)
-                self._outcomes.note(optimizer, state[FOUND].values(), look_now=False)
-            else:
-                self.unscale_(optimizer)
-        if not state[FOUND]:
-            raise RuntimeError("No inf checks were recorded for this optimizer: none of its parameters has a gradient")
-        if takes_scale(optimizer):
-            result = fused_step(optimizer, state, scale, *args, **kwargs)
-        else:
-            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        return result
+        closure, args = split_closure(args, kwargs)
+        if closure is not None:
+            return self._stepper.step_with_closure(optimizer, closure, *args, **kwargs)
+        return self._stepper.step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: shrink the scale after an overflow, grow it after `growth_interval` steps without.
@@ -159,20 +178,25 @@ class GradScaler:
         Raises:
             ValueError: If `new_scale` is not a number between `min_scale` and `max_scale`.
             RuntimeError: If no optimizer's gradients were checked in this iteration.
+            FloatingPointError: If a gradient overflowed at `min_scale` and `on_min_scale` is "raise".
         """
         if not self._enabled:
             return
-        scale = self._check_scale("update")
+        scale, flags = self._loss_scale.needed_by("update"), self._stepper.flags()
+        if not flags and new_scale is None:
+            raise RuntimeError("No inf checks were recorded prior to update: call scaler.step(optimizer) first")
+        outcomes, used, exhausted = self._outcomes.of_this_iteration(), self._loss_scale.snapshot(), None
+        found = total(flags, scale.device) if flags else None
         if new_scale is not None:
             value = new_scale.item() if isinstance(new_scale, Tensor) and new_scale.numel() == 1 else new_scale
             self._loss_scale.set(cast("float", value), "new_scale")
-        else:
-            found = [flag.to(scale.device) for state in self._per_optimizer_states.values() for flag in state[FOUND].values()]
-            if not found:
-                raise RuntimeError("No inf checks were recorded prior to update: call scaler.step(optimizer) first")
-            self._loss_scale.adapt(torch.stack(found).sum())
-        self._per_optimizer_states = defaultdict(refresh_per_optimizer_state)
-        self._outcomes.end_iteration()
+        elif found is not None:
+            exhausted = self._exhaustion.message(self._loss_scale, outcomes)
+            self._loss_scale.adapt(found, overflowed=self._outcomes.overflow_is_known())
+        self._history.add(used, outcomes, found)
+        self._stepper.end_iteration()
+        if exhausted is not None:
+            self._exhaustion.act(exhausted)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -181,132 +205,51 @@ class GradScaler:
 
     def skipped(self, optimizer: Optimizer) -> bool:
         """Whether the step of one of several optimizers was skipped; see `step_was_skipped`."""
-        return self._outcomes.skipped(optimizer)
+        outcome = self._outcomes.of(optimizer)
+        return outcome is not None and outcome.skipped()
 
     def overflowed_parameters(self, model: nn.Module | None = None) -> list[str]:
-        """Name the parameters whose gradients were not finite when the last step was skipped; empty if none was.
+        """Name the parameters because of which the last step was skipped; empty if none was.
 
-        With a fused optimizer the gradients are looked at now, so ask before they are cleared.
+        With a fused optimizer on an accelerator the gradients are looked at now, so ask before they are clipped or cleared.
 
         Args:
             model: Whose parameters' names to use; else the optimizer's own names or their places in its groups.
         """
-        return self._outcomes.overflowed_parameters(model)
-
-    def get_scale(self) -> float:
-        """The current scale, 1.0 if disabled. Waits for the device."""
-        return self._loss_scale.get() if self._enabled else 1.0
+        return self._outcomes.names(model)
 
     @property
-    def min_scale(self) -> float:
-        """The scale never shrinks below this."""
-        return self._loss_scale.min_scale
+    def should_stop(self) -> bool:
+        """Whether a gradient has overflowed at `min_scale`, where `on_min_scale` is "stop": no scale can help any more."""
+        return self._exhaustion.should_stop
 
     @property
-    def max_scale(self) -> float:
-        """The scale never grows above this."""
-        return self._loss_scale.max_scale
-
-    def get_growth_factor(self) -> float:
-        """What the scale is multiplied with when it grows."""
-        return self._loss_scale.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied with when it grows; ValueError if that is not above 1."""
-        self._loss_scale.growth_factor = checked_growth_factor(new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """What the scale is multiplied with after an overflow."""
-        return self._loss_scale.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied with after an overflow; ValueError if that is not between 0 and 1."""
-        self._loss_scale.backoff_factor = checked_backoff_factor(new_factor)
-
-    def get_growth_interval(self) -> int:
-        """After how many steps in a row without an overflow the scale grows."""
-        return self._loss_scale.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many steps in a row without an overflow the scale grows; ValueError unless an integer >= 1.
-
-        Steps already counted still count: if there are enough of them, the scale grows after the next.
-        """
-        self._loss_scale.set_growth_interval(new_interval, self._loss_scale.get_growth_tracker())
-
-    def is_enabled(self) -> bool:
-        """Whether this scaler does anything."""
-        return self._enabled
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state under torch's keys, to be taken after `update`; empty if disabled."""
-        return self._loss_scale.state_dict() if self._enabled else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that this class or torch's has written; does nothing if disabled.
-
-        Raises:
-            RuntimeError: If it is empty or lacks a key.
-            ValueError: If a value in it is out of its range.
-        """
-        if not self._enabled:
-            return
-        if not state_dict:
-            raise RuntimeError("The source state dict is empty, possibly because it was saved from a disabled GradScaler.")
-        missing = sorted(self.state_dict().keys() - state_dict.keys())
-        if missing:
-            raise RuntimeError(
-                f"The source state dict lacks {', '.join(missing)}; expected what GradScaler.state_dict() returns"
-            )
-        self._loss_scale.load_state_dict(state_dict)
+    def history(self) -> list[ScaleRecord]:
+        """The scale, and what was skipped, of the last `history_size` iterations, oldest first. Waits for the device."""
+        return self._history.records()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and self._per_optimizer_states:
+        if self._enabled and self._stepper.states:
             raise RuntimeError("A GradScaler may only be pickled at the beginning of an iteration, or after scaler.update().")
-        return self.__dict__ | {"_outcomes": StepOutcomes()}
+        return self.__dict__
 
     # From here on: names of torch's that training frameworks reach for.
 
     @property
-    def _scale(self) -> Tensor | None:
-        return self._loss_scale.tensor
-
-    @property
-    def _growth_tracker(self) -> Tensor | None:
-        return self._loss_scale.growth_tracker
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._loss_scale.tensor
+    def _per_optimizer_states(self) -> dict[int, dict[str, Any]]:
+        return self._stepper.states
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        buckets = bucket_gradients(optimizer, allow_fp16=allow_fp16)
-        return check_and_unscale_(buckets, inv_scale, found_inf, recheck=self._loss_scale.may_be_below_one())
-
-    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> float | None:
-        if any(found.item() for found in optimizer_state[FOUND].values()):
-            return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
+        return self._stepper.check(optimizer, inv_scale, found_inf, allow_fp16=allow_fp16)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        scale = self._check_scale("_check_inf_per_device")
-        state = self._per_optimizer_states[id(optimizer)]
-        state[FOUND] = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), allow_fp16=True)
-        return self._found_inf_per_device(optimizer)
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)][FOUND]
+        scale = self._loss_scale.needed_by("_check_inf_per_device")
+        found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), allow_fp16=True)
+        self._stepper.states[id(optimizer)][FOUND] = found
         return found
 
-    def _check_scale(self, method: str) -> Tensor:
-        if self._scale is None:
-            raise RuntimeError(
-                f"Attempted {method} but _scale is None: call scaler.scale(loss).backward() earlier in the iteration"
-            )
-        return self._scale
-
-
-def _device_in_use() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = self._stepper.states[id(optimizer)][FOUND]
+        return found

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, TypeVar, get_args
+
+OnMinScale = Literal["warn", "raise", "stop"]
+Hook = TypeVar("Hook", bound=Any)
 
 # Below this the reciprocal of a scale is no longer a finite float32; at the other end the scale itself is not.
 SMALLEST_SCALE = 2.0**-126
@@ -39,9 +43,7 @@ def checked_growth_interval(value: int) -> int:
     Raises:
         ValueError: If it is not an integer of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"The growth interval must be an integer >= 1, got {value!r}")
-    return value
+    return checked_count(value, 1, "The growth interval")
 
 
 def checked_range(min_scale: float, max_scale: float) -> tuple[float, float]:
@@ -65,6 +67,39 @@ def checked_scale(value: float, low: float, high: float, name: str) -> float:
     if not _is_number(value) or not low <= value <= high:
         raise ValueError(f"{name} must be between min_scale {low:g} and max_scale {high:g}, got {value!r}")
     return float(value)
+
+
+def checked_count(value: int, least: int, name: str) -> int:
+    """Return `value` if it is a count.
+
+    Raises:
+        ValueError: If it is not an integer of at least `least`; names `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    return value
+
+
+def checked_on_min_scale(value: OnMinScale) -> OnMinScale:
+    """Return `value` if it is something to do when the smallest scale overflows.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if value not in get_args(OnMinScale):
+        raise ValueError(f"on_min_scale must be 'warn', 'raise' or 'stop', got {value!r}")
+    return value
+
+
+def checked_hook(value: Hook, name: str) -> Hook:
+    """Return `value` if it is None or can be called.
+
+    Raises:
+        ValueError: If it is neither; names `name`.
+    """
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} must be a function of a tensor, or None, got {value!r}")
+    return value
 
 
 def _is_number(value: object) -> bool:

@@ -1,33 +1,16 @@
-"""GradScaler's own answers and the order its methods must be called in."""
+"""GradScaler's own answers step by step."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from amp_core import GradScaler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-def model_and_optimizer(*, fused: bool = False, named: bool = False) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    parameters: Any = model.named_parameters() if named else model.parameters()
-    return model, torch.optim.SGD(parameters, lr=0.1, fused=fused)
-
-
-def backward(scaler: GradScaler, model: nn.Sequential, *, overflow_in: str | None = None, by: float = math.inf) -> None:
-    model.zero_grad()
-    torch.autograd.backward(scaler.scale(model(torch.ones(1, 2)).sum()))
-    if overflow_in is not None:
-        gradient = model.get_parameter(overflow_in).grad
-        assert gradient is not None
-        gradient.view(-1)[0] = by
+from tests.amp_core.scaling.iteration import backward, model_and_optimizer
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -84,7 +67,7 @@ def test_the_names_survive_clipping_by_a_norm_that_is_nan() -> None:
 
 def test_the_scale_keeps_within_its_limits() -> None:
     model, optimizer = model_and_optimizer()
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, min_scale=2.0, max_scale=16.0)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1, min_scale=2.0, max_scale=16.0, on_min_scale="stop")
     scales = []
     for overflow_in in (None, None, "0.bias", "0.bias", "0.bias", "0.bias", "0.bias", None):
         backward(scaler, model, overflow_in=overflow_in)
@@ -113,38 +96,6 @@ def test_outputs_may_be_nested() -> None:
             scaler.scale(output)
 
 
-def test_calls_out_of_order_are_errors() -> None:
-    model, optimizer = model_and_optimizer()
-    scaler = GradScaler("cpu")
-    calls: list[Callable[[], Any]] = [lambda: scaler.step(optimizer), lambda: scaler.unscale_(optimizer), scaler.update]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="_scale is None: call scaler.scale"):
-            call()
-    backward(scaler, model)
-    with pytest.raises(RuntimeError, match="No inf checks were recorded prior to update"):
-        scaler.update()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer since the last update"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update"):
-        scaler.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
-        scaler.unscale_(optimizer)
-    optimizer.zero_grad()
-    scaler.update()
-    with pytest.raises(RuntimeError, match="none of its parameters has a gradient"):
-        scaler.step(optimizer)
-
-
-def test_float16_gradients_are_refused() -> None:
-    model = nn.Linear(2, 1).half()
-    scaler = GradScaler("cpu", init_scale=2.0)
-    torch.autograd.backward(scaler.scale(model(torch.ones(1, 2).half()).sum()))
-    with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients. Keep the parameters in float32"):
-        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_sparse_and_complex_gradients_are_unscaled() -> None:
     embedding, complex_parameter = nn.Embedding(4, 2, sparse=True), nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = torch.optim.SGD([*embedding.parameters(), complex_parameter], lr=1.0)
@@ -170,25 +121,6 @@ def test_disabled_it_passes_everything_through() -> None:
     assert not torch.equal(before, model.get_parameter("0.weight"))
     assert (scaler.is_enabled(), scaler.get_scale(), scaler.state_dict(), scaler.step_was_skipped) == (False, 1.0, {}, False)
     scaler.load_state_dict({})
-
-
-def test_a_state_that_is_none_is_refused() -> None:
-    scaler = GradScaler("cpu")
-    with pytest.raises(RuntimeError, match="The source state dict is empty"):
-        scaler.load_state_dict({})
-    with pytest.raises(RuntimeError, match="The source state dict lacks _growth_tracker, backoff_factor"):
-        scaler.load_state_dict({"scale": 1.0, "growth_factor": 2.0, "growth_interval": 3})
-    with pytest.raises(ValueError, match="the loaded scale must be between"):
-        scaler.load_state_dict(scaler.state_dict() | {"scale": math.nan})
-
-
-def test_it_is_not_pickled_in_the_middle_of_an_iteration() -> None:
-    model, optimizer = model_and_optimizer()
-    scaler = GradScaler("cpu")
-    backward(scaler, model)
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="may only be pickled at the beginning of an iteration"):
-        scaler.__getstate__()
 
 
 def test_enabled_for_cuda_without_cuda_it_warns_and_does_nothing() -> None:

@@ -1,0 +1,116 @@
+"""Fifty steps of every optimizer in torch's own list of them, injected overflows included, are torch's bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
+
+from amp_core import GradScaler
+
+SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 4}
+# Which step gets what into which gradient; neighbours and repetitions included.
+INJECTED = {3: math.inf, 11: math.nan, 12: -math.inf, 13: math.inf, 29: math.nan, 49: math.inf}
+EXCHANGED_AT = 25
+# L-BFGS only steps with a closure, which torch.amp refuses: test_closure_step.py holds it against float32 instead.
+INFOS: dict[str, OptimizerInfo] = {info.name: info for info in optim_db if not info.step_requires_closure}
+
+
+def implementations(info: OptimizerInfo) -> Iterator[dict[str, Any]]:
+    """The first settings of the list, for each implementation that runs on the CPU; then the other settings."""
+    plain, *others = [given.kwargs for given in info.optim_inputs_func(device="cpu")]
+    for name in ("foreach", "fused"):
+        if name in info.supported_impls and (name == "foreach" or "cpu" in info.supports_fused_on):
+            yield plain | {name: True}
+    yield plain | ({"foreach": False} if "foreach" in info.supported_impls else {})
+    yield from others
+
+
+CASES = [(name, settings) for name, info in INFOS.items() for settings in implementations(info)]
+
+
+class Model(nn.Module):
+    """Matrices only, as Muon wants it; an embedding with sparse gradients where that is all an optimizer takes."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.first = nn.Embedding(16, 4, sparse=sparse) if sparse else nn.Linear(4, 4, bias=False)
+        self.second = None if sparse else nn.Linear(4, 4, bias=False)
+        self.inputs = torch.tensor([1, 5, 5, 7]) if sparse else torch.randn(8, 4)
+
+    def forward(self) -> Tensor:
+        hidden: Tensor = torch.tanh(self.first(self.inputs))
+        return (hidden if self.second is None else self.second(hidden)).square().mean()
+
+
+def inject(model: Model, value: float, place: int) -> None:
+    gradient = model.first.weight.grad
+    assert gradient is not None
+    numbers = gradient.coalesce()._values() if gradient.is_sparse else gradient
+    numbers.view(-1)[place % numbers.numel()] = value
+    if gradient.is_sparse:
+        model.first.weight.grad = torch.sparse_coo_tensor(
+            gradient.coalesce().indices(), numbers, gradient.shape, is_coalesced=True, check_invariants=True
+        )
+
+
+def train(scalers: list[Any], name: str, settings: dict[str, Any], *, clip: bool) -> Iterator[dict[str, Tensor]]:
+    """50 steps; the scaler at `EXCHANGED_AT` gives its state to the other one, which goes on."""
+    torch.manual_seed(0)
+    model = Model(sparse=INFOS[name].only_supports_sparse_grads)
+    make_optimizer: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
+    optimizer = make_optimizer(model.parameters(), **settings)
+    scaler, successor = scalers
+    for step in range(50):
+        if step == EXCHANGED_AT:
+            successor.load_state_dict(scaler.state_dict())
+            scaler = successor
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(model()))
+        if step in INJECTED:
+            inject(model, INJECTED[step], step)
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        scale = torch.tensor([scaler.get_scale(), scaler._growth_tracker.item()])
+        yield {"scale": scale} | {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_equal(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> None:
+    for step, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
+        for key, value in mine.items():
+            assert torch.equal(value, reference[key]), f"{key} after step {step}"
+    assert len({tuple(state["scale"].tolist()) for state in ours}) > 10
+    assert not any(torch.equal(*pair) for pair in zip(ours[0].values(), ours[-2].values(), strict=True))
+
+
+def make(ours: bool) -> Any:
+    return GradScaler("cpu", **SETTINGS) if ours else torch.amp.GradScaler("cpu", **SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=[f"{name}-{index}" for index, (name, _) in enumerate(CASES)])
+def test_fifty_steps_are_torchs_bit_for_bit(name: str, settings: dict[str, Any]) -> None:
+    # torch clips no sparse gradients; one clipped run per implementation is enough.
+    clips = not INFOS[name].only_supports_sparse_grads and settings.keys() <= {"foreach", "fused"}
+    for clip in (False, True)[: 1 + clips]:
+        reference = list(train([make(ours=False), make(ours=False)], name, settings, clip=clip))
+        assert_equal(list(train([make(ours=True), make(ours=True)], name, settings, clip=clip)), reference)
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "SparseAdam"])
+def test_states_are_exchanged_in_mid_run_in_both_directions(name: str, ours_first: bool) -> None:
+    mixed = list(train([make(ours=ours_first), make(ours=not ours_first)], name, {}, clip=False))
+    assert_equal(mixed, list(train([make(ours=False), make(ours=False)], name, {}, clip=False)))
+
+
+def test_the_list_is_not_empty() -> None:
+    assert {"Adadelta", "Adafactor", "Adam", "AdamW", "Muon", "NAdam", "Rprop", "SGD", "SparseAdam"} <= INFOS.keys()
+    assert {"foreach", "fused"} <= {key for _, settings in CASES for key in settings}
