@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from amp_core.atomic_file import atomic_file
 from amp_core.factory import call_factory
 
 FORMAT = "halfserve.checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2 may lie within an epoch: what reads 1 alone would train that epoch's beginning twice
 # What torch.load raises for bytes that are no archive, a truncated archive, or an archive with other things than data in it.
 UNREADABLE = (
     RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError, TypeError
@@ -41,10 +41,13 @@ class Checkpoint:
         dtype: The name of the low-precision dtype trained with: `float16`, `bfloat16` or `float32`.
         epoch: How many epochs are complete.
         step: How many optimizer steps were attempted, skipped ones included.
-        rng: States of the random generators, by device type, as uint8 tensors.
-        metrics: The last evaluation's figures by name, such as `accuracy` (a fraction) and `loss`.
+        rng: States of the random generators: torch's by device type, as uint8 tensors, Python's and numpy's.
+        metrics: The last evaluation's figures by name, such as `accuracy` (a fraction) and `loss`; empty before the first.
         versions: Version of each library that shaped the result, by name.
         settings: The other choices of the training run by name; `--resume` compares them with its own.
+        batch: How many batches of the next epoch are done.
+        other_ranks: What `rng` is for rank 0, for the ranks from 1 on of a run in several processes.
+        record: Which operation ran in which dtype and range, as `amp_core.recorder` reads it; empty if nothing was recorded.
     """
 
     model: str
@@ -57,10 +60,13 @@ class Checkpoint:
     dtype: str
     epoch: int
     step: int
-    rng: dict[str, Tensor]
+    rng: dict[str, Any]
     metrics: dict[str, float]
     versions: dict[str, str]
     settings: dict[str, str | int | float] = field(default_factory=dict)
+    batch: int = 0
+    other_ranks: list[dict[str, Any]] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
 
     def build_model(self) -> nn.Module:
         """Build the model and load the trained weights into it.
@@ -75,36 +81,60 @@ class Checkpoint:
         model = call_factory(self.model)
         if not isinstance(model, nn.Module):
             raise CheckpointError(f"{self.model!r} returned a {type(model).__name__}; expected a torch.nn.Module")
-        try:
-            model.load_state_dict(self.weights)
-        except RuntimeError as error:
-            mismatch = " ".join(str(error).split("\n\t")[1:2]) or str(error)
-            raise CheckpointError(f"the weights do not fit the model that {self.model!r} builds: {mismatch.strip()}") from error
+        load_weights(model, self.weights, self.model)
         return model.eval()
 
     def build_data(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """Build the training set and the held-out set.
 
         Returns:
-            Two data sets whose items are pairs (input, target).
+            Two data sets whose items are pairs (input, target). The held-out set has a length and can be indexed; the training
+            set may be iterable only.
 
         Raises:
             FactoryError: If the factory cannot be imported or called.
-            CheckpointError: If it returns anything but a pair of data sets with items in them.
+            CheckpointError: If it returns anything else, or a set without items.
         """
         return build_data(self.data)
 
 
-def build_data(spec: str) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Call a data factory and check what it returns; see `Checkpoint.build_data`."""
+def load_weights(model: nn.Module, weights: dict[str, Tensor], spec: str) -> None:
+    """Load weights into the model that `spec` builds.
+
+    Raises:
+        CheckpointError: If they are those of another model; says where they differ first.
+    """
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        mismatch = " ".join(str(error).split("\n\t")[1:2]) or str(error)
+        raise CheckpointError(f"the weights do not fit the model that {spec!r} builds: {mismatch.strip()}") from error
+
+
+def build_data(spec: str, *, held_out_indexable: bool = True) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Call a data factory and check what it returns; see `Checkpoint.build_data`.
+
+    Args:
+        spec: `MODULE:FACTORY`.
+        held_out_indexable: Whether to refuse a held-out set that can only be iterated over.
+    """
     data = call_factory(spec)
     if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Dataset) for part in data):
         shape = f"a tuple of {len(data)}" if isinstance(data, tuple) else f"a {type(data).__name__}"
         raise CheckpointError(f"{spec!r} returned {shape}; expected a pair of torch data sets (training, held out)")
-    for name, part in zip(("training", "held-out"), data, strict=True):
-        if not hasattr(part, "__len__") or not len(part):
-            raise CheckpointError(f"the {name} set that {spec!r} returned has no items; expected a data set with a length")
+    training, held_out = data
+    _check_data_set(training, f"the training set that {spec!r} returned", indexable=False)
+    _check_data_set(held_out, f"the held-out set that {spec!r} returned", indexable=held_out_indexable)
     return data
+
+
+def _check_data_set(data: Dataset[Any], name: str, *, indexable: bool) -> None:
+    if isinstance(data, IterableDataset):
+        if indexable:
+            raise CheckpointError(f"{name} is an IterableDataset; expected one with a length, whose items can be indexed")
+        return
+    if not hasattr(data, "__len__") or not len(data):
+        raise CheckpointError(f"{name} has no items; expected a data set with a length")
 
 
 def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
@@ -170,10 +200,12 @@ def _read(path: Path) -> Any:
 
 def _checkpoint_from(content: dict[str, Any], path: Path) -> Checkpoint:
     values = {entry.name: content[entry.name] for entry in fields(Checkpoint) if entry.name in content}
-    missing = sorted({entry.name for entry in fields(Checkpoint)} - {*values, "settings"})
+    needed = {entry.name for entry in fields(Checkpoint) if entry.default is MISSING and entry.default_factory is MISSING}
+    missing = sorted(needed - values.keys())
     if missing:
         raise CheckpointError(f"the checkpoint {path} lacks {', '.join(missing)}; write it again with `halfserve train`")
-    kinds = {"model": str, "data": str, "policy": str, "dtype": str, "epoch": int, "step": int}
+    kinds: dict[str, type] = dict.fromkeys(("model", "data", "policy", "dtype"), str)
+    kinds |= dict.fromkeys(("epoch", "step", "batch"), int) | {"other_ranks": list}
     for name, value in values.items():
         expected = kinds.get(name, dict)
         if not isinstance(value, expected):

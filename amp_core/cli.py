@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amp_core.checkpoint import CheckpointError
+from amp_core.data import DataError
 from amp_core.factory import FactoryError
 from amp_core.policy import PolicyError
-from amp_core.training.settings import TrainingError, TrainingSettings
+from amp_core.training.distributed import World, joined_world
+from amp_core.training.errors import PeerError, TrainingError
+from amp_core.training.folder import RECORD
+from amp_core.training.progress import people_see
+from amp_core.training.settings import TrainingSettings
 from amp_core.training.train import TrainingResult
 from amp_core.training.train import train as run_training
 
-EXIT_CODES: dict[type[Exception], int] = {FactoryError: 2, PolicyError: 2, TrainingError: 1, CheckpointError: 1}
+EXIT_CODES: dict[type[Exception], int] = {
+    FactoryError: 2, PolicyError: 2, TrainingError: 1, CheckpointError: 1, DataError: 1
+}  # fmt: skip
 
 
 class Dtype(StrEnum):
@@ -36,9 +43,14 @@ def train(
     loss: Annotated[
         str, typer.Option(help="MODULE:FUNCTION (output, target) -> scalar.")
     ] = "torch.nn.functional:cross_entropy",
+    optimizer: Annotated[str, typer.Option(help="MODULE:FACTORY (parameters, lr=...) -> optimizer.")] = "torch.optim:AdamW",
     dtype: Annotated[Dtype, typer.Option(help="float16 scales the loss; float32 trains without autocast.")] = Dtype.FLOAT16,
     epochs: Annotated[int, typer.Option(min=1)] = 20,
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    steps_per_epoch: Annotated[
+        int, typer.Option(min=0, help="Steps after which an epoch ends at the latest; needed for a set without a length.")
+    ] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Items of one batch, in each process.")] = 64,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="The highest, of a warm-up and a cosine.")] = 3e-3,
     clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 does not clip.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -46,6 +58,18 @@ def train(
     policy: Annotated[
         str, typer.Option(help="Which operation runs in which dtype: native, cuda, cuda+fp32:einsum,...")
     ] = "native",
+    workers: Annotated[int, typer.Option(min=0, help="Processes that load data; 0 loads it here.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between checkpoints; 0 writes one at the end of each epoch only.")
+    ] = 0,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Steps in a row, skipped or without a finite loss, before the cause is looked for.")
+    ] = 10,
+    record: Annotated[
+        bool, typer.Option("--record", help="Record dtypes and ranges of all operations in record.json.")
+    ] = False,
+    record_every: Annotated[int, typer.Option(min=1, help="Steps between two that --record looks at.")] = 200,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write curves into OUT/tensorboard.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from OUT/checkpoint.pt, if there is one.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")] = False,
 ) -> None:
@@ -53,53 +77,63 @@ def train(
 
     Example: halfserve train examples.digits.model:model --data examples.digits.data:data --out runs/digits
 
+    On several GPUs: torchrun --nproc-per-node 2 -m halfserve train ...
+
+    A run that was killed goes on with --resume, and ends as if it had not been killed. A new run in a folder that holds a
+    checkpoint renames it to checkpoint.previous.pt.
+
     Exit codes: 0 done, 1 the run cannot start or go on, 2 wrong usage.
     """
-    settings = TrainingSettings(
-        model=model,
-        data=data,
-        out=out,
-        loss=loss,
-        dtype=str(dtype),
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        clip=clip,
-        seed=seed,
-        device=device,
-        policy=policy,
-    )
-    result = run_training(settings, resume=resume) if as_json else _train_with_progress(settings, resume=resume)
-    if as_json:
-        typer.echo(json.dumps(_summary(result, settings)))
+    try:
+        with joined_world() as world:
+            settings = TrainingSettings(
+                model=model,
+                data=data,
+                out=out,
+                loss=loss,
+                optimizer=optimizer,
+                dtype=str(dtype),
+                epochs=epochs,
+                steps_per_epoch=steps_per_epoch,
+                batch_size=batch_size,
+                accumulate=accumulate,
+                learning_rate=learning_rate,
+                clip=clip,
+                seed=seed,
+                device=device,
+                policy=policy,
+                workers=workers,
+                checkpoint_every=checkpoint_every,
+                patience=patience,
+                record_every=record_every if record else 0,
+                tensorboard=tensorboard,
+            )
+            _train(settings, world, resume=resume, as_json=as_json)
+    except PeerError:
+        sys.exit(1)  # the process that failed first has said why
+
+
+def _train(settings: TrainingSettings, world: World, *, resume: bool, as_json: bool) -> None:
+    if as_json or not world.is_first:
+        result = run_training(settings, resume=resume, world=world)
     else:
-        typer.echo(_sentence(result, settings))
+        with people_see(settings) as (on_step, on_epoch):
+            result = run_training(settings, resume=resume, world=world, on_step=on_step, on_epoch=on_epoch)
+    if not world.is_first:
+        return
+    if as_json:
+        typer.echo(json.dumps(_summary(result, settings, world)))
+        return
+    if settings.record_every:
+        _print_record(settings.out)
+    typer.echo(_sentence(result, settings, world))
 
 
-def _train_with_progress(settings: TrainingSettings, *, resume: bool) -> TrainingResult:
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("epochs {task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("training", total=settings.epochs, state="")
-
-        def show(epoch: int, metrics: dict[str, float]) -> None:
-            state = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            progress.update(task, completed=epoch, state=state)
-
-        return run_training(settings, resume=resume, on_epoch=show)
-
-
-def _summary(result: TrainingResult, settings: TrainingSettings) -> dict[str, object]:
+def _summary(result: TrainingResult, settings: TrainingSettings, world: World) -> dict[str, object]:
     return {
         "checkpoint": str(result.checkpoint),
         "accuracy": result.metrics.get("accuracy"),
-        "evaluation_loss": result.metrics["loss"],
+        "evaluation_loss": _finite(result.metrics["loss"]),
         "epochs": result.epochs,
         "steps": result.steps,
         "skipped_steps": result.skipped_steps,
@@ -107,15 +141,32 @@ def _summary(result: TrainingResult, settings: TrainingSettings) -> dict[str, ob
         "dtype": settings.dtype,
         "policy": settings.policy,
         "device": result.device,
+        "processes": world.size,
         "seconds": round(result.seconds, 3),
     }
 
 
-def _sentence(result: TrainingResult, settings: TrainingSettings) -> str:
+def _finite(value: float) -> Any:
+    """JSON has no infinity and no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _sentence(result: TrainingResult, settings: TrainingSettings, world: World) -> str:
     accuracy = result.metrics.get("accuracy")
     quality = f"loss {result.metrics['loss']:.4f}" if accuracy is None else f"accuracy {accuracy:.2%}"
+    processes = f", {world.size} processes" if world.size > 1 else ""
     return (
         f"{quality} on held-out data after {result.epochs} epochs "
-        f"in {settings.dtype} on {result.device}, {result.seconds:.1f} s;\n"
+        f"in {settings.dtype} on {result.device}{processes}, {result.seconds:.1f} s;\n"
         f"{result.skipped_steps} of {result.steps} steps skipped, scale {result.scale:g}\n{result.checkpoint}"
     )
+
+
+def _print_record(folder: Path) -> None:
+    from rich.console import Console  # noqa: PLC0415  (few runs record)
+
+    from amp_core.recorder import Record, table  # noqa: PLC0415  (few runs record)
+
+    path = folder / RECORD
+    if path.exists():
+        Console().print(table(Record.from_dict(json.loads(path.read_text(encoding="utf-8")))))

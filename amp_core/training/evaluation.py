@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_core.training.distributed import World
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
+
+ALONE = World()
 
 
 def evaluate(
@@ -18,34 +22,53 @@ def evaluate(
     loss_function: Callable[[Any, Any], Tensor],
     batches: Iterable[tuple[Any, Any]],
     region: AbstractContextManager[Any],
+    *,
+    world: World = ALONE,
 ) -> dict[str, float]:
     """Run a model over held-out data, without gradients, and leave it in the mode it was in.
 
     Args:
         model: In whatever mode.
         loss_function: (output, target) -> mean loss of the batch.
-        batches: Pairs (inputs, targets) on the model's device; the first dimension of both is the batch.
+        batches: Pairs (inputs, targets) on the model's device; the first dimension of all tensors is the batch.
         region: What forward and loss run in, such as an `autocast`; entered once per batch.
+        world: Processes that have a share of the data each.
 
     Returns:
-        `loss`, the mean over all items; and for a classifier (outputs of shape (n, classes), integer targets of shape (n,))
-        `accuracy`, the share of items whose largest output is the target's.
+        `loss`, the mean over all processes' items; and for a classifier (outputs of shape (n, classes), integer targets of
+        shape (n,)) `accuracy`, the share of items whose largest output is the target's. Nothing if there are no items.
     """
     was_training = model.training
     model.eval()
-    items, correct, loss_sum, is_classifier = 0, 0, 0.0, True
+    items, correct, others, loss_sum = 0, 0, 0, 0.0
     with torch.no_grad():
         for inputs, targets in batches:
             with region:
                 outputs = model(inputs)
                 loss = loss_function(outputs, targets)
-            items += len(targets)
-            loss_sum += loss.item() * len(targets)
-            is_classifier = is_classifier and _is_classification(outputs, targets)
-            correct += int((outputs.argmax(1) == targets).sum()) if is_classifier else 0
+            count = _count(targets)
+            items += count
+            loss_sum += loss.item() * count
+            if _is_classification(outputs, targets):
+                correct += int((outputs.argmax(1) == targets).sum())
+            else:
+                others += 1
     model.train(was_training)
-    metrics = {"loss": loss_sum / items}
-    return metrics | {"accuracy": correct / items} if is_classifier else metrics
+    return _metrics(world.sum(torch.tensor([items, correct, others, loss_sum], dtype=torch.float64)).tolist())
+
+
+def _metrics(sums: list[float]) -> dict[str, float]:
+    items, correct, others, loss = sums
+    if items == 0:
+        return {}
+    metrics = {"loss": loss / items}
+    return metrics if others else metrics | {"accuracy": correct / items}
+
+
+def _count(targets: Any) -> int:
+    while not isinstance(targets, torch.Tensor):
+        targets = next(iter(targets.values() if isinstance(targets, dict) else targets))
+    return len(targets)
 
 
 def _is_classification(outputs: Any, targets: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -41,17 +42,17 @@ class StepRecord:
 class TrainLog:
     """The file, open for appending; every line is on its way to the disk as soon as it is written."""
 
-    def __init__(self, path: Path, *, keep_epochs: int) -> None:
+    def __init__(self, path: Path, *, keep_steps: int, keep_epochs: int) -> None:
         """Start the file, or go on with one.
 
         Args:
             path: The file.
-            keep_epochs: How many epochs of what is there to keep; lines of later ones and a torn last line are dropped.
+            keep_steps: How many steps of what is there to keep; lines of later ones and a torn last line are dropped.
+            keep_epochs: How many evaluations to keep, likewise.
         """
-        kept = _kept_lines(path, keep_epochs)
-        self.skipped_steps = sum(bool(record.get("skipped")) for _, record in kept)
+        kept = _kept_lines(path, keep_steps, keep_epochs)
         with atomic_file(path) as file:
-            file.writelines(line for line, _ in kept)
+            file.writelines(kept)
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> Self:
@@ -62,12 +63,15 @@ class TrainLog:
 
     def write_step(self, record: StepRecord) -> None:
         """Append a step."""
-        self.skipped_steps += record.skipped
         self._write(asdict(record))
 
     def write_epoch(self, epoch: int, metrics: dict[str, float]) -> None:
         """Append an evaluation."""
         self._write({"epoch": epoch, "evaluation_loss": metrics["loss"], "accuracy": metrics.get("accuracy")})
+
+    def sync(self) -> None:
+        """See that what was written survives even the machine's end: a checkpoint counts on the lines before it."""
+        os.fsync(self._file.fileno())
 
     def _write(self, record: dict[str, Any]) -> None:
         # JSON has no infinity and no NaN; both mean here that there is no such number.
@@ -77,8 +81,8 @@ class TrainLog:
         self._file.write(json.dumps(finite) + "\n")
 
 
-def _kept_lines(path: Path, epochs: int) -> list[tuple[bytes, dict[str, Any]]]:
-    if epochs == 0 or not path.exists():
+def _kept_lines(path: Path, steps: int, epochs: int) -> list[bytes]:
+    if steps == 0 or not path.exists():
         return []
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
@@ -86,7 +90,8 @@ def _kept_lines(path: Path, epochs: int) -> list[tuple[bytes, dict[str, Any]]]:
             record = json.loads(line)
         except ValueError:
             break
-        if record.get("epoch", 0) > epochs or not line.endswith(b"\n"):
+        is_later = record["step"] > steps if "step" in record else record.get("epoch", 0) > epochs
+        if is_later or not line.endswith(b"\n"):
             break
-        kept.append((line, record))
+        kept.append(line)
     return kept

@@ -2,87 +2,241 @@
 
 from __future__ import annotations
 
-import inspect
+import math
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from amp_core.casting.autocast import autocast
 from amp_core.checkpoint import Checkpoint, build_data
-from amp_core.factory import call_factory, load_factory
+from amp_core.data import Batches, DataError, until_one_ends
 from amp_core.scaling.grad_scaler import GradScaler
+from amp_core.training.divergence import DivergenceWatch, is_bad
+from amp_core.training.errors import TrainingError, one_line
 from amp_core.training.evaluation import evaluate
-from amp_core.training.loop import Training, to_device, train_epoch, warmup_and_cosine
-from amp_core.training.settings import DTYPES, TrainingError, TrainingSettings
+from amp_core.training.model import build_model, build_optimizer, load_loss
+from amp_core.training.parallel import in_parallel
+from amp_core.training.random_state import random_state, seed_everything, set_random_state
+from amp_core.training.recording import Recording
+from amp_core.training.restore import restore
+from amp_core.training.schedule import warmup_and_cosine
+from amp_core.training.settings import DTYPES, TrainingSettings
+from amp_core.training.statistics import RunningStatistics
+from amp_core.training.step import Batch, Training, train_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Generator, Iterable, Iterator
+    from types import TracebackType
+    from typing import Self
 
+    from torch.utils.data import Dataset
+
+    from amp_core.training.distributed import World
     from amp_core.training.log import StepRecord
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The end of an epoch.
+
+    Attributes:
+        epoch: Counted from 1.
+        step: How many steps were attempted until then.
+        metrics: `loss` on held-out data, and `accuracy` for a classifier.
+    """
+
+    epoch: int
+    step: int
+    metrics: dict[str, float]
 
 
 class TrainingRun:
-    """The state that moves on from epoch to epoch."""
+    """The state that moves on from step to step; to be used in a `with`, which ends the data's workers.
 
-    def __init__(self, settings: TrainingSettings, device: torch.device, before: Checkpoint | None) -> None:
-        self.settings, self.device = settings, device
-        self.train_set, self.held_out_set = build_data(settings.data)
-        self.epochs_done, self.steps_done = 0, 0
-        self.training = self._training()
-        if before is not None:
-            self._restore(before)
+    Args:
+        settings: What to train, and how.
+        device: Where.
+        world: With which other processes.
+        before: Where to go on from.
 
-    def _training(self) -> Training:
+    Raises:
+        FactoryError: If the model, data, loss or optimizer cannot be imported or built.
+        CheckpointError: If the data is no pair of data sets, or `before` does not fit the model.
+        DataError: If the data cannot be split into batches.
+        TrainingError: If the model cannot be trained, or the length of the run is not known.
+    """
+
+    def __init__(self, settings: TrainingSettings, device: torch.device, world: World, before: Checkpoint | None) -> None:
+        self.settings, self.device, self.world = settings, device, world
+        self.epochs_done = before.epoch if before else 0
+        self.steps_done = before.step if before else 0
+        self.batches_done = before.batch if before else 0
+        self.metrics = dict(before.metrics) if before else {}
+        train_set, held_out_set = build_data(settings.data, held_out_indexable=False)
+        self._train_batches = self._batches(train_set, shuffle=True)
+        self._held_out_batches = self._batches(held_out_set, shuffle=False)
+        self.steps_in_total = settings.epochs * self._steps_per_epoch()
+        self.training = self._training(before)
+        self._watch = DivergenceWatch(self.training, settings.patience)
+        self._statistics = RunningStatistics(self.training.model)
+        every = settings.record_every if world.is_first else 0
+        self._recording = Recording(self.training.model, every=every, before=before.record if before else {})
+        self._set_random_state(before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._train_batches.close()
+        self._held_out_batches.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.epochs_done >= self.settings.epochs
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of the steps were skipped: the scheduler has counted the others."""
+        return self.steps_done - int(self.training.scheduler.last_epoch)
+
+    def _training(self, before: Checkpoint | None) -> Training:
         settings = self.settings
-        model = _build_model(settings.model).to(self.device)
-        total = settings.epochs * len(self._batches(self.train_set, shuffle_epoch=0))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+        model = build_model(settings.model).to(self.device)
+        optimizer = build_optimizer(settings.optimizer, model, settings.learning_rate)
+        share = partial(warmup_and_cosine, total=self.steps_in_total)
         dtype = DTYPES[settings.dtype]
         low = dtype is not torch.float32
-        return Training(
+        training = Training(
             model=model,
-            loss=_load_loss(settings.loss),
+            parallel=model,
+            loss=load_loss(settings.loss),
             optimizer=optimizer,
-            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_and_cosine, total=total)),
+            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, share),
             scaler=GradScaler(self.device.type, enabled=dtype is torch.float16),
+            device=self.device,
+            dtype=dtype,
             region=autocast(self.device.type, dtype if low else None, enabled=low, policy=settings.policy),
             clip=settings.clip,
+            world=self.world,
+        )
+        if before is not None:
+            restore(training, before)
+        return replace(training, parallel=in_parallel(model, self.device, self.world))
+
+    def _batches(self, data: Dataset[Any], *, shuffle: bool) -> Batches:
+        return Batches(
+            data,
+            batch_size=self.settings.batch_size,
+            seed=self.settings.seed,
+            device=self.device,
+            shuffle=shuffle,
+            workers=self.settings.workers,
+            rank=self.world.rank,
+            world_size=self.world.size,
         )
 
-    def _batches(self, data: Dataset[Any], *, shuffle_epoch: int | None) -> DataLoader[Any]:
-        size = self.settings.batch_size
-        if shuffle_epoch is None:
-            return DataLoader(data, batch_size=size)
-        # A generator per epoch: the order depends on the seed and the epoch, not on what was drawn before.
-        order = torch.Generator().manual_seed((self.settings.seed * 1_000_003 + shuffle_epoch) % 2**63)
-        is_enough = len(cast("Any", data)) >= size  # then all batches are full: a last one of 1 item would break BatchNorm
-        return DataLoader(data, batch_size=size, shuffle=True, drop_last=is_enough, generator=order)
+    def _steps_per_epoch(self) -> int:
+        batches, limit = self._train_batches.batches_per_epoch(), self.settings.steps_per_epoch
+        if batches is None:
+            if not limit:
+                raise TrainingError(
+                    "the training set has no length; say with steps_per_epoch (--steps-per-epoch) how many steps an epoch has"
+                )
+            return limit
+        steps = math.ceil(batches / self.settings.accumulate)
+        return min(steps, limit) if limit else steps
 
-    def epoch(self) -> Iterator[StepRecord]:
-        """Train for one more epoch.
+    def _set_random_state(self, before: Checkpoint | None) -> None:
+        if before is not None:
+            set_random_state([before.rng, *before.other_ranks][self.world.rank], self.device)
+        elif self.world.rank > 0:
+            # The weights are the same on all ranks, what dropout draws is not.
+            seed_everything((self.settings.seed + self.world.rank * 0x9E3779B97F4A7C15) % 2**63)
+
+    def events(self) -> Iterator[StepRecord | Evaluation]:
+        """Train to the end. Whenever this yields, `checkpoint` may be called.
+
+        Yields:
+            A record of each step, and after the last of each epoch an evaluation.
 
         Raises:
             TrainingError: If model, data and loss do not fit together, or the numbers got out of hand.
+            DataError: If the data cannot be read.
         """
-        batches = to_device(self._batches(self.train_set, shuffle_epoch=self.epochs_done), self.device)
-        records = train_epoch(self.training, batches, epoch=self.epochs_done + 1, first_step=self.steps_done + 1)
-        if self.steps_done == 0:
-            records = _with_clear_first_error(records, self.settings)
-        for record in records:
-            self.steps_done = record.step
-            yield record
-        self.epochs_done += 1
+        while not self.is_complete:
+            yield from self._epoch()
+            self.epochs_done, self.batches_done = self.epochs_done + 1, 0
+            self.metrics = self._evaluate()
+            yield Evaluation(epoch=self.epochs_done, step=self.steps_done, metrics=self.metrics)
+
+    def _epoch(self) -> Iterator[StepRecord]:
+        self.training.model.train()
+        self.training.parallel.train()
+        accumulate, epoch = self.settings.accumulate, self.epochs_done
+        with closing(self._remaining_batches(epoch)) as batches:
+            limit = self.settings.steps_per_epoch or None
+            left = None if limit is None else limit - math.ceil(self.batches_done / accumulate)
+            for group in islice(_groups(batches, accumulate), left):
+                self._statistics.keep()
+                record = self._step(group)
+                if is_bad(record):
+                    self._statistics.undo_if_not_finite()
+                self.steps_done, self.batches_done = record.step, self.batches_done + len(group)
+                self._watch.look(record, group)
+                yield record
+        if self.batches_done == 0:
+            raise DataError(f"the training set of {self.settings.data} gave no batch in epoch {epoch + 1}")
+
+    def _remaining_batches(self, epoch: int) -> Generator[Batch, None, None]:
+        batches = _announcing_failure(self._train_batches.epoch(epoch, skip=self.batches_done), self.world)
+        if self._train_batches.same_on_all_ranks:
+            yield from batches
+        else:
+            yield from until_one_ends(batches)
+
+    def _step(self, batches: list[Batch]) -> StepRecord:
+        step = self.steps_done + 1
+        try:
+            return train_step(
+                self.training, batches, step=step, epoch=self.epochs_done + 1, recording=self._recording.of_step(step)
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            # Shapes and dtypes that do not fit show in the first step; later errors are bugs, and keep their traceback.
+            if step > 1 or isinstance(error, TrainingError):
+                raise
+            names = self.settings
+            raise TrainingError(
+                f"{names.model}, {names.data} and {names.loss} do not fit together: the first step raised {one_line(error)}"
+            ) from error
+
+    def _evaluate(self) -> dict[str, float]:
+        training = self.training
+        self.world.share_buffers(training.model)
+        # Always the first epoch: whatever the items draw is the same in each evaluation.
+        batches = self._held_out_batches.epoch(0)
+        metrics = evaluate(training.model, training.loss, batches, training.region, world=self.world)
+        if not metrics:
+            raise DataError(f"the held-out set of {self.settings.data} has no items")
+        self._watch.look_at_evaluation(metrics)
+        if self.is_complete and self.skipped_steps == self.steps_done:
+            raise TrainingError(
+                f"nothing was learned: all {self.steps_done} steps were skipped, because gradients overflowed at every loss "
+                f"scale down to {training.scaler.get_scale():g}; train for more steps, try bfloat16 or a smaller loss"
+            )
+        return metrics
 
     def checkpoint(self) -> Checkpoint:
-        """Evaluate, and freeze everything."""
+        """Freeze everything. All processes must call this; rank 0's is the one to save."""
         training, settings = self.training, self.settings
-        # First, because it may draw random numbers: a resumed run starts after it.
-        batches = to_device(self._batches(self.held_out_set, shuffle_epoch=None), self.device)
-        metrics = evaluate(training.model, training.loss, batches, training.region)
+        first_rng, *other_rngs = self.world.gather(random_state(self.device))
         return Checkpoint(
             model=settings.model,
             data=settings.data,
@@ -93,57 +247,27 @@ class TrainingRun:
             policy=settings.policy,
             dtype=settings.dtype,
             epoch=self.epochs_done,
+            batch=self.batches_done,
             step=self.steps_done,
-            rng=_rng_states(self.device),
-            metrics=metrics,
+            rng=first_rng,
+            other_ranks=other_rngs,
+            metrics=self.metrics,
+            record=self._recording.to_dict(),
             versions={"halfserve": version("halfserve"), "torch": str(torch.__version__)},
-            settings=settings.to_checkpoint(),
+            settings=settings.to_checkpoint() | {"world_size": self.world.size},
         )
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        self.training.model.load_state_dict(checkpoint.weights)
-        self.training.optimizer.load_state_dict(checkpoint.optimizer)
-        self.training.scheduler.load_state_dict(checkpoint.scheduler)
-        self.training.scaler.load_state_dict(checkpoint.scaler)
-        self.epochs_done, self.steps_done = checkpoint.epoch, checkpoint.step
-        torch.set_rng_state(checkpoint.rng["cpu"])
-        if self.device.type == "cuda" and "cuda" in checkpoint.rng:
-            torch.cuda.set_rng_state(checkpoint.rng["cuda"], self.device)
+
+def _groups(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while group := list(islice(iterator, size)):
+        yield group
 
 
-def _build_model(spec: str) -> nn.Module:
-    model = call_factory(spec)
-    if not isinstance(model, nn.Module):
-        raise TrainingError(f"{spec!r} returned a {type(model).__name__}; expected a torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainingError(f"the model that {spec!r} builds has no parameter to train")
-    halves = [name for name, parameter in model.named_parameters() if parameter.dtype in {torch.float16, torch.bfloat16}]
-    if halves:
-        raise TrainingError(
-            f"the parameter {halves[0]!r} of {spec!r} is in half precision; build it in float32, autocast casts it"
-        )
-    return model
-
-
-def _load_loss(spec: str) -> Callable[[Any, Any], Tensor]:
-    loss = load_factory(spec)
-    return cast("Callable[[Any, Any], Tensor]", call_factory(spec) if inspect.isclass(loss) else loss)
-
-
-def _with_clear_first_error(records: Iterator[StepRecord], settings: TrainingSettings) -> Iterator[StepRecord]:
-    # Shapes and dtypes that do not fit show in the first step; later errors are bugs, and keep their traceback.
+def _announcing_failure(batches: Iterator[Item], world: World) -> Iterator[Item]:
+    # Ranks that read a stream in step all fail when one does; the one whose data it is must be the one to say so.
     try:
-        yield next(records)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if isinstance(error, TrainingError):
-            raise
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        raise TrainingError(
-            f"{settings.model}, {settings.data} and {settings.loss} do not fit together: the first step raised {reason}"
-        ) from error
-    yield from records
-
-
-def _rng_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    return states | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else states
+        yield from batches
+    except Exception:
+        world.fails_first()
+        raise

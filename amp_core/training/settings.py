@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from amp_core.policy import Policy
+from amp_core.training.errors import TrainingError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-# What must be the same for a resumed run to give the result of an uninterrupted one; `out` and `device` may change.
-_PART_OF_THE_RESULT = ("loss", "epochs", "batch_size", "learning_rate", "clip", "seed")
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot start or go on, for a reason that its user can mend."""
+# What must be the same for a resumed run to give the result of an uninterrupted one; the rest may change.
+_PART_OF_THE_RESULT = (
+    "loss", "epochs", "batch_size", "accumulate", "steps_per_epoch", "optimizer", "learning_rate", "clip", "seed"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +26,25 @@ class TrainingSettings:
     Attributes:
         model: `MODULE:FACTORY` of the model.
         data: `MODULE:FACTORY` of the pair (training set, held-out set); their items are pairs (input, target).
-        out: The folder for `checkpoint.pt` and `train.jsonl`.
+        out: The folder for `checkpoint.pt`, `train.jsonl` and what else is asked for.
         loss: `MODULE:FACTORY` of a function (output, target) -> scalar tensor, or of a module class that is one.
+        optimizer: `MODULE:FACTORY` of a function or class (parameters, lr=...) -> optimizer.
         dtype: `float16` (the loss is scaled), `bfloat16` or `float32` (neither autocast nor scaled).
         epochs: How often the training set is gone through.
-        batch_size: In items.
-        learning_rate: Of AdamW, at its highest; it warms up over a twentieth of the steps and then falls like a cosine.
+        steps_per_epoch: Where an epoch ends at the latest, in optimizer steps; 0 ends it with the training set. A training set
+            without a length needs it, because the learning rate's way depends on the number of all steps.
+        batch_size: In items, of each process.
+        accumulate: How many batches make one optimizer step, which follows the mean of their losses.
+        learning_rate: At its highest; it warms up over a twentieth of the steps and then falls like a cosine.
         clip: The largest norm of all gradients together; 0 does not clip.
         seed: Of the weights, the order of the items and whatever the model draws.
         device: `auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, ...
         policy: The autocast policy's string form.
+        workers: Processes that make the batches; 0 makes them in this one.
+        checkpoint_every: In steps; 0 writes a checkpoint at the end of each epoch only.
+        patience: After how many steps in a row that are skipped, or whose loss is not finite, to look for the cause.
+        record_every: In steps: how often the dtypes and ranges of all operations are recorded; 0 never.
+        tensorboard: Whether to write the scalars for TensorBoard.
 
     Raises:
         TrainingError: If a value is out of its range.
@@ -47,19 +55,34 @@ class TrainingSettings:
     data: str
     out: Path
     loss: str = "torch.nn.functional:cross_entropy"
+    optimizer: str = "torch.optim:AdamW"
     dtype: str = "float16"
     epochs: int = 20
+    steps_per_epoch: int = 0
     batch_size: int = 64
+    accumulate: int = 1
     learning_rate: float = 3e-3
     clip: float = 1.0
     seed: int = 0
     device: str = "auto"
     policy: str = "native"
+    workers: int = 0
+    checkpoint_every: int = 0
+    patience: int = 10
+    record_every: int = 0
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        _require(self.epochs >= 1, f"epochs must be at least 1, got {self.epochs}")
-        _require(self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}")
+        for name in ("epochs", "batch_size", "accumulate", "patience"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, zero in (
+            ("steps_per_epoch", "as many as there are"),
+            ("workers", "batches are made in this process"),
+            ("checkpoint_every", "at the end of each epoch only"),
+            ("record_every", "no record"),
+        ):
+            _require(getattr(self, name) >= 0, f"{name} must be 0 ({zero}) or above, got {getattr(self, name)}")
         _require(0 < self.learning_rate < math.inf, f"learning_rate must be above 0 and finite, got {self.learning_rate}")
         _require(self.clip >= 0, f"clip must be 0 (no clipping) or above, got {self.clip}")
         _require(0 <= self.seed < 2**63, f"seed must be between 0 and 2**63 - 1, got {self.seed}")
@@ -69,22 +92,6 @@ class TrainingSettings:
         """Those settings that shape the result and have no place of their own in a checkpoint."""
         values: dict[str, Any] = asdict(self)
         return {name: values[name] for name in _PART_OF_THE_RESULT}
-
-    def torch_device(self) -> torch.device:
-        """The device to train on.
-
-        Raises:
-            TrainingError: If there is no such device here.
-        """
-        if self.device == "auto":
-            return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        try:
-            device = torch.device(self.device)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0]
-            raise TrainingError(f"device {self.device!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
-        return device
 
 
 def _require(condition: bool, otherwise: str) -> None:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from amp_core.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from amp_core.training.log import StepRecord, TrainLog
-from amp_core.training.run import TrainingRun
-from amp_core.training.settings import TrainingError, TrainingSettings
+from amp_core.checkpoint import Checkpoint, load_checkpoint
+from amp_core.training.device import training_device
+from amp_core.training.distributed import World
+from amp_core.training.errors import TrainingError
+from amp_core.training.folder import CHECKPOINT, own_folder
+from amp_core.training.log import StepRecord
+from amp_core.training.output import Output
+from amp_core.training.random_state import kept_random_state, seed_everything
+from amp_core.training.run import Evaluation, TrainingRun
+from amp_core.training.settings import TrainingSettings
+from amp_core.training.tensorboard import require_tensorboard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+ALONE = World()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,80 +54,114 @@ class TrainingResult:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        steps_in_total: Of the whole run; fewer are made if a training set without a length ends early.
+        skipped_steps: So far.
+        record: Of the last step.
+    """
+
+    steps_in_total: int
+    skipped_steps: int
+    record: StepRecord
+
+
 def train(
     settings: TrainingSettings,
     *,
     resume: bool = False,
-    on_step: Callable[[StepRecord], None] = lambda _: None,
-    on_epoch: Callable[[int, dict[str, float]], None] = lambda *_: None,
+    world: World = ALONE,
+    on_step: Callable[[Progress], None] = lambda _: None,
+    on_epoch: Callable[[Evaluation], None] = lambda _: None,
 ) -> TrainingResult:
-    """Train a model, writing `checkpoint.pt` after each epoch and `train.jsonl` after each step into `settings.out`.
+    """Train a model, writing a line per step and evaluation to `train.jsonl`, and now and then `checkpoint.pt`.
 
-    The same settings on the same machine give the same result, bit for bit, whether a run was interrupted and resumed or not.
-    The process's own random state is left as it was.
+    The same settings on the same machine give the same result, bit for bit, whether a run was killed and resumed or not.
+    The process's own random state is left as it was. Nothing in the folder changes before the first step has worked; then a
+    checkpoint of an earlier run becomes `checkpoint.previous.pt`, unless it is resumed from.
 
     Args:
         settings: What to train, and how.
         resume: Go on from `checkpoint.pt`, if there is one.
+        world: The processes that train together, inside of `joined_world`. Rank 0 writes the files.
         on_step: Called after each step.
-        on_epoch: Called after each epoch with its number, from 1, and its evaluation.
+        on_epoch: Called after each epoch.
 
     Raises:
-        FactoryError: If the model, data or loss cannot be imported or built.
-        CheckpointError: If a checkpoint cannot be read or written.
+        FactoryError: If the model, data, loss or optimizer cannot be imported or built.
+        CheckpointError: If a checkpoint cannot be read or written, or is of another model.
+        DataError: If the data cannot be split, read or batched.
         TrainingError: If the run cannot start or go on.
     """
     started = time.monotonic()
-    device = settings.torch_device()
-    path = _prepare_folder(settings) / "checkpoint.pt"
-    before = load_checkpoint(path) if resume and path.exists() else None
-    if before is not None:
-        _check_same_run(settings, before)
-    with torch.random.fork_rng(_cuda_devices(device)), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
-        torch.manual_seed(settings.seed)
-        run = TrainingRun(settings, device, before)
-        last = before
-        with TrainLog(settings.out / "train.jsonl", keep_epochs=run.epochs_done) as log:
-            while run.epochs_done < settings.epochs:
-                for record in run.epoch():
-                    log.write_step(record)
-                    on_step(record)
-                last = run.checkpoint()
-                log.write_epoch(last.epoch, last.metrics)
-                save_checkpoint(path, last)
-                on_epoch(last.epoch, last.metrics)
-    if last is None:
-        raise TrainingError("the run ended before its first epoch did")
+    device = training_device(settings.device, world)
+    if settings.tensorboard:
+        require_tensorboard()
+    path = settings.out / CHECKPOINT
+    with (
+        own_folder(settings.out) if world.is_first else nullcontext(),
+        kept_random_state(device),
+        torch.backends.cudnn.flags(deterministic=True, benchmark=False),
+    ):
+        before = world.from_first(load_checkpoint(path) if resume and world.is_first and path.exists() else None)
+        if before is not None:
+            _check_same_run(settings, before, world)
+        seed_everything(settings.seed)
+        with TrainingRun(settings, device, world, before) as run:
+            _go_through(run, is_new=before is None, on_step=on_step, on_epoch=on_epoch)
     return TrainingResult(
         checkpoint=path,
-        metrics=last.metrics,
-        epochs=last.epoch,
-        steps=last.step,
-        skipped_steps=log.skipped_steps,
+        metrics=run.metrics,
+        epochs=run.epochs_done,
+        steps=run.steps_done,
+        skipped_steps=run.skipped_steps,
         scale=run.training.scaler.get_scale(),
         device=str(device),
         seconds=time.monotonic() - started,
     )
 
 
-def _prepare_folder(settings: TrainingSettings) -> Path:
-    try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TrainingError(f"cannot write into the folder {settings.out}: {error.strerror or error}") from error
-    return settings.out
+def _go_through(
+    run: TrainingRun, *, is_new: bool, on_step: Callable[[Progress], None], on_epoch: Callable[[Evaluation], None]
+) -> None:
+    # Before the first step has worked, nothing in the folder changes.
+    steps_before, skipped_before, epochs_before = run.steps_done, run.skipped_steps, run.epochs_done
+    events = run.events()
+    first = next(events, None)
+    if first is None:
+        return
+    with Output(run, is_new=is_new, steps_done=steps_before, skipped_steps=skipped_before, epochs_done=epochs_before) as output:
+        for event in chain([first], events):
+            if isinstance(event, StepRecord):
+                output.write_step(event)
+                on_step(Progress(steps_in_total=run.steps_in_total, skipped_steps=run.skipped_steps, record=event))
+            else:
+                output.write_evaluation(event)
+                on_epoch(event)
 
 
-def _check_same_run(settings: TrainingSettings, checkpoint: Checkpoint) -> None:
-    then = checkpoint.settings | {name: getattr(checkpoint, name) for name in ("model", "data", "dtype", "policy")}
-    now = settings.to_checkpoint() | {name: getattr(settings, name) for name in ("model", "data", "dtype", "policy")}
+def _check_same_run(settings: TrainingSettings, checkpoint: Checkpoint, world: World) -> None:
+    names = ("model", "data", "dtype", "policy")
+    then = checkpoint.settings | {name: getattr(checkpoint, name) for name in names}
+    now = settings.to_checkpoint() | {name: getattr(settings, name) for name in names}
+    # What an older checkpoint does not mention could not be chosen then.
+    defaults = {"accumulate": 1, "steps_per_epoch": 0, "optimizer": "torch.optim:AdamW"}
     for name, value in now.items():
-        if then.get(name) != value:
+        if then.get(name, defaults.get(name)) != value:
             raise TrainingError(
                 f"cannot resume: the checkpoint was trained with {name} {then.get(name)!r}, this run has {value!r}; "
                 "use the same, or start again without resuming"
             )
+    size = then.get("world_size", 1)
+    if size != world.size:
+        raise TrainingError(
+            f"cannot resume: the checkpoint was trained in {_processes(int(size))}, this run has {_processes(world.size)}; "
+            f"start it with torchrun --nproc-per-node {size}"
+        )
 
 
-def _cuda_devices(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

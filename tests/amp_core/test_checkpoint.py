@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from amp_core.checkpoint import Checkpoint, CheckpointError, build_data, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 HERE = "tests.amp_core.test_checkpoint"
@@ -32,6 +33,22 @@ def no_model() -> int:
 
 def pairs() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(torch.ones(4, 2), torch.ones(4)), TensorDataset(torch.ones(2, 2), torch.ones(2))
+
+
+class Numbers(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0, 2.0])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def streamed_training() -> tuple[Numbers, TensorDataset]:
+    return Numbers(), pairs()[1]
+
+
+def streamed_held_out() -> tuple[TensorDataset, Numbers]:
+    return pairs()[0], Numbers()
 
 
 def not_a_pair() -> TensorDataset:
@@ -88,12 +105,15 @@ def test_a_checkpoint_builds_its_model_and_data_again() -> None:
     assert (len(train), len(held_out)) == (4, 2)  # type: ignore[arg-type]
 
 
-def test_settings_may_be_missing_from_an_older_file(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", checkpoint())
+def test_what_is_new_may_be_missing_from_an_older_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", checkpoint(batch=3))
     content = torch.load(tmp_path / "c.pt", weights_only=True)
-    del content["settings"]
-    torch.save(content, tmp_path / "c.pt")
-    assert load_checkpoint(tmp_path / "c.pt").settings == {}
+    for name in ("settings", "batch", "other_ranks", "record"):
+        del content[name]
+    torch.save(content | {"format_version": 1}, tmp_path / "c.pt")
+    loaded = load_checkpoint(tmp_path / "c.pt")
+    assert (loaded.settings, loaded.batch, loaded.other_ranks, loaded.record) == ({}, 0, [], {})
+    assert isinstance(loaded.build_model(), nn.Module)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +121,7 @@ def test_settings_may_be_missing_from_an_older_file(tmp_path: Path) -> None:
     [
         (linear().state_dict(), "holds no halfserve checkpoint; expected a file that `halfserve train` wrote"),
         ([1, 2], "holds no halfserve checkpoint"),
-        ({"format": "halfserve.checkpoint", "format_version": 2}, "checkpoint format 2, .* reads up to 1; upgrade halfserve"),
+        ({"format": "halfserve.checkpoint", "format_version": 3}, "checkpoint format 3, .* reads up to 2; upgrade halfserve"),
         ({"format": "halfserve.checkpoint", "format_version": 1, "model": "a:b"}, "lacks data, dtype, epoch"),
         (linear(), "is damaged or no checkpoint; write it again with `halfserve train`"),
     ],
@@ -154,8 +174,18 @@ def test_a_model_that_the_weights_do_not_fit() -> None:
         ("not_a_pair", "returned a TensorDataset; expected a pair of torch data sets"),
         ("no_model", "returned a int; expected a pair of torch data sets"),
         ("empty", "the held-out set that '.*' returned has no items"),
+        (
+            "streamed_held_out",
+            "the held-out set .* is an IterableDataset; expected one with a length, whose items can be indexed",
+        ),
     ],
 )
 def test_data_that_is_no_pair_of_data_sets(factory: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         build_data(f"{HERE}:{factory}")
+
+
+def test_streams_can_be_trained_on_and_where_allowed_evaluated_on() -> None:
+    assert isinstance(build_data(f"{HERE}:streamed_training")[0], Numbers)
+    assert isinstance(build_data(f"{HERE}:streamed_held_out", held_out_indexable=False)[1], Numbers)
+    assert isinstance(checkpoint(data=f"{HERE}:streamed_training").build_data()[0], Numbers)

@@ -38,6 +38,7 @@ def test_json_is_one_object_and_nothing_else(tmp_path: Path, capfd: pytest.Captu
         "dtype": "float16",
         "policy": "native",
         "device": "cpu",
+        "processes": 1,
     }
 
 

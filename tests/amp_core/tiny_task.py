@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 HERE = "tests.amp_core.tiny_task"
+ANNOUNCEMENT = 65536  # in bytes: what a pipe holds
 
 
 def data() -> tuple[TensorDataset, TensorDataset]:
@@ -65,3 +72,147 @@ class Overflowing(nn.Module):
 
 def overflowing() -> nn.Module:
     return Overflowing()
+
+
+def plain() -> nn.Module:
+    """Without what makes a share of a batch differ from the whole."""
+    return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Announcing(nn.Module):
+    """Draws from every generator, and tells the pipe that ANNOUNCE names of each forward pass in training."""
+
+    def __init__(self, ballast: int = 1) -> None:
+        super().__init__()
+        self.inner = model()
+        self.register_buffer("ballast", torch.zeros(ballast))
+        named = os.environ.get("ANNOUNCE")
+        self.pipe = Path(named).open("wb") if named else None  # noqa: SIM115  (as long as the model lives)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            if self.pipe is not None:
+                self.pipe.write(bytes(ANNOUNCEMENT))
+                self.pipe.flush()
+            x = x * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())  # noqa: NPY002, S311  (what models use)
+        y: Tensor = self.inner(x)
+        return y
+
+
+def announcing() -> nn.Module:
+    return Announcing()
+
+
+def announcing_bulky() -> nn.Module:
+    return Announcing(ballast=2_000_000)
+
+
+class LostInTheMiddle(nn.Module):
+    """Its second layer divides by zero once the model is trained, whatever the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.divide, self.last = nn.Linear(2, 2), Divide(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.divide(self.first(x)))
+        return y
+
+
+class Divide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x)
+
+
+def lost_in_the_middle() -> nn.Module:
+    return LostInTheMiddle()
+
+
+class Squares(nn.Module):
+    """Overflows float16 in forward, and float32 not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scaled = nn.Linear(2, 2), Times1e6()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.scaled(self.linear(x)) * 1e-6
+        return y
+
+
+class Times1e6(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1e6
+
+
+def too_large_for_float16() -> nn.Module:
+    return Squares()
+
+
+def root_loss(outputs: Tensor, _: Tensor) -> Tensor:
+    """Finite, with a gradient that is not."""
+    return (outputs.float() * 0).abs().sqrt().mean()
+
+
+def nan_loss(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.float().mean() * float("nan")
+
+
+def one_poisoned() -> tuple[TensorDataset, TensorDataset]:
+    """One item overflows float16."""
+    train, held_out = data()
+    train.tensors[0][5] = 1e7
+    return train, held_out
+
+
+def one_infinite() -> tuple[TensorDataset, TensorDataset]:
+    train, held_out = data()
+    train.tensors[0][:] = float("inf")
+    return train, held_out
+
+
+class Broken(Dataset[tuple[Tensor, Tensor]]):
+    """One of its items cannot be read."""
+
+    def __init__(self, whole: TensorDataset) -> None:
+        self.whole = whole
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 77:
+            raise OSError("the disk has a hole")
+        point, side = self.whole[index]
+        return point, side
+
+
+def broken() -> tuple[Dataset[tuple[Tensor, Tensor]], TensorDataset]:
+    train, held_out = data()
+    return Broken(train), held_out
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, whole: TensorDataset) -> None:
+        self.whole = whole
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.whole[index] for index in range(len(self.whole)))
+
+
+def streams() -> tuple[Stream, Stream]:
+    train, held_out = data()
+    return Stream(train), Stream(held_out)
+
+
+def empty_streams() -> tuple[Stream, Stream]:
+    nothing = TensorDataset(torch.ones(0, 2), torch.ones(0))
+    return Stream(nothing), Stream(nothing)
+
+
+def sgd(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def no_optimizer(parameters: list[nn.Parameter], lr: float) -> float:
+    return lr * len(parameters)

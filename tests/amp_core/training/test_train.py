@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,30 +8,17 @@ import pytest
 import torch
 
 from amp_core.checkpoint import CheckpointError, load_checkpoint
+from amp_core.data import DataError
 from amp_core.factory import FactoryError
 from amp_core.policy import PolicyError
-from amp_core.training.loop import warmup_and_cosine
-from amp_core.training.settings import TrainingError, TrainingSettings
+from amp_core.training.errors import TrainingError
+from amp_core.training.schedule import warmup_and_cosine
 from amp_core.training.train import TrainingResult, train
 from tests.amp_core.tiny_task import HERE
+from tests.amp_core.training.runs import assert_same_run, assert_same_weights, killed_in, log, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def settings(out: Path, **changes: Any) -> TrainingSettings:
-    values: dict[str, Any] = {"model": f"{HERE}:model", "data": f"{HERE}:data", "out": out, "device": "cpu"}
-    return TrainingSettings(**(values | {"epochs": 4, "batch_size": 32} | changes))
-
-
-def log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-
-
-def assert_same_weights(a: Path, b: Path) -> None:
-    first, second = load_checkpoint(a / "checkpoint.pt"), load_checkpoint(b / "checkpoint.pt")
-    for name, value in first.weights.items():
-        assert torch.equal(value, second.weights[name]), name
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -80,29 +66,16 @@ def test_the_same_run_twice_is_the_same_bit_for_bit(tmp_path: Path, dtype: str) 
     assert log(tmp_path / "a") != log(tmp_path / "c")
 
 
-class KilledError(Exception):
-    """In place of a signal: nothing after it runs."""
-
-
-def killed_in(folder: Path, step: int) -> None:
-    def kill(record: Any) -> None:
-        if record.step == step:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        train(settings(folder), on_step=kill)
-
-
-@pytest.mark.parametrize("step", [3, 6, 15])
-def test_a_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path: Path, step: int) -> None:
-    train(settings(tmp_path / "whole"))
-    killed_in(tmp_path / "resumed", step)
+@pytest.mark.parametrize(("step", "every"), [(3, 0), (6, 0), (15, 0), (7, 2), (5, 4), (11, 1)])
+def test_a_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path: Path, step: int, every: int) -> None:
+    more = {"accumulate": 2, "batch_size": 16, "checkpoint_every": every}
+    train(settings(tmp_path / "whole", **more | {"checkpoint_every": 0}))
+    killed_in(settings(tmp_path / "resumed", **more), step)
     with (tmp_path / "resumed" / "train.jsonl").open("a") as file:
         file.write('{"step": 99, "epo')  # a line that the kill has torn
-    result = train(settings(tmp_path / "resumed"), resume=True)
+    result = train(settings(tmp_path / "resumed", **more), resume=True)
     assert (result.epochs, result.steps) == (4, 16)
-    assert_same_weights(tmp_path / "whole", tmp_path / "resumed")
-    assert (tmp_path / "whole" / "train.jsonl").read_bytes() == (tmp_path / "resumed" / "train.jsonl").read_bytes()
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_resuming_what_is_complete_changes_nothing(tmp_path: Path) -> None:
@@ -114,40 +87,21 @@ def test_resuming_what_is_complete_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("seed", 1), ("batch_size", 16), ("dtype", "bfloat16"), ("epochs", 5), ("policy", "cuda")]
+    ("name", "value"),
+    [
+        ("seed", 1),
+        ("batch_size", 16),
+        ("dtype", "bfloat16"),
+        ("epochs", 5),
+        ("policy", "cuda"),
+        ("accumulate", 2),
+        ("optimizer", f"{HERE}:sgd"),
+    ],
 )
 def test_resuming_another_run_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     train(settings(tmp_path, epochs=1))
     with pytest.raises(TrainingError, match=f"the checkpoint was trained with {name} .*, this run has {value!r}"):
         train(settings(tmp_path, **({"epochs": 1} | {name: value})), resume=True)
-
-
-def test_skipped_steps_shrink_the_scale_and_do_not_move_the_schedule(tmp_path: Path) -> None:
-    result = train(settings(tmp_path, model=f"{HERE}:overflowing", epochs=4))
-    steps = [record for record in log(tmp_path) if "step" in record]
-    skipped = [record for record in steps if record["skipped"]]
-    assert 1 <= len(skipped) == result.skipped_steps < len(steps)
-    assert result.scale == 65536.0 / 2 ** len(skipped)
-    for before, after in itertools.pairwise(steps):
-        assert after["scale"] == before["scale"] / (2 if before["skipped"] else 1)
-        if before["skipped"]:
-            assert after["learning_rate"] == before["learning_rate"]
-    assert load_checkpoint(result.checkpoint).scheduler["last_epoch"] == len(steps) - len(skipped)
-    assert all(record["gradient_norm"] is None for record in skipped)
-
-
-def test_a_loss_that_no_scale_can_save_stops_the_run_and_names_a_parameter(tmp_path: Path) -> None:
-    message = (
-        r"at step 31 the gradients of 0.weight, 0.bias, 1.weight and 3 more overflow even at the smallest scale, 6.10352e-05"
-    )
-    with pytest.raises(TrainingError, match=message):
-        train(settings(tmp_path, loss=f"{HERE}:infinite_loss", epochs=20))
-
-
-def test_without_a_scale_the_first_infinite_gradient_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"the gradients of step 1 are not finite \(loss .*\); try a lower learning rate"):
-        train(settings(tmp_path, loss=f"{HERE}:infinite_loss", dtype="bfloat16"))
-    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 def test_a_regression_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
@@ -180,7 +134,7 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
         ({"model": f"{HERE}:data"}, TrainingError, "returned a tuple; expected a torch.nn.Module"),
         ({"model": f"{HERE}:modell"}, FactoryError, "has no 'modell'; did you mean 'model'"),
         ({"data": f"{HERE}:model"}, CheckpointError, "returned a Sequential; expected a pair of torch data sets"),
-        ({"data": f"{HERE}:triples"}, TrainingError, r"the data's items must be pairs \(input, target\)"),
+        ({"data": f"{HERE}:triples"}, DataError, r"the data's items must be pairs \(input, target\)"),
         ({"policy": "cuda+low:softmx"}, PolicyError, "did you mean 'softmax'"),
         ({"device": "cdua"}, TrainingError, "device 'cdua' cannot be used here .*; try 'cpu' or 'auto'"),
         ({"device": "meta:x"}, TrainingError, "device 'meta:x' cannot be used here"),
@@ -189,6 +143,14 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
         ({"learning_rate": math.nan}, TrainingError, "learning_rate must be above 0"),
         ({"epochs": 0}, TrainingError, "epochs must be at least 1"),
         ({"batch_size": 0}, TrainingError, "batch_size must be at least 1"),
+        ({"accumulate": 0}, TrainingError, "accumulate must be at least 1, got 0"),
+        ({"patience": 0}, TrainingError, "patience must be at least 1, got 0"),
+        ({"workers": -1}, TrainingError, r"workers must be 0 \(batches are made in this process\) or above, got -1"),
+        ({"checkpoint_every": -1}, TrainingError, r"checkpoint_every must be 0 \(at the end of each epoch only\) or above"),
+        ({"steps_per_epoch": -1}, TrainingError, r"steps_per_epoch must be 0 \(as many as there are\) or above"),
+        ({"record_every": -1}, TrainingError, r"record_every must be 0 \(no record\) or above"),
+        ({"data": f"{HERE}:empty_streams", "steps_per_epoch": 2}, DataError, "the data set Stream has no items"),
+        ({"data": f"{HERE}:broken"}, DataError, "item 77 of .*: OSError: the disk has a hole"),
         ({"clip": -1.0}, TrainingError, r"clip must be 0 \(no clipping\) or above"),
         ({"seed": -1}, TrainingError, "seed must be between 0 and"),
     ],
@@ -201,12 +163,6 @@ def test_bad_input_is_one_line(tmp_path: Path, changes: dict[str, Any], kind: ty
         run()
     assert "\n" not in str(error.value)
     assert not (tmp_path / "checkpoint.pt").exists()
-
-
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(TrainingError, match="cannot write into the folder .*file"):
-        train(settings(tmp_path / "file"))
 
 
 def test_the_learning_rate_warms_up_and_falls_to_nothing() -> None:

@@ -1,0 +1,153 @@
+"""The processes of one run: `torchrun` starts them, each trains on its share of every batch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from amp_core.training.errors import PeerError, TrainingError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.distributed_c10d import Store
+
+Value = TypeVar("Value")
+_FIRST_TO_FAIL = "halfserve/first_to_fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Which of how many processes this is. Alone, every method is free and gives back what it was given.
+
+    Attributes:
+        rank: From 0; rank 0 alone writes files and prints.
+        size: How many processes train together.
+        local_rank: The process's number on its machine, which is the number of its GPU.
+        store: What the processes share besides their connections.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    store: Store | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over all processes of a floating tensor, which is not changed."""
+        return self.sum(value) / self.size if self.size > 1 else value
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes of a tensor, which is not changed."""
+        if self.size == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, value: Value) -> list[Value]:
+        """What every process has, in the order of their ranks; pickled on the way."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def from_first(self, value: Value) -> Value:
+        """What rank 0 has; pickled on the way."""
+        if self.size == 1:
+            return value
+        shared: list[Any] = [value]
+        dist.broadcast_object_list(shared, src=0)
+        first: Value = shared[0]
+        return first
+
+    def share_buffers(self, module: torch.nn.Module) -> None:
+        """Overwrite a module's buffers with those of rank 0."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def fails_first(self) -> bool:
+        """Say that this process fails; returns whether it is the first to say so, and should say why."""
+        if self.store is None:
+            return True
+        try:
+            first = self.store.compare_set(_FIRST_TO_FAIL, "", str(self.rank))
+        except RuntimeError:  # the store is gone, and with it whoever could have been first
+            return False
+        return bool(first == str(self.rank).encode())
+
+
+@contextmanager
+def joined_world() -> Iterator[World]:
+    """Join the processes that `torchrun` started together with this one, if it did; else this one is alone.
+
+    They talk by gloo for what is on the CPU and by nccl for what is on CUDA. Of processes that fail, the first has the word: in
+    the others its failure shows as broken connections, of which nobody need hear.
+
+    Raises:
+        PeerError: In place of any exception, if another process failed first.
+        TrainingError: If the environment that torchrun sets is only there in part.
+    """
+    world = _from_environment()
+    if world.size == 1:
+        yield world
+        return
+    try:
+        world = _connected(world)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"rank {world.rank} cannot connect to the other processes of this run: {one_line(error)}"
+        ) from error
+    try:
+        yield world
+    except Exception as error:
+        if not world.fails_first():
+            raise PeerError("another process of this run failed first") from error
+        if _is_broken_connection(error):
+            raise TrainingError(
+                f"rank {world.rank} lost its connection to another process of the run; was that killed? ({one_line(error)})"
+            ) from error
+        raise
+    dist.destroy_process_group()
+
+
+def _from_environment() -> World:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+        return World()
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise TrainingError(
+            f"RANK is set in the environment, but not {', '.join(missing)}; start several processes by "
+            "`torchrun --nproc-per-node N -m halfserve train ...`, or unset RANK to train in one"
+        )
+    try:
+        rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except ValueError as error:
+        raise TrainingError(f"RANK, WORLD_SIZE and LOCAL_RANK in the environment must be whole numbers: {error}") from error
+    return World(rank=rank, size=size, local_rank=local_rank)
+
+
+def _connected(world: World) -> World:
+    store, _, _ = next(rendezvous("env://", world.rank, world.size))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+    return replace(world, store=store)
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    # Of gloo's errors only the text tells them from others.
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

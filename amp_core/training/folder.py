@@ -1,0 +1,66 @@
+"""The folder of a run: who may write in it, and what is left from before."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+from amp_core.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CHECKPOINT, PREVIOUS, LOG, RECORD, RECORD_PLOT, TENSORBOARD = (
+    "checkpoint.pt", "checkpoint.previous.pt", "train.jsonl", "record.json", "record.png", "tensorboard"
+)  # fmt: skip
+_LOCK = ".lock"
+
+
+@contextmanager
+def own_folder(path: Path) -> Iterator[None]:
+    """Make the folder if it is missing, and keep other runs out of it while this one is in it.
+
+    A run that was killed left its lock to the system, which releases it; files that it had only begun to write are removed.
+
+    Raises:
+        TrainingError: If the folder cannot be made or written to, or another run is in it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / _LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise TrainingError(f"cannot write into the folder {path}: {error.strerror or error}") from error
+    with lock:
+        _lock(lock, path)
+        for name in (CHECKPOINT, LOG, RECORD, RECORD_PLOT):
+            for unfinished in path.glob(f".{name}.*.tmp"):
+                unfinished.unlink(missing_ok=True)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        import fcntl  # noqa: PLC0415  (Windows has none; two runs in one folder are not kept apart there)
+    except ImportError:
+        return
+    try:
+        # A lock of the process, not of the open file: data workers that outlive a killed run for a moment do not hold it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        raise TrainingError(f"another run (process {owner}) is writing into {folder}; choose another folder") from error
+    except OSError:  # a file system without locks
+        return
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+
+
+def set_previous_aside(folder: Path) -> None:
+    """Rename the checkpoint of an earlier run: if this one ended before its first, it would be taken for this one's."""
+    checkpoint = folder / CHECKPOINT
+    if checkpoint.exists():
+        checkpoint.replace(folder / PREVIOUS)

@@ -1,0 +1,83 @@
+"""What a run writes into its folder while it goes on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from amp_core.checkpoint import save_checkpoint
+from amp_core.training.folder import CHECKPOINT, LOG, TENSORBOARD, set_previous_aside
+from amp_core.training.log import TrainLog
+from amp_core.training.recording import write_record
+from amp_core.training.tensorboard import Curves, curves
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from amp_core.training.log import StepRecord
+    from amp_core.training.run import Evaluation, TrainingRun
+
+
+class Output:
+    """The log, the curves, the checkpoints and the record; of several processes rank 0 writes, and the others take part.
+
+    A checkpoint never speaks of steps that are not in the log and the curves: those are on their way to the disk before it.
+
+    Args:
+        run: Whose state goes into the checkpoints.
+        is_new: Whether the run starts, in a folder that an earlier one may have used.
+        steps_done: Of an earlier part of the run; what the log has beyond is dropped.
+        epochs_done: Likewise.
+        skipped_steps: Of the steps done.
+    """
+
+    def __init__(self, run: TrainingRun, *, is_new: bool, steps_done: int, epochs_done: int, skipped_steps: int) -> None:
+        self._run, self._folder = run, run.settings.out
+        self._log: TrainLog | None = None
+        self._curves: Curves | None = None
+        self._open_files = ExitStack()
+        if run.world.is_first:
+            if is_new:
+                set_previous_aside(self._folder)
+            log = TrainLog(self._folder / LOG, keep_steps=steps_done, keep_epochs=epochs_done)
+            self._log = self._open_files.enter_context(log)
+            wanted = run.settings.tensorboard
+            self._curves = self._open_files.enter_context(
+                curves(self._folder / TENSORBOARD, wanted=wanted, steps_done=steps_done, skipped_steps=skipped_steps)
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._open_files.close()
+
+    def write_step(self, record: StepRecord) -> None:
+        """Write a step, and a checkpoint if it is time for one."""
+        if self._log:
+            self._log.write_step(record)
+        if self._curves:
+            self._curves.write_step(record)
+        every = self._run.settings.checkpoint_every
+        if every and record.step % every == 0:
+            self._save()
+
+    def write_evaluation(self, evaluation: Evaluation) -> None:
+        """Write an evaluation, and a checkpoint."""
+        if self._log:
+            self._log.write_epoch(evaluation.epoch, evaluation.metrics)
+        if self._curves:
+            self._curves.write_evaluation(evaluation.metrics, evaluation.step)
+        self._save()
+
+    def _save(self) -> None:
+        checkpoint = self._run.checkpoint()
+        if self._log is None:
+            return
+        self._log.sync()
+        if self._curves:
+            self._curves.sync()
+        save_checkpoint(self._folder / CHECKPOINT, checkpoint)
+        if checkpoint.record and self._run.is_complete:
+            write_record(checkpoint.record, self._folder)

@@ -1,0 +1,155 @@
+"""Two processes that train together, over gloo."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from amp_core.checkpoint import load_checkpoint
+from amp_core.training.device import training_device
+from amp_core.training.distributed import World, joined_world
+from amp_core.training.errors import TrainingError
+from tests.amp_core.tiny_task import ANNOUNCEMENT
+from tests.amp_core.training.runs import Halfserve, command, steps, together
+
+if TYPE_CHECKING:
+    from tests.amp_core.training.runs import Ended
+
+OPTIONS = ("--epochs", "3", "--json")
+HALVES = (*OPTIONS, "--batch-size", "16")
+WHOLES = (*OPTIONS, "--batch-size", "32")
+
+
+def alone(folder: Path, *options: str, model: str = "plain", data: str = "data") -> Ended:
+    return Halfserve(folder / "alone.process", command(folder / "alone", *options, model=model, data=data)).ended()
+
+
+def both(folder: Path, *options: str, model: str = "plain", data: str = "data") -> list[Ended]:
+    words = command(folder / "both", *options, model=model, data=data)
+    return [run.ended() for run in together(folder / "both.processes", words)]
+
+
+def assert_close(folder: Path) -> None:
+    first, second = (load_checkpoint(folder / name / "checkpoint.pt") for name in ("alone", "both"))
+    torch.testing.assert_close(first.weights, second.weights, rtol=1e-4, atol=1e-6)
+    for a, b in zip(steps(folder / "alone"), steps(folder / "both"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert first.metrics == pytest.approx(second.metrics, rel=1e-5)
+
+
+def test_torchrun_trains_as_one_process_with_the_batch_of_both(tmp_path: Path, free_port: int) -> None:
+    words = command(tmp_path / "both", *HALVES, "--accumulate", "2", "--dtype", "float32", model="plain")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([*torchrun, "-m", "halfserve", *words], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("{") == done.stdout.count('"processes": 2') == 1
+    assert "Warning" not in done.stderr
+    assert alone(tmp_path, *WHOLES, "--accumulate", "2", "--dtype", "float32").code == 0
+    assert_close(tmp_path)
+
+
+def test_an_overflow_in_one_process_is_skipped_in_both(tmp_path: Path) -> None:
+    assert [ended.code for ended in both(tmp_path, *HALVES, data="one_poisoned")] == [0, 0]
+    assert alone(tmp_path, *WHOLES, data="one_poisoned").code == 0
+    assert [record["step"] for record in steps(tmp_path / "both") if record["skipped"]]
+    first, second = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("alone", "both"))
+    assert first.scaler == second.scaler
+    torch.testing.assert_close(first.weights, second.weights, rtol=1e-2, atol=1e-3)
+
+
+def test_streams_are_shared_out_and_end_together(tmp_path: Path) -> None:
+    """Of nine batches one process has five and the other four."""
+    options = (*OPTIONS, "--batch-size", "15", "--steps-per-epoch", "7")
+    ended = both(tmp_path, *options, data="streams")
+    assert [run.code for run in ended] == [0, 0]
+    assert {record["epoch"] for record in steps(tmp_path / "both")} == {1, 2, 3}
+    assert len(steps(tmp_path / "both")) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "broken"}, "the disk has a hole"),
+        ({"model": "lost_in_the_middle"}, "training diverged: .* the output of divide"),
+        ({"model": "modell"}, "did you mean 'model'"),
+    ],
+)
+def test_an_error_in_one_process_ends_both_with_one_message(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    ended = both(tmp_path, *HALVES, **changes)
+    assert all(run.code in {1, 2} for run in ended)
+    said = [run.err for run in ended if run.err]
+    assert len(said) == 1
+    assert said[0].startswith("halfserve train: ")
+    assert said[0].count("\n") == 1
+    assert re.search(message, said[0])
+    assert not (tmp_path / "both" / "checkpoint.pt").exists()
+
+
+def test_resuming_in_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    assert both(tmp_path, *HALVES)[0].code == 0
+    ended = Halfserve(tmp_path / "process", command(tmp_path / "both", *HALVES, "--resume", model="plain")).ended()
+    assert ended.code == 1
+    assert "was trained in 2 processes, this run has 1 process; start it with torchrun --nproc-per-node 2" in ended.err
+
+
+def test_a_torn_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TrainingError, match="not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; start"), joined_world():
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with joined_world() as world:
+        assert world == World()
+
+
+def test_alone_nothing_is_shared() -> None:
+    world, value = World(), torch.ones(2)
+    assert world.is_first
+    assert world.fails_first()
+    assert world.mean(value) is world.sum(value) is value
+    assert world.gather(3) == [3]
+    assert world.from_first("x") == "x"
+
+
+def test_no_gpu_to_take() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(TrainingError, match="device 'cuda' cannot be used here .*; try 'cpu' or 'auto'"):
+        training_device("cuda", World(rank=1, size=2, local_rank=1))
+
+
+@pytest.mark.gpu
+def test_several_processes_take_a_gpu_each() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    assert training_device("cuda", World(rank=0, size=2, local_rank=0)) == torch.device("cuda", 0)
+    with pytest.raises(TrainingError, match="2 processes cannot share 'cuda:0'; use 'cuda'"):
+        training_device("cuda:0", World(rank=1, size=2, local_rank=1))
+    count = torch.cuda.device_count()
+    with pytest.raises(TrainingError, match=f"there are {count} GPUs here and more processes than that"):
+        training_device("auto", World(rank=count, size=count + 1, local_rank=count))
+
+
+def test_a_process_that_was_killed_leaves_no_traceback_in_the_other(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = command(tmp_path / "out", *HALVES, model="announcing")
+    first, second = together(tmp_path / "processes", words, {"ANNOUNCE": str(pipe)})
+    with pipe.open("rb", buffering=0) as told:
+        assert told.read(1)
+        second.kill()
+        while told.read(ANNOUNCEMENT):
+            pass
+    ended = first.ended()
+    assert ended.code == 1
+    assert ended.err.startswith("halfserve train: rank 0 lost its connection to another process of the run; was that killed?")
+    assert ended.err.count("\n") == 1

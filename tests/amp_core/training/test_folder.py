@@ -1,0 +1,51 @@
+"""Who may write into a folder, and what a run finds and leaves there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from amp_core.training.errors import TrainingError
+from amp_core.training.folder import own_folder
+from amp_core.training.train import train
+from tests.amp_core.tiny_task import HERE
+from tests.amp_core.training.runs import Halfserve, command, settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with own_folder(out):
+        ended = Halfserve(tmp_path / "process", command(out)).ended()
+        owner = (out / ".lock").read_text()
+    assert ended.code == 1
+    assert ended.err == f"halfserve train: another run (process {owner}) is writing into {out}; choose another folder\n"
+    assert Halfserve(tmp_path / "process", command(out, "--epochs", "1")).ended().code == 0
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match="cannot write into the folder .*file: File exists"):
+        train(settings(tmp_path / "file"))
+    with pytest.raises(TrainingError, match="cannot write into the folder .*: Not a directory"):
+        train(settings(tmp_path / "file" / "below"))
+
+
+def test_unfinished_files_of_a_killed_run_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    for name in (".checkpoint.pt.12-34.tmp", ".train.jsonl.12-34.tmp", ".mine.tmp", "checkpoint.pt.tmp"):
+        (tmp_path / name).touch()
+    with own_folder(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".mine.tmp", "checkpoint.pt.tmp"]
+
+
+def test_a_new_run_keeps_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
+    before = train(settings(tmp_path, seed=1)).checkpoint.read_bytes()
+    with pytest.raises(TrainingError, match="do not fit together"):
+        train(settings(tmp_path, model=f"{HERE}:wrong_width"))
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert not (tmp_path / "checkpoint.previous.pt").exists()
+    train(settings(tmp_path))
+    assert (tmp_path / "checkpoint.previous.pt").read_bytes() == before
