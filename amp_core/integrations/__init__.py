@@ -1,0 +1,1 @@
+"""Our autocast and scaler in other training frameworks; each module imports its framework, and only that one."""

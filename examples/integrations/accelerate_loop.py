@@ -1,0 +1,35 @@
+"""Hugging Face accelerate: another Accelerator, the same loop."""
+
+from __future__ import annotations
+
+import torch
+from rich import print as show
+from torch.nn.functional import cross_entropy
+
+from amp_core.integrations.accelerate import HalfserveAccelerator
+from examples.digits.model import DigitsNet
+from examples.integrations.digits import LEARNING_RATE, POLICY, Outcome, accuracy, batches
+
+
+def main(epochs: int = 3) -> Outcome:
+    """Train, and print what became of it."""
+    torch.manual_seed(0)
+    accelerator = HalfserveAccelerator(mixed_precision="fp16", policy=POLICY)
+    net = DigitsNet()
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=LEARNING_RATE), batches())
+    skipped = 0
+    for _ in range(epochs):
+        for images, digits in loader:
+            optimizer.zero_grad()
+            accelerator.backward(cross_entropy(model(images), digits))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            skipped += accelerator.optimizer_step_was_skipped
+    scaler = accelerator.scaler
+    outcome = Outcome(accuracy=accuracy(net), skipped=skipped, scale=scaler.get_scale() if scaler else 1.0)
+    show(str(outcome))
+    return outcome
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What the three examples share: the batches, the test, and the line that each prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from examples.digits.data import data
+
+if TYPE_CHECKING:
+    from torch import nn
+
+POLICY = "cuda"  # the documented CUDA lists, on any device
+LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a training.
+
+    Attributes:
+        accuracy: The share of the held-out digits that are recognized.
+        skipped: How many steps were skipped because a gradient was not finite.
+        scale: The loss scale at the end.
+    """
+
+    accuracy: float
+    skipped: int
+    scale: float
+
+    def __str__(self) -> str:
+        return f"{self.accuracy:.1%} of the held-out digits recognized; {self.skipped} steps skipped; scale {self.scale:g}"
+
+
+def batches() -> DataLoader[Any]:
+    """The training set in shuffled batches of pairs (image, digit)."""
+    return DataLoader(data()[0], batch_size=64, shuffle=True)
+
+
+def accuracy(model: nn.Module) -> float:
+    """The share of the held-out digits that a model, on whatever device, recognizes."""
+    device = next(model.parameters()).device
+    images, digits = (tensor.to(device) for tensor in data()[1].tensors)
+    with torch.inference_mode():
+        recognized: torch.Tensor = model.eval()(images).argmax(1) == digits
+    return recognized.float().mean().item()

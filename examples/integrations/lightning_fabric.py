@@ -1,0 +1,39 @@
+"""Lightning Fabric: one plugin, and a loop of one's own."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric import Fabric
+from rich import print as show
+from torch.nn.functional import cross_entropy
+
+from amp_core.integrations.lightning import FabricPrecision
+from examples.digits.model import DigitsNet
+from examples.integrations.digits import LEARNING_RATE, POLICY, Outcome, accuracy, batches
+
+
+def main(epochs: int = 3) -> Outcome:
+    """Train, and print what became of it."""
+    torch.manual_seed(0)
+    plugin = FabricPrecision("16-mixed", policy=POLICY)
+    fabric = Fabric(devices=1, plugins=[plugin])
+    net = DigitsNet()
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=LEARNING_RATE))
+    loader = fabric.setup_dataloaders(batches())
+    skipped = 0
+    for _ in range(epochs):
+        for images, digits in loader:
+            optimizer.zero_grad()
+            fabric.backward(cross_entropy(model(images), digits))
+            # An overflow makes the norm NaN; the step is then skipped.
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+            optimizer.step()
+            if plugin.scaler is not None:
+                skipped += plugin.scaler.step_was_skipped
+    outcome = Outcome(accuracy=accuracy(net), skipped=skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0)
+    show(str(outcome))
+    return outcome
+
+
+if __name__ == "__main__":
+    main()

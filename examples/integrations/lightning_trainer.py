@@ -1,0 +1,65 @@
+"""Lightning's Trainer: one plugin, and a hook that counts skipped steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich import print as show
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from amp_core.integrations.lightning import TrainerPrecision
+from examples.digits.model import DigitsNet
+from examples.integrations.digits import LEARNING_RATE, POLICY, Outcome, accuracy, batches
+
+
+class Classifier(pl.LightningModule):
+    """Nothing here knows of mixed precision, but for the count of skipped steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.skipped = DigitsNet(), 0
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        """The loss of a batch of pairs (image, digit)."""
+        images, digits = batch
+        return cross_entropy(self.net(images), digits)
+
+    def configure_optimizers(self) -> Any:
+        """Adam, and a rate that falls with every step that was not skipped."""
+        optimizer = torch.optim.Adam(self.parameters(), lr=LEARNING_RATE)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count the steps that overflowed."""
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, TrainerPrecision) and plugin.scaler is not None:
+            self.skipped += plugin.scaler.step_was_skipped
+
+
+def main(epochs: int = 3) -> Outcome:
+    """Train, and print what became of it."""
+    torch.manual_seed(0)
+    plugin, classifier = TrainerPrecision("16-mixed", policy=POLICY), Classifier()
+    trainer = pl.Trainer(
+        plugins=[plugin],
+        max_epochs=epochs,
+        gradient_clip_val=1.0,
+        logger=False,  # writes no files, as the next
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(classifier, batches())
+    outcome = Outcome(
+        accuracy=accuracy(classifier.net), skipped=classifier.skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0
+    )
+    show(str(outcome))
+    return outcome
+
+
+if __name__ == "__main__":
+    main()
