@@ -1,0 +1,38 @@
+"""Sequences of random digits of several lengths, padded to one, and the same digits in ascending order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+LENGTH = 8
+SHORTEST = 3
+PADDING = 0
+NO_TARGET = -100  # what torch's cross-entropy leaves out by default
+TRAINING, HELD_OUT = 2048, 512
+
+
+def data() -> tuple[TensorDataset, TensorDataset]:
+    """The training set and the held-out set, always the same ones.
+
+    Returns:
+        Two data sets of pairs (tokens, targets), int64 of shape (8,): a digit plus 1, or 0 for padding; and the digits in
+        ascending order, or -100 for padding.
+    """
+    return _sequences(TRAINING, seed=0), _sequences(HELD_OUT, seed=1)
+
+
+def _sequences(count: int, seed: int) -> TensorDataset:
+    random = torch.Generator().manual_seed(seed)
+    digits = torch.randint(10, (count, LENGTH), generator=random)
+    lengths = torch.randint(SHORTEST, LENGTH + 1, (count, 1), generator=random)
+    present = torch.arange(LENGTH) < lengths
+    return TensorDataset(torch.where(present, digits + 1, PADDING), ascending(digits, present))
+
+
+def ascending(digits: Tensor, present: Tensor) -> Tensor:
+    """Sort each row's digits that are present; -100 where none is left; both of shape (n, length)."""
+    last = 10  # padding sorts behind every digit
+    in_order = torch.where(present, digits, last).sort(1).values
+    return torch.where(in_order == last, NO_TARGET, in_order)
