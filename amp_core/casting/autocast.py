@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
-class autocast:  # noqa: N801  (torch's name)
+class autocast(Region):  # noqa: N801  (torch's name)
     """Run operations of a block or function in float16 or bfloat16 where that is safe, in float32 where it is not.
 
     Context manager and decorator, with torch.autocast's meaning: wrap the forward pass and the loss only; backward runs each
@@ -83,30 +83,28 @@ class autocast:  # noqa: N801  (torch's name)
         cache_enabled: bool | None = None,
         policy: Policy | str | None = None,
     ) -> None:
-        kind = _device_type(device_type)
-        if (kind, dtype, enabled) not in _CAN_DO:
-            enabled = _checked(kind, dtype, enabled)
-        self._region = Region(
-            kind,
-            torch.get_autocast_dtype(kind) if dtype is None else dtype,
-            enabled,
-            torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled,
-            policy if policy is None else _checked_policy(policy),
-        )
+        if device_type is None or (device_type, dtype, enabled) not in _CAN_DO:
+            device_type = _device_type(device_type)
+            enabled = _checked(device_type, dtype, enabled)
+        # Not through Region's constructor, nor by a region of its own: entering is what a small step feels.
+        self.device_type = device_type
+        self.dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        self.enabled = enabled
+        self.cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self.policy = policy if policy is None else _checked_policy(policy)
 
     def __enter__(self) -> Self:
-        enter(self._region)
+        enter(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        leave(self._region)
+        leave(self)
 
     def __call__(self, function: Function) -> Function:
         """Decorate a function, method, generator or coroutine function: each call runs in a region of its own."""
-        region = self._region
 
         def make_region() -> autocast:
-            made: autocast = autocast(region.device_type, region.dtype, region.enabled, region.cache_enabled, region.policy)
+            made: autocast = autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, self.policy)
             return made
 
         decorated: object = function

@@ -118,9 +118,10 @@ def restore(saved: Saved) -> None:
 
 
 def _set(is_active: bool, number: Number, tag: str) -> None:
-    for device, digit in zip((_FIRST, _SECOND), number, strict=True):
-        torch.set_autocast_dtype(device, digit)
-        torch.set_autocast_enabled(device, is_active)
+    torch.set_autocast_dtype(_FIRST, number[0])
+    torch.set_autocast_dtype(_SECOND, number[1])
+    torch.set_autocast_enabled(_FIRST, is_active)
+    torch.set_autocast_enabled(_SECOND, is_active)
     torch._C._dispatch_tls_set_dispatch_key_included(KEY, is_active)  # noqa: SLF001  (dispatch keys have no public face)
     torch.compiler.config.cache_key_tag = tag
 

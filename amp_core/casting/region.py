@@ -43,7 +43,8 @@ class _Entry:
     """A region that is open, and the state that leaving it puts back."""
 
     region: Region
-    device: tuple[bool, torch.dtype]
+    enabled: bool
+    dtype: torch.dtype
     cache_enabled: bool
     policies: Saved | None
     owns_cache: bool
@@ -67,14 +68,16 @@ def enter(region: Region) -> None:
         _prepare(device_type)
     entry = _Entry(
         region,
-        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
         None if region.policy is None else enforce(region.policy, device_type),
         entries[-1].owns_cache if entries else cast_cache.acquire(),
     )
-    _set_device(entry, region.enabled, region.dtype)
-    if entry.owns_cache:
-        cast_cache.use(device_type, region.dtype)
+    if entries:
+        _keep_dtypes_apart(entry, entries)
+    torch.set_autocast_enabled(device_type, region.enabled)
+    torch.set_autocast_dtype(device_type, region.dtype)
     torch.set_autocast_cache_enabled(region.cache_enabled and entry.owns_cache)
     # Keeps a region of torch's own inside this one from emptying the cache when it leaves.
     torch.autocast_increment_nesting()
@@ -87,6 +90,7 @@ _prepared: set[str] = set()
 def _prepare(device_type: str) -> None:
     repair_promotion()
     watch_weight_writes(device_type)
+    cast_cache.watch_optimizers()
     _prepared.add(device_type)
 
 
@@ -110,31 +114,44 @@ def leave(region: Region) -> None:
         )
     entry = entries.pop(place)
     torch.autocast_decrement_nesting()
-    _hand_back(entry, entries[place:])
-    if entry.owns_cache and entries:
-        # Not the dtype in force: torch's own regions in between change that and keep the cache.
-        around = [other.region.dtype for other in entries if other.region.device_type == region.device_type]
-        cast_cache.use(region.device_type, around[-1] if around else entry.device[1])
+    if place < len(entries):
+        _hand_up(entry, entries[place:])
+    else:
+        torch.set_autocast_enabled(region.device_type, entry.enabled)
+        torch.set_autocast_dtype(region.device_type, entry.dtype)
+        torch.set_autocast_cache_enabled(entry.cache_enabled)
+        if entry.policies is not None:
+            restore(entry.policies)
+    if entries:
+        _keep_dtypes_apart(entry, entries)
     elif entry.owns_cache:
         cast_cache.release()
 
 
-def _hand_back(entry: _Entry, above: list[_Entry]) -> None:
-    later = next((other for other in above if other.region.device_type == entry.region.device_type), None)
-    if later is None:
-        _set_device(entry, *entry.device)
+def _hand_up(entry: _Entry, above: list[_Entry]) -> None:
+    device_type = entry.region.device_type
+    same_device = next((other for other in above if other.region.device_type == device_type), None)
+    if same_device is None:
+        torch.set_autocast_enabled(device_type, entry.enabled)
+        torch.set_autocast_dtype(device_type, entry.dtype)
     else:
-        later.device = entry.device
-    if above:
-        above[0].cache_enabled = entry.cache_enabled
-    else:
-        torch.set_autocast_cache_enabled(entry.cache_enabled)
+        same_device.enabled, same_device.dtype = entry.enabled, entry.dtype
+    above[0].cache_enabled = entry.cache_enabled
     if entry.policies is not None:
         other = next((other for other in above if other.policies is not None), None)
         if other is None:
             restore(entry.policies)
         else:
             other.policies = entry.policies
+
+
+def _keep_dtypes_apart(entry: _Entry, around: list[_Entry]) -> None:
+    # torch's cache does not tell one dtype's cast from another's. The regions count, not the dtype in force: torch's own
+    # regions in between change that and keep the cache.
+    region = entry.region
+    dtype = next((other.region.dtype for other in reversed(around) if other.region.device_type == region.device_type), None)
+    if entry.owns_cache and dtype is not region.dtype:
+        torch.clear_autocast_cache()
 
 
 def enforce(policy: Policy, device_type: str) -> Saved | None:
@@ -145,8 +162,3 @@ def enforce(policy: Policy, device_type: str) -> Saved | None:
         return None
     require_kernels(policies)
     return put_in_force(policies)
-
-
-def _set_device(entry: _Entry, enabled: bool, dtype: torch.dtype) -> None:
-    torch.set_autocast_enabled(entry.region.device_type, enabled)
-    torch.set_autocast_dtype(entry.region.device_type, dtype)
