@@ -1,0 +1,267 @@
+"""What autocast, its policies, compiled regions, the recorder and GradScaler cost beside torch.amp, on whole training steps.
+
+    python benchmarks/amp.py [--rounds 31] [--device cpu] [--only regions,steps,compiled,record,scaler]
+
+Models are small on purpose: what the step computes costs little, so that bookkeeping shows. The variants take turns, in a new
+order each round; a figure is the median over the rounds of (variant's time / torch.amp's time in the same round).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amp_core import GradScaler, autocast
+from amp_core.recorder import Recorder
+
+Step = Callable[[], None]
+Region = Callable[[], AbstractContextManager[Any]]
+DTYPE = torch.float16
+ROUND_SECONDS = 0.05
+SCALER_PARAMETERS, RECORD_EVERY = 400, 200
+PARTS = "regions,steps,compiled,record,scaler"
+TARGETS = {
+    "ours": 1.02,
+    "policy cuda": 1.12,
+    "policy fp32:relu": 1.12,
+    "compiled": 1.02,
+    "compiled, policy cuda": 1.02,
+    "record 1 in 200": 1.05,
+    "scaler": 1.0,
+}
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions with BatchNorm around a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, channels, height, width) in and out."""
+        y = functional.relu(self.norms[0](self.first(x)))
+        return functional.relu(x + self.norms[1](self.second(y)))
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """Three layers of 64."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), torch.randn(16, 64)
+
+
+class FloatReLU(nn.Module):
+    """What the policy fp32:relu does, by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape; float32 out."""
+        return functional.relu(x.float())
+
+
+class FloatOutput(nn.Module):
+    """What the policy cuda does in the MLP's step, by hand: its loss takes float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape; float32 out."""
+        return x.float()
+
+
+def mlp_float_relu() -> tuple[nn.Module, Tensor]:
+    """The MLP with float32 activations."""
+    model, inputs = mlp()
+    return nn.Sequential(*(FloatReLU() if isinstance(part, nn.ReLU) else part for part in model.children())), inputs
+
+
+def mlp_float_output() -> tuple[nn.Module, Tensor]:
+    """The MLP with float32 logits."""
+    model, inputs = mlp()
+    return nn.Sequential(*model.children(), FloatOutput()), inputs
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    """Two encoder layers of width 32."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(encoder, nn.Flatten(), nn.Linear(8 * 32, 10)), torch.randn(4, 8, 32)
+
+
+def resnet() -> tuple[nn.Module, Tensor]:
+    """Three residual blocks of 16 channels."""
+    blocks = [Residual(16) for _ in range(3)]
+    pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, pool), torch.randn(2, 3, 8, 8)
+
+
+MODELS = {"MLP": mlp, "transformer": transformer, "ResNet-like": resnet}
+
+
+def training_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region, device: str, *, compiled: bool) -> Step:
+    """Forward and loss in a region, backward, and an SGD step; every variant starts from the same weights."""
+    torch.manual_seed(0)
+    model, inputs = build()
+    model, inputs = model.to(device), inputs.to(device)
+    labels = torch.zeros(len(inputs), dtype=torch.long, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with region():
+            loss = functional.cross_entropy(forward(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def recorded_step(build: Callable[[], tuple[nn.Module, Tensor]], region: Region, device: str) -> Step:
+    """The same, with one step in `RECORD_EVERY` recorded."""
+    torch.manual_seed(0)
+    model, inputs = build()
+    model, inputs = model.to(device), inputs.to(device)
+    labels = torch.zeros(len(inputs), dtype=torch.long, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    recorder, number = Recorder(model, every=RECORD_EVERY), 0
+
+    def step() -> None:
+        nonlocal number
+        number += 1
+        optimizer.zero_grad()
+        with recorder.step(number):
+            with region():
+                loss = functional.cross_entropy(model(inputs), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def empty_region(region: Region) -> Step:
+    """Entering and leaving, and nothing in between."""
+
+    def step() -> None:
+        with region():
+            pass
+
+    return step
+
+
+def scaler_step(scaler: Any, optimizer_class: Callable[..., Any], device: str) -> Step:
+    """unscale_, step and update of an optimizer with many small parameters."""
+    parameters = [nn.Parameter(torch.zeros(8, device=device)) for _ in range(SCALER_PARAMETERS)]
+    optimizer = optimizer_class(parameters)
+    scaler.scale(torch.zeros((), device=device))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def ratios(variants: dict[str, Step], base: str, rounds: int, *, steps: int | None = None) -> dict[str, tuple[float, float]]:
+    """Time the variants in turns.
+
+    Args:
+        variants: What to run, by name.
+        base: The name of the one to compare with.
+        rounds: How often each has its turn.
+        steps: In a turn; by default as many as take the base `ROUND_SECONDS`.
+
+    Returns:
+        By name, median seconds of a step and the median ratio to the base.
+    """
+    for step in variants.values():
+        seconds(step, 3)
+    repeat = steps or max(1, int(ROUND_SECONDS / seconds(variants[base], 3)))
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            times[name].append(seconds(variants[name], repeat))
+    return {
+        name: (statistics.median(own), statistics.median(a / b for a, b in zip(own, times[base], strict=True)))
+        for name, own in times.items()
+    }
+
+
+def seconds(step: Step, repeat: int) -> float:
+    """Mean seconds of a step over some in a row."""
+    started = time.perf_counter()
+    for _ in range(repeat):
+        step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / repeat
+
+
+def measure(device: str, rounds: int, parts: set[str]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Every figure, by what is measured and by variant."""
+    regions: dict[str, Region] = {
+        "torch": lambda: torch.autocast(device, DTYPE),
+        "ours": lambda: autocast(device, DTYPE),
+        "torch again": lambda: torch.autocast(device, DTYPE),
+        "policy cuda": lambda: autocast(device, DTYPE, policy="cuda"),
+        "policy fp32:relu": lambda: autocast(device, DTYPE, policy="native+fp32:relu"),
+    }
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    if "regions" in parts:
+        found["an empty region"] = ratios({key: empty_region(region) for key, region in regions.items()}, "torch", rounds)
+    for name, build in MODELS.items():
+        if "steps" in parts:
+            eager = {key: training_step(build, region, device, compiled=False) for key, region in regions.items()}
+            if name == "MLP":
+                by_hand = {"cuda by hand": mlp_float_output, "fp32:relu by hand": mlp_float_relu}
+                eager |= {key: training_step(own, regions["torch"], device, compiled=False) for key, own in by_hand.items()}
+            found[f"{name}, eager"] = ratios(eager, "torch", rounds)
+        if "compiled" in parts:
+            names = {"torch": "torch", "compiled": "ours", "compiled, policy cuda": "policy cuda"}
+            compiled = {new: training_step(build, regions[old], device, compiled=True) for new, old in names.items()}
+            found[f"{name}, compiled"] = ratios(compiled, "torch", rounds)
+        if "record" in parts:
+            plain = training_step(build, regions["ours"], device, compiled=False)
+            both = {"torch": plain, "record 1 in 200": recorded_step(build, regions["ours"], device)}
+            found[f"{name}, recorded"] = ratios(both, "torch", max(5, rounds // 3), steps=RECORD_EVERY)
+    if "scaler" in parts:
+        for label, make in (
+            ("SGD", lambda p: torch.optim.SGD(p, lr=0.0)),
+            ("fused AdamW", lambda p: torch.optim.AdamW(p, lr=0.0, fused=True)),
+        ):
+            scalers = {"torch": torch.amp.GradScaler(device), "scaler": GradScaler(device)}
+            steps = {key: scaler_step(scaler, make, device) for key, scaler in scalers.items()}
+            found[f"step and update, {SCALER_PARAMETERS} parameters, {label}"] = ratios(steps, "torch", rounds)
+    return found
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 31,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    only: Annotated[str, typer.Option(help="Some of the parts.")] = PARTS,
+) -> None:
+    """Measure, and print one table."""
+    torch.set_num_threads(1)
+    table = Table("a training step", "torch us", "variant", "us", "ratio", "target")
+    for what, variants in measure(device, rounds, set(only.split(","))).items():
+        for name, (own, ratio) in variants.items():
+            if name != "torch":
+                target = f"{TARGETS[name]:.2f}" if name in TARGETS and what != "an empty region" else ""
+                table.add_row(what, f"{variants['torch'][0] * 1e6:,.1f}", name, f"{own * 1e6:,.1f}", f"{ratio:.3f}", target)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
