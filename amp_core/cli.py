@@ -169,4 +169,4 @@ def _print_record(folder: Path) -> None:
 
     path = folder / RECORD
     if path.exists():
-        Console().print(table(Record.from_dict(json.loads(path.read_text(encoding="utf-8")))))
+        Console().print(table(Record.from_dict(json.loads(path.read_text(encoding="utf-8"))), limit=12))

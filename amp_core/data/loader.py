@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Generator
@@ -38,6 +41,7 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=pin,
             collate_fn=_as_it_is,
+            worker_init_fn=partial(_end_if_orphaned, os.getpid()),
             generator=Generator(),  # otherwise each epoch would draw from the process's own
         )
 
@@ -101,6 +105,13 @@ def _no_errors_from_signals() -> Iterator[None]:
     finally:
         if number is not None and before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(number, before)
+
+
+def _end_if_orphaned(parent: int, _: int) -> None:
+    # torch's worker asks again and again whether its parent is still the one that it had when it first asked. Killed before
+    # that, the parent is another one from the start, and the worker would stay for ever.
+    if os.getppid() != parent and multiprocessing.get_start_method() != "forkserver":
+        os._exit(1)
 
 
 def _as_it_is(value: Any) -> Any:

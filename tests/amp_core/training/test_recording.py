@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import pytest
-
+from amp_core import recorder
 from amp_core.checkpoint import load_checkpoint
 from amp_core.training.train import train
 from tests.amp_core.training.runs import Halfserve, assert_same_weights, command, killed_in, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-recorder = pytest.importorskip("amp_core.recorder")
 
 
 def test_recording_changes_nothing_and_is_kept(tmp_path: Path) -> None:
