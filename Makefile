@@ -30,7 +30,7 @@ demo: $(READY)
 	$(BIN)/halfserve demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -40,7 +40,9 @@ class Stage:
 
 STAGES = {
     "train": Stage(module="amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"),
-    "export": Stage(module="export.cli", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"),
+    "export": Stage(
+        module="export.commands.export", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"
+    ),
     "serve": Stage(module="serve.cli", function="serve", help="Serve models over gRPC in batches."),
     "models": Stage(module="serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="serve.client.cli", function="infer", help="Ask a running server for a prediction."),

@@ -4,9 +4,15 @@ import os
 import socket
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # As `halfserve` itself does, and before any test loads torch: see halfserve.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+# A shared machine may stall for a second at any place: how long an example takes proves nothing about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture

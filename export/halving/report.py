@@ -6,29 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from export.weight_ledger import Ledger
+
 Action = Literal["halved", "saturated", "kept", "untouched"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """What rounding a tensor to float16 does to its elements. All are counts.
-
-    Attributes:
-        overflow: Finite elements over 65504 in magnitude, which float16 cannot hold.
-        flushed: Non-zero elements that become zero (magnitude at most 2**-25).
-        subnormal: Elements that stay non-zero below 2**-14, where float16 has fewer than 11 significant bits.
-    """
-
-    overflow: int = 0
-    flushed: int = 0
-    subnormal: int = 0
-
-    def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(
-            overflow=self.overflow + other.overflow,
-            flushed=self.flushed + other.flushed,
-            subnormal=self.subnormal + other.subnormal,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from export.errors import ExportError
-from export.halving.report import Action, Ledger
+from export.halving.report import Action
+from export.weight_ledger import FP16_LARGEST_FLUSHED, FP16_MAX, FP16_SMALLEST_NORMAL, Ledger
 
-FP16_MAX = 65504.0
-FP16_SMALLEST_NORMAL = 2.0**-14
-FP16_LARGEST_FLUSHED = 2.0**-25  # the tie between 0 and the smallest subnormal 2**-24 goes to the even one: 0
 MASK_THRESHOLD = -1e4
 
 # Frequencies that are multiplied by a position: a relative error of 2**-11 turns into 0.5 rad at position 1000.

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from export.errors import ExportError
 from export.halving.fp32_island import make_island
 from export.halving.pinned import pinned_modules
-from export.halving.report import HalfReport, Ledger, TensorDecision
+from export.halving.report import HalfReport, TensorDecision
 from export.halving.rules import decide, ledger_of, rounded
 from export.halving.settle import settle
+from export.weight_ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

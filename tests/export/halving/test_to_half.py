@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from amp_core.policy import Policy
 from export.errors import ExportError
-from export.halving.report import Ledger, TensorDecision
+from export.halving.report import TensorDecision
 from export.halving.rules import ledger_of
 from export.halving.to_half import to_half
+from export.weight_ledger import Ledger
 from tests.export import models
 
 

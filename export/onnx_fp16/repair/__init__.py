@@ -1,0 +1,1 @@
+"""Rewrites of a float32 graph, equal in exact arithmetic, that float16 can hold."""

@@ -1,0 +1,1 @@
+"""Which provider would run which node, and what moves between them."""
