@@ -17,6 +17,7 @@ from serve.engine.backend import Placement
 from serve.engine.config import Defaults
 from serve.engine.errors import ModelLoadError
 from serve.server import Ready, ServerOptions
+from serve.transports.choice import TransportName
 from serve.transports.transport import BindError
 
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1}
@@ -32,6 +33,9 @@ def serve(
     ] = 0,
     max_queue_size: Annotated[int, typer.Option(min=1, help="Requests that may wait for one model.")] = 8192,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 0,
+    transport: Annotated[
+        TransportName, typer.Option(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
+    ] = TransportName.NGHTTP2,
     *,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Refuse to start without a GPU.")] = False,
@@ -56,6 +60,7 @@ def serve(
         placement=Placement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
         defaults=Defaults(max_batch_size=max_batch_size, max_queue_delay_us=max_queue_delay_us, max_queue_size=max_queue_size),
         drain_s=drain_seconds,
+        transport=transport,
     )
     _run(options, _print_json if as_json else _print_text)
 

@@ -20,7 +20,8 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.model_repository import find_models, load_model
 from serve.protocol.service import Service
-from serve.transports.grpcio_server import GrpcioServer
+from serve.transports.choice import TransportName, make_transport
+from serve.transports.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ServerOptions:
         placement: where models run.
         defaults: for what a model's configuration does not say.
         drain_s: seconds that requests in flight get to finish after SIGTERM or SIGINT.
+        transport: what carries gRPC.
     """
 
     path: Path
@@ -44,6 +46,7 @@ class ServerOptions:
     placement: Placement = field(default_factory=Placement)
     defaults: Defaults = field(default_factory=Defaults)
     drain_s: float = 30.0
+    transport: TransportName = TransportName.NGHTTP2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,8 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
     # What is there by now stays as long as the server: the collector need not walk through it while requests wait (some 20 ms).
     gc.freeze()
     core = InferenceCore(models)
-    transport = GrpcioServer(Service(core, server_version=version("halfserve")), options.host, options.grpc_port)
+    service = Service(core, server_version=version("halfserve"))
+    transport = make_transport(options.transport, service, options.host, options.grpc_port)
     port = await transport.start()
     for name in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
@@ -106,7 +110,7 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
         await _drain(core, transport, options.drain_s)
 
 
-async def _drain(core: InferenceCore, transport: GrpcioServer, drain_s: float) -> None:
+async def _drain(core: InferenceCore, transport: Transport, drain_s: float) -> None:
     try:
         await asyncio.wait_for(core.drain(), drain_s)
     except TimeoutError:

@@ -97,7 +97,13 @@ def converted(value: Any, datatype: Datatype, where: str) -> Array:
 
 def _as_array(value: Any, where: str) -> Array:
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
+        if array.dtype == np.float64 and not isinstance(value, np.ndarray):
+            # Whole numbers on both sides of 2**63 have no common integer dtype: numpy rounds them to float64.
+            exact = np.array(value, dtype=object)
+            if all(isinstance(number, int) and 0 <= number < 2**64 for number in exact.flat):
+                return exact.astype(np.uint64)
+        return array
     except (ValueError, TypeError, RuntimeError) as error:
         reason = "its rows differ in length" if "inhomogeneous" in str(error) else str(error)
         raise InvalidRequest(f"{where} cannot be read as an array: {reason}") from None

@@ -30,6 +30,13 @@ class QueueFullError(InferenceError):
         self.retry_after_s = retry_after_s
 
 
+class MessageTooLargeError(InferenceError):
+    """A message is over the transport's limit."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"a message of {size} bytes is too large, expected at most {limit}; split the request")
+
+
 class DeadlineExceededError(InferenceError):
     """The request's time ran out before its batch started; it was not computed."""
 

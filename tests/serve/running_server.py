@@ -12,9 +12,18 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.protocol.service import Service
 from serve.transports.grpcio_server import GrpcioServer
+from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.transport import Transport
+
+try:  # the loop that `halfserve serve` runs on
+    from uvloop import new_event_loop
+except ModuleNotFoundError:  # no wheel for Windows
+    from asyncio import new_event_loop  # type: ignore[assignment]  # (the same thing of another class)
 
 T = TypeVar("T")
 WAIT_S = 20.0
+MakeTransport = Callable[[Service, str, int], Transport]
+TRANSPORTS: dict[str, MakeTransport] = {"nghttp2": Nghttp2Server, "grpcio": GrpcioServer}
 
 
 class RunningServer:
@@ -25,12 +34,15 @@ class RunningServer:
         core: only to be touched through `call`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, make_models: Callable[[], Sequence[Model]]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, make_models: Callable[[], Sequence[Model]], make_transport: MakeTransport
+    ) -> None:
         self._loop = loop
         self._make_models = make_models
+        self._make_transport = make_transport
         self.address = ""
         self.core: InferenceCore
-        self._transport: GrpcioServer
+        self._transport: Transport
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's event loop and return its result."""
@@ -46,7 +58,7 @@ class RunningServer:
 
     async def start(self) -> None:
         self.core = InferenceCore(self._make_models())
-        self._transport = GrpcioServer(Service(self.core, server_version="0.0.test"), "127.0.0.1", 0)
+        self._transport = self._make_transport(Service(self.core, server_version="0.0.test"), "127.0.0.1", 0)
         self.address = f"127.0.0.1:{await self._transport.start()}"
 
     async def stop(self) -> None:
@@ -55,12 +67,14 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(make_models: Callable[[], Sequence[Model]]) -> Iterator[RunningServer]:
+def running_server(
+    make_models: Callable[[], Sequence[Model]], make_transport: MakeTransport = Nghttp2Server
+) -> Iterator[RunningServer]:
     """Start a server on the models that `make_models` returns; stop it at the end."""
-    loop = asyncio.new_event_loop()
+    loop = new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
-    server = RunningServer(loop, make_models)
+    server = RunningServer(loop, make_models, make_transport)
     try:
         server.run(server.start())
         try:

@@ -5,7 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -31,6 +31,7 @@ def test_an_array_keeps_its_values_or_is_refused(source: Any, target: Any, data:
         np.testing.assert_array_equal(result.astype(np.longdouble), array.astype(np.longdouble))
 
 
+@example("UINT64", [0, 2**63 + 1])  # numpy alone makes these float64
 @given(st.sampled_from(INTEGERS), st.lists(st.integers(-(2**65), 2**65), min_size=1))
 def test_whole_numbers_arrive_exactly_or_not_at_all(wire: str, numbers: list[int]) -> None:
     bounds = np.iinfo(np.dtype(BY_WIRE[wire].numpy))

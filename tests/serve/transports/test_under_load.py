@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.running_server import RunningServer, running_server
+from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -32,9 +32,9 @@ def held_request(value: float) -> pb.ModelInferRequest:
     return request
 
 
-def test_a_deadline_that_passes_in_the_queue_is_not_computed() -> None:
+def test_a_deadline_that_passes_in_the_queue_is_not_computed(transport: MakeTransport) -> None:
     backend = HeldBackend(held=True)
-    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
+    with running_server(lambda: [held_model(backend)], transport) as server, grpc.insecure_channel(server.address) as channel:
         stub = infer_stub(channel)
         occupying = stub.future(held_request(1))
         assert backend.entered.wait(20)
@@ -52,9 +52,9 @@ def test_a_deadline_that_passes_in_the_queue_is_not_computed() -> None:
         assert backend.batches == [[1], [3]]
 
 
-def test_a_client_that_goes_away_frees_its_place() -> None:
+def test_a_client_that_goes_away_frees_its_place(transport: MakeTransport) -> None:
     backend = HeldBackend(held=True)
-    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
+    with running_server(lambda: [held_model(backend)], transport) as server, grpc.insecure_channel(server.address) as channel:
         stub = infer_stub(channel)
         occupying = stub.future(held_request(1))
         assert backend.entered.wait(20)
@@ -68,10 +68,10 @@ def test_a_client_that_goes_away_frees_its_place() -> None:
         assert backend.batches == [[1], [3]]
 
 
-def test_a_full_queue_is_resource_exhausted_with_a_retry_hint() -> None:
+def test_a_full_queue_is_resource_exhausted_with_a_retry_hint(transport: MakeTransport) -> None:
     backend = HeldBackend(held=True)
     with (
-        running_server(lambda: [held_model(backend, max_waiting=1)]) as server,
+        running_server(lambda: [held_model(backend, max_waiting=1)], transport) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         stub = infer_stub(channel)
@@ -97,9 +97,9 @@ def wait_until_waiting(server: RunningServer, count: int) -> None:
     raise AssertionError(f"the queue never held {count} requests")
 
 
-def test_a_draining_server_tells_its_watchers_and_refuses_new_work() -> None:
+def test_a_draining_server_tells_its_watchers_and_refuses_new_work(transport: MakeTransport) -> None:
     backend = HeldBackend(held=True)
-    with running_server(lambda: [held_model(backend)]) as server, grpc.insecure_channel(server.address) as channel:
+    with running_server(lambda: [held_model(backend)], transport) as server, grpc.insecure_channel(server.address) as channel:
         watched = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
         stub = infer_stub(channel)

@@ -18,10 +18,10 @@ from tritonclient.utils import InferenceServerException
 
 from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES
-from serve.transports.grpcio_server import GrpcioServer
+from serve.protocol.service import Service
 from serve.transports.transport import BindError
 from tests.models import mlp_weights
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import MakeTransport, RunningServer
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -233,12 +233,12 @@ def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
     ],
 )
 def test_an_address_that_cannot_be_listened_on_is_refused(
-    server: RunningServer, host: str, port: int | None, text: str
+    server: RunningServer, transport: MakeTransport, host: str, port: int | None, text: str
 ) -> None:
     taken = int(server.address.rpartition(":")[2])
 
     async def start() -> None:
-        await GrpcioServer(None, host, taken if port is None else port).start()  # type: ignore[arg-type]  # it never gets that far
+        await transport(Service(server.core, server_version=""), host, taken if port is None else port).start()
 
     with pytest.raises(BindError, match=text):
         server.run(start())

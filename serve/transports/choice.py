@@ -1,0 +1,29 @@
+"""Which transport carries gRPC; only the chosen one is imported."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from serve.protocol.service import Service
+from serve.transports.transport import Transport
+
+
+class TransportName(StrEnum):
+    """The transports by name.
+
+    NGHTTP2 is libnghttp2 on the server's own event loop: the fast one. GRPCIO is grpcio's asyncio server: the reference.
+    """
+
+    NGHTTP2 = "nghttp2"
+    GRPCIO = "grpcio"
+
+
+def make_transport(name: TransportName, service: Service, host: str, port: int) -> Transport:
+    """A transport that does not listen yet."""
+    if name is TransportName.NGHTTP2:
+        from serve.transports.nghttp2_server import Nghttp2Server  # noqa: PLC0415  (what is not chosen is not imported)
+
+        return Nghttp2Server(service, host, port)
+    from serve.transports.grpcio_server import GrpcioServer  # noqa: PLC0415  (see above)
+
+    return GrpcioServer(service, host, port)

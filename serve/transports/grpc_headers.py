@@ -1,0 +1,63 @@
+"""gRPC's words in HTTP/2 headers and trailers.
+
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from urllib.parse import quote
+
+from serve.engine.errors import InvalidArgumentError
+from serve.protocol.status import Status
+from serve.transports.grpc_framing import ACCEPTED_ENCODINGS
+
+Headers = list[tuple[bytes, bytes]]
+
+RESPONSE: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+OK_TRAILERS: Headers = [(b"grpc-status", b"0")]
+
+TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+# Printable ASCII but for the percent sign: what grpc-message may hold as it is.
+PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+# Clients refuse header lists over 8 KiB: a long text must not cost the call its status.
+MAX_DETAILS = 4096
+
+
+def timeout_seconds(value: bytes | None) -> float | None:
+    """The seconds that a `grpc-timeout` header leaves; None where there is none.
+
+    Raises:
+        InvalidArgumentError: it is not a number of at most 8 digits and a unit.
+    """
+    if value is None:
+        return None
+    match = TIMEOUT.fullmatch(value)
+    if match is None:
+        raise InvalidArgumentError(
+            f"grpc-timeout is {value.decode('ascii', 'replace')!r}, expected digits and a unit, as in 250m"
+        )
+    return int(match[1]) * UNIT_SECONDS[match[2]]
+
+
+def refusal(headers: Mapping[bytes, bytes]) -> Headers | None:
+    """The plain HTTP answer to what is no gRPC call; None for one that is."""
+    if headers.get(b":method") != b"POST":
+        return [(b":status", b"405"), (b"allow", b"POST")]
+    if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
+        return [(b":status", b"415"), (b"accept", b"application/grpc")]
+    return None
+
+
+def trailers_of(status: Status) -> Headers:
+    """A status as trailers."""
+    text = status.details if len(status.details) <= MAX_DETAILS else f"{status.details[:MAX_DETAILS]} ..."
+    trailers = [(b"grpc-status", b"%d" % status.code), (b"grpc-message", quote(text, safe=PLAIN).encode("ascii"))]
+    if status.code == UNIMPLEMENTED:
+        trailers.append((b"grpc-accept-encoding", ACCEPTED_ENCODINGS))
+    return trailers + [(name.encode("ascii"), value.encode("ascii")) for name, value in status.trailers]
+
+
+UNIMPLEMENTED = 12

@@ -1,0 +1,46 @@
+"""What one client may take of a transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportLimits:
+    """Bounds that hold whatever a client does. The defaults suit a server that faces its own clients.
+
+    Attributes:
+        max_message_bytes: one request message, decompressed.
+        max_connections: open at the same time; more are closed at once.
+        max_streams: calls in flight on one connection; clients wait with more.
+        max_header_bytes: of one call's headers, decompressed.
+        stream_window_bytes: what a client may send on one call before it is read.
+        connection_window_bytes: the same over all calls of a connection.
+        max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on.
+        max_unsent_bytes: of answers of one streaming call; beyond it the call's answers wait.
+        handshake_s: seconds for a new connection to say its first words of HTTP/2.
+        stall_s: seconds after which a request message that does not grow is given up.
+        keepalive_s: silence after which a connection is asked whether it still lives.
+        keepalive_timeout_s: seconds for the answer.
+        max_age_s: after which a connection is told to go elsewhere; None never.
+        max_age_grace_s: seconds that calls in flight get then.
+        sweep_s: how often these times are looked at.
+    """
+
+    max_message_bytes: int = 2**31 - 1
+    max_connections: int = 10_000
+    max_streams: int = 1024
+    max_header_bytes: int = 16 * 1024
+    stream_window_bytes: int = 4 * MIB
+    connection_window_bytes: int = 16 * MIB
+    max_held_bytes: int = 64 * MIB
+    max_unsent_bytes: int = MIB
+    handshake_s: float = 10.0
+    stall_s: float = 60.0
+    keepalive_s: float = 600.0
+    keepalive_timeout_s: float = 20.0
+    max_age_s: float | None = None
+    max_age_grace_s: float = 30.0
+    sweep_s: float = 1.0

@@ -1,0 +1,389 @@
+"""One HTTP/2 connection on libnghttp2: bytes in, calls out; answers in, bytes out. The one file that knows ngh2.
+
+Nothing here waits: bytes that arrive become events, events go to the call they belong to, and what there is to send is written
+at the end of the turn, so that all answers of a batch leave in one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from ngh2 import (
+    Configuration,
+    Connection,
+    ConnectionClosed,
+    DataReceived,
+    Event,
+    PingAcknowledged,
+    RequestReceived,
+    Role,
+    SettingsReceived,
+    StreamClosed,
+    StreamReset,
+    StreamUnavailableError,
+    TrailersReceived,
+)
+from ngh2.exceptions import NGH2Error
+
+from serve.protocol.status import Status
+from serve.transports.grpc_framing import frame
+from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
+from serve.transports.limits import TransportLimits
+
+logger = logging.getLogger(__name__)
+
+MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 3, 4, 5, 6  # RFC 9113, section 6.5.2
+FRAME_BYTES = 2**20  # fewer, larger frames for large tensors
+WRITE_BYTES = 2**18  # given to the socket at a time, so that a slow reader's answers stay where they can still be dropped
+NO_ERROR, ENHANCE_YOUR_CALM = 0x00, 0x0B
+
+
+class Call(Protocol):
+    """What a connection asks of one call in flight."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an unfinished message."""
+
+    def receive(self, data: bytes) -> int:
+        """Take what the client sent; return how many bytes it may send in its place at once."""
+
+    def end(self) -> None:
+        """The client will send no more."""
+
+    def gone(self) -> None:
+        """The client does not wait for an answer any more, or cannot get it."""
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """End with a status if the client owes the rest of a message since `before_s`, on the loop's clock."""
+
+
+OpenCall = Callable[["GrpcConnection", int, dict[bytes, bytes]], Call]
+
+
+class Owner(Protocol):
+    """What a connection asks of its server."""
+
+    def connected(self, connection: GrpcConnection) -> bool:
+        """Take note of a new connection; False closes it."""
+
+    def disconnected(self, connection: GrpcConnection) -> None:
+        """Forget it."""
+
+    def flush_soon(self, connection: GrpcConnection) -> None:
+        """Have `connection.flush` called at the end of this turn of the loop."""
+
+
+class GrpcConnection(asyncio.Protocol):
+    """The server's side of one client connection."""
+
+    def __init__(self, owner: Owner, open_call: OpenCall, limits: TransportLimits) -> None:
+        self._owner = owner
+        self._open_call = open_call
+        self.limits = limits
+        self._transport: asyncio.Transport | None = None
+        self._http2 = Connection(Role.SERVER, _configuration(limits))
+        self._calls: dict[int, Call] = {}
+        self._withheld: dict[int, int] = {}  # stream -> bytes taken and not yet given back to the client's window
+        self._unfinished: dict[int, int] = {}  # stream -> bytes held of its unfinished message, the oldest first
+        self._held = 0  # the sum of these
+        self._ending: set[int] = set()  # answered before the client had ended: to be reset once the answer is out
+        self._waiting: dict[int, asyncio.Future[None]] = {}  # streaming calls that wait for their answers to leave
+        self._paused = self._receiving = self._closing = False
+        self.opened_s = self.heard_s = asyncio.get_running_loop().time()
+        self.greeted = False
+        self.pinged_s: float | None = None
+
+    @property
+    def calls(self) -> int:
+        """Calls in flight."""
+        return len(self._calls)
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet, or close when there are too many."""
+        self._transport = cast("asyncio.Transport", transport)
+        if not self._owner.connected(self):
+            self._transport.abort()
+            return
+        limits = self.limits
+        self._http2.initiate_connection(
+            {
+                MAX_CONCURRENT_STREAMS: limits.max_streams,
+                INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
+                MAX_FRAME_SIZE: FRAME_BYTES,
+                MAX_HEADER_LIST_SIZE: limits.max_header_bytes,
+            }
+        )
+        self._http2.set_local_window_size(limits.connection_window_bytes)
+        self.flush()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, hand events to their calls, answer what can be answered at once."""
+        self.heard_s = asyncio.get_running_loop().time()
+        self._receiving = True
+        try:
+            self._http2.receive_data(data)
+            self._handle_events()
+        except NGH2Error as error:
+            logger.info("a connection broke HTTP/2: %s", error)
+            self._give_up()
+            return
+        finally:
+            self._receiving = False
+        self.flush()
+
+    def eof_received(self) -> bool:
+        """The client will send nothing more, answers included that it would read: gRPC clients do not half-close."""
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002  (the signature is asyncio's)
+        """Every call in flight is without a client now."""
+        self._transport = None
+        self._owner.disconnected(self)
+        for call in list(self._calls.values()):
+            call.gone()
+        self._calls.clear()
+        for waiter in self._waiting.values():
+            waiter.cancel()
+        self._waiting.clear()
+
+    def pause_writing(self) -> None:
+        """The socket takes no more for now."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """The socket takes more."""
+        self._paused = False
+        self.flush()
+
+    # The calls' side
+
+    def answer(self, stream: int, message: bytes) -> None:
+        """The only message of a call, and its good end."""
+        if self._forget(stream) is None:
+            return
+        try:
+            self._http2.send_response(stream, RESPONSE)
+            self._http2.send_data(stream, frame(message))
+            self._http2.send_trailers(stream, OK_TRAILERS)
+        except StreamUnavailableError:
+            pass  # reset by the client in this very turn
+        self._flush_soon()
+
+    def begin(self, stream: int) -> None:
+        """The headers of a call with any number of messages."""
+        if stream in self._calls:
+            self._http2.send_response(stream, RESPONSE)
+            self._flush_soon()
+
+    async def send(self, stream: int, message: bytes) -> None:
+        """One message of such a call; returns when it may send the next one."""
+        if stream not in self._calls:
+            return
+        self._http2.send_data(stream, frame(message))
+        self._flush_soon()
+        if self._http2.queued_body_size(stream) > self.limits.max_unsent_bytes:
+            waiter = self._waiting[stream] = asyncio.get_running_loop().create_future()
+            await waiter
+
+    def finish(self, stream: int, *, ended: bool) -> None:
+        """The good end of such a call; `ended` tells that the client has ended it on its side."""
+        self._end(stream, lambda: self._http2.send_trailers(stream, OK_TRAILERS), ended=ended)
+
+    def fail(self, stream: int, status: Status, *, ended: bool, begun: bool = False) -> None:
+        """End a call with a status; `begun` tells that its headers have gone out, `ended` that the client has ended."""
+        trailers = trailers_of(status)
+        if begun:
+            self._end(stream, lambda: self._http2.send_trailers(stream, trailers), ended=ended)
+        else:
+            self._end(stream, lambda: self._http2.send_response(stream, RESPONSE + trailers, end_stream=True), ended=ended)
+
+    def give_back(self, stream: int, size: int) -> None:
+        """A call has read `size` bytes that `receive` kept back: the client may send as many."""
+        withheld = self._withheld.get(stream, 0)
+        size = min(size, withheld)
+        if size:
+            self._withheld[stream] = withheld - size
+            self._http2.acknowledge_received_data(size, stream)
+            self._flush_soon()
+
+    # The server's side
+
+    def flush(self) -> None:
+        """Write what there is to send, as far as the socket takes it."""
+        transport = self._transport
+        if transport is None:
+            return
+        try:
+            self._write(transport)
+        except NGH2Error:
+            self._give_up()
+            return
+        if not (self._http2.want_read or self._http2.want_write):
+            transport.close()
+
+    def ping(self) -> None:
+        """Ask whether the other side still lives."""
+        self.pinged_s = asyncio.get_running_loop().time()
+        self._http2.ping()
+        self.flush()
+
+    def go_away(self) -> None:
+        """Take no new calls, and say so."""
+        if not self._closing and self._transport is not None:
+            self._closing = True
+            self._http2.send_goaway(NO_ERROR)
+            self.flush()
+
+    def close(self) -> None:
+        """End the connection once what was answered is out."""
+        if self._transport is not None:
+            self.flush()
+            if self._transport is not None:
+                self._transport.close()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """End the calls whose unfinished message has not grown since `before_s`, on the loop's clock."""
+        for call in list(self._calls.values()):
+            call.give_up_stalled(before_s)
+
+    def _write(self, transport: asyncio.Transport) -> None:
+        while True:
+            while not self._paused and (data := self._http2.data_to_send(WRITE_BYTES)):
+                transport.write(data)
+            if self._paused or not self._reset_ended():
+                break
+        for stream in [s for s in self._waiting if self._http2.queued_body_size(s) <= self.limits.max_unsent_bytes // 2]:
+            waiter = self._waiting.pop(stream)
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _reset_ended(self) -> bool:
+        """Reset the streams whose answer is out; libnghttp2 would drop an answer that is still queued."""
+        out = [stream for stream in self._ending if not self._http2.queued_body_size(stream)]
+        for stream in out:
+            self._ending.discard(stream)
+            with contextlib.suppress(NGH2Error):
+                self._http2.reset_stream(stream, NO_ERROR)
+        return bool(out)
+
+    def _handle_events(self) -> None:
+        for event in self._http2.events():
+            kind = type(event)
+            if kind is DataReceived:
+                self._data(cast("DataReceived", event))
+            elif kind is RequestReceived:
+                self._request(cast("RequestReceived", event))
+            elif kind is StreamClosed or kind is StreamReset:
+                self._stream_gone(cast("StreamClosed", event).stream_id)
+            elif kind is TrailersReceived:
+                call = self._calls.get(cast("TrailersReceived", event).stream_id)
+                if call is not None:
+                    call.end()
+            else:
+                self._connection_event(event)
+
+    def _request(self, event: RequestReceived) -> None:
+        stream, headers = event.stream_id, dict(event.headers)
+        refused = refusal(headers)
+        if refused is not None:
+            self._http2.send_response(stream, refused, end_stream=True)
+            if not event.end_stream:
+                self._ending.add(stream)
+            return
+        call = self._open_call(self, stream, headers)
+        self._calls[stream] = call
+        if event.end_stream:
+            call.end()
+
+    def _data(self, event: DataReceived) -> None:
+        stream, data = event.stream_id, event.data
+        call = self._calls.get(stream)
+        size = len(data)
+        free = size if call is None else call.receive(data)
+        if call is not None and not event.end_stream and self._holds_too_much(stream, call):
+            free = 0
+        if free:
+            self._http2.acknowledge_received_data(free, stream)
+        if free != size:
+            self._withheld[stream] = self._withheld.get(stream, 0) + size - free
+        if event.end_stream and call is not None:
+            call.end()
+
+    def _holds_too_much(self, stream: int, call: Call) -> bool:
+        """Whether this call's message must wait until older ones are whole, so that they always can become it."""
+        held = call.held_bytes
+        self._held += held - self._unfinished.get(stream, 0)
+        if held:
+            self._unfinished[stream] = held
+        else:
+            self._unfinished.pop(stream, None)
+        return self._held > self.limits.max_held_bytes and bool(held) and stream != next(iter(self._unfinished))
+
+    def _forget(self, stream: int) -> Call | None:
+        held = self._unfinished.pop(stream, 0)
+        if held:
+            self._held -= held
+            oldest = next(iter(self._unfinished), None)
+            if oldest is not None:
+                self.give_back(oldest, self._withheld.get(oldest, 0))
+        return self._calls.pop(stream, None)
+
+    def _stream_gone(self, stream: int) -> None:
+        self._ending.discard(stream)
+        withheld = self._withheld.pop(stream, 0)
+        if withheld:
+            self._http2.acknowledge_received_data(withheld, stream)
+        waiter = self._waiting.pop(stream, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        call = self._forget(stream)
+        if call is not None:
+            call.gone()
+
+    def _connection_event(self, event: Event) -> None:
+        if isinstance(event, SettingsReceived):
+            self.greeted = True
+        elif isinstance(event, PingAcknowledged):
+            self.pinged_s = None
+        elif isinstance(event, ConnectionClosed):
+            self._closing = True
+
+    def _end(self, stream: int, send: Callable[[], None], *, ended: bool) -> None:
+        if self._forget(stream) is None:
+            return
+        try:
+            send()
+        except StreamUnavailableError:
+            return
+        if not ended:
+            self._ending.add(stream)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._receiving:
+            self._owner.flush_soon(self)
+
+    def _give_up(self) -> None:
+        """Say why, if that is still possible, and close."""
+        transport = self._transport
+        if transport is None:
+            return
+        with contextlib.suppress(NGH2Error):
+            transport.write(self._http2.data_to_send())
+        transport.close()
+
+
+def _configuration(limits: TransportLimits) -> Configuration:
+    return Configuration(auto_window_update=False, max_inbound_header_list_size=limits.max_header_bytes)

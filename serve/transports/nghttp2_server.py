@@ -1,0 +1,159 @@
+"""The fast transport: gRPC over libnghttp2 on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+from collections.abc import Callable
+
+from serve.protocol.service import Service
+from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2_calls import Calls
+from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.transport import BindError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+FLUSH_S = 1.0  # for the last bytes of an ended connection to leave
+
+
+class Nghttp2Server:
+    """Serves a Service on host:port."""
+
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        *,
+        limits: TransportLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """A server that does not listen yet.
+
+        Args:
+            service: what is served.
+            host: a name or address of this machine.
+            port: 0 finds a free one.
+            limits: what one client may take.
+            tls: with certificate and key loaded; HTTP/2 is announced in it (ALPN).
+        """
+        self._calls = Calls(service)
+        self._host, self._port = host, port
+        self._limits = limits or TransportLimits()
+        self._tls = tls
+        if tls is not None:
+            tls.set_alpn_protocols(["h2"])
+        self._connections: set[GrpcConnection] = set()
+        self._unflushed: set[GrpcConnection] = set()
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._closing = False
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._closing
+
+    async def start(self) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            BindError: the address is in use, not this machine's, or not allowed.
+        """
+        loop = asyncio.get_running_loop()
+        handshake_s = None if self._tls is None else self._limits.handshake_s
+        try:
+            self._server = await loop.create_server(
+                self._connection, self._host, self._port, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except (OSError, OverflowError, UnicodeError) as error:
+            number = getattr(error, "errno", None) or 0
+            # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
+            reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
+            raise BindError(
+                f"cannot listen on {self._host}:{self._port}: {reason}; "
+                "choose another --grpc-port (0 finds a free one) or --host"
+            ) from None
+        self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
+        if self._server is None:
+            return
+        self._closing = True
+        self._server.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in list(self._connections):
+            connection.go_away()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._until(lambda: not any(connection.calls for connection in self._connections))
+        for connection in list(self._connections):
+            connection.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                await self._until(lambda: not self._connections)
+        for connection in list(self._connections):
+            connection.abort()
+
+    def connected(self, connection: GrpcConnection) -> bool:
+        """Take note of a new connection; False where there are too many."""
+        if len(self._connections) >= self._limits.max_connections:
+            logger.warning("a connection was refused: %d are open", len(self._connections))
+            return False
+        self._connections.add(connection)
+        return True
+
+    def disconnected(self, connection: GrpcConnection) -> None:
+        """Forget a connection."""
+        self._connections.discard(connection)
+        self._unflushed.discard(connection)
+        self._changed.set()
+
+    def flush_soon(self, connection: GrpcConnection) -> None:
+        """Flush at the end of this turn of the loop, once for all that is answered until then."""
+        if not self._unflushed:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unflushed.add(connection)
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        """Wait until what is asked for is true; it is asked whenever a connection has sent something or ended."""
+        while not reached():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _connection(self) -> GrpcConnection:
+        return GrpcConnection(self, self._calls.open, self._limits)
+
+    def _flush(self) -> None:
+        connections, self._unflushed = self._unflushed, set()
+        for connection in connections:
+            connection.flush()
+        self._changed.set()
+
+    def _sweep(self) -> None:
+        """Look after time: strangers, the silent, the stalled and the old."""
+        loop = asyncio.get_running_loop()
+        now, limits = loop.time(), self._limits
+        for connection in list(self._connections):
+            age_s, silent_s = now - connection.opened_s, now - connection.heard_s
+            unanswered_s = 0.0 if connection.pinged_s is None else now - connection.pinged_s
+            strange = not connection.greeted and age_s > limits.handshake_s
+            outlived_s = 0.0 if limits.max_age_s is None else age_s - limits.max_age_s
+            if strange or unanswered_s > limits.keepalive_timeout_s or outlived_s > limits.max_age_grace_s:
+                connection.abort()
+                continue
+            if outlived_s > 0:
+                connection.go_away()
+            if silent_s > limits.keepalive_s and connection.pinged_s is None:
+                connection.ping()
+            connection.give_up_stalled(now - limits.stall_s)
+        self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)
