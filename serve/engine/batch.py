@@ -62,7 +62,9 @@ def run_batch(backend: Backend, requests: list[InferRequest]) -> list[Answered |
 
 def _assemble(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
     if len(parts) == 1:
-        return parts[0].astype(dtype, copy=False)
+        (part,) = parts
+        # A view on received bytes may begin at any of them; what a runtime does with such a pointer is its own affair.
+        return part.astype(dtype, copy=not part.flags.aligned)
     return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
 

@@ -1,4 +1,4 @@
-"""ModelInferRequest -> checked arrays, arrays -> ModelInferResponse."""
+"""ModelInferRequest -> checked arrays."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from protos.datatypes import Datatype
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
-from serve.engine.tensors import Array, Tensors, TensorSpec
-from serve.protocol.raw_tensors import from_raw, to_raw
+from serve.engine.tensors import Array, TensorSpec
+from serve.protocol.raw_tensors import from_raw
+from serve.protocol.request_forms import InputForm
 
 SHARED_MEMORY = "shared_memory_region"
 
@@ -26,12 +27,12 @@ class DecodedInputs:
     Attributes:
         inputs: read-only views on the received bytes where possible.
         rows: of the batch dimension; 1 for a model without one.
-        bucket: equal for requests that can be concatenated.
+        bucket: equal for requests that can be concatenated; None for one that runs alone.
     """
 
     inputs: dict[str, Array]
     rows: int
-    bucket: Hashable
+    bucket: Hashable | None
 
 
 def decode_inputs(request: ModelInferRequest, model: Model) -> DecodedInputs:
@@ -87,15 +88,22 @@ def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ..
     return names
 
 
-def encode_response(request: ModelInferRequest, model: Model, outputs: Tensors) -> ModelInferResponse:
-    """The answer, with one raw entry per output (clients index them unchecked, and fp16 has no other form)."""
-    response = ModelInferResponse(model_name=model.name, model_version=str(model.version), id=request.id)
-    for name, output in outputs.items():
-        spec = model.outputs[name]
-        array = spec.to_client(output)
-        response.outputs.add(name=name, datatype=spec.datatype.wire, shape=array.shape)
-        response.raw_output_contents.append(to_raw(array, spec.datatype))
-    return response
+def input_forms(request: ModelInferRequest, model: Model) -> tuple[InputForm, ...]:
+    """How to view the raw contents of requests like this checked one; empty where each must be parsed for itself.
+
+    That is so where elements have no fixed size, where their bytes need a look (BOOL), and where parameters could say more.
+    """
+    if len(request.raw_input_contents) != len(request.inputs) or set(request.parameters) - {"timeout"}:
+        return ()
+    forms = []
+    for tensor in request.inputs:
+        spec = model.inputs[tensor.name]
+        dtype = spec.datatype.numpy
+        if tensor.parameters or dtype is None or dtype.hasobject or dtype == np.bool_:
+            return ()
+        elements = math.prod(tensor.shape)
+        forms.append(InputForm(spec, dtype, tuple(tensor.shape), elements, elements * dtype.itemsize))
+    return tuple(forms)
 
 
 def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: dict[str, Array]) -> TensorSpec:
@@ -126,9 +134,9 @@ def _rows(arrays: dict[str, Array], model: Model) -> int:
     return rows
 
 
-def _bucket(arrays: dict[str, Array], model: Model) -> Hashable:
+def _bucket(arrays: dict[str, Array], model: Model) -> Hashable | None:
     if not model.max_batch_size:
-        return object()  # a model without a batch dimension runs every request alone
+        return None  # a model without a batch dimension runs every request alone
     if len(arrays) == 1:
         (array,) = arrays.values()
         return tuple(array.shape[1:])

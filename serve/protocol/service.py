@@ -1,41 +1,29 @@
 """The RPCs of GRPCInferenceService as functions from message to message, free of any transport.
 
-A transport looks a method up in `Service.unary` or `Service.streams`, hands inference to `Service.infer`, and turns an
+A transport looks a method up in `Service.unary` or `Service.streams`, hands inference to `Service.infer` as bytes, and turns an
 InferenceError into a status with protocol/status.py.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
-from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
-from serve.protocol.codec import decode_inputs, encode_response, requested_outputs
 from serve.protocol.health import Health
+from serve.protocol.inference import Inference
 from serve.protocol.metadata import index_entry, model_metadata, model_statistics
 from serve.protocol.reflection import reflection_methods
-
-logger = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 SERVER_NAME = "halfserve"
 # What clients look for before they use it. Each name is Triton's.
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
-
-Reply = Callable[[pb.ModelInferResponse | InferenceError], None]
-Cancel = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +47,7 @@ class Service:
 
     def __init__(self, core: InferenceCore, *, server_version: str) -> None:
         self._core = core
+        self.infer = Inference(core).infer
         self._server_version = server_version
         health = Health(core, SERVICE)
         self.unary: dict[str, UnaryMethod] = {
@@ -78,33 +67,6 @@ class Service:
         self.streams: dict[str, StreamMethod] = {health.WATCH_PATH: StreamMethod(health.request, health.watch)}
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
-
-    def infer(self, request: pb.ModelInferRequest, time_left_s: float | None, reply: Reply) -> Cancel:
-        """Check a request and queue it; `reply` is called once, later, on the event loop.
-
-        Args:
-            request: as received.
-            time_left_s: until the client's deadline, in seconds; None where it has none.
-            reply: gets the response or the error.
-
-        Returns:
-            A function to call when the client has gone.
-
-        Raises:
-            InferenceError: the request is wrong or cannot be taken; `reply` is not called then.
-        """
-        model = self._core.model(request.model_name, request.model_version)
-        decoded = decode_inputs(request, model)
-        queued = InferRequest(
-            inputs=decoded.inputs,
-            outputs=requested_outputs(request, model),
-            rows=decoded.rows,
-            bucket=decoded.bucket,
-            deadline=_deadline(request, time_left_s),
-            done=partial(_answer, request, model, reply),
-        )
-        self._core.submit(model, queued)
-        return partial(model.batcher.cancel, queued)
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """The process answers."""
@@ -146,31 +108,3 @@ class Service:
         """Every model version and its state."""
         entries = [index_entry(model, ready=self._core.is_ready) for model in self._core.models()]
         return pb.RepositoryIndexResponse(models=[e for e in entries if e.state == "READY" or not request.ready])
-
-
-def _answer(request: pb.ModelInferRequest, model: Model, reply: Reply, result: Tensors | InferenceError) -> None:
-    if isinstance(result, InferenceError):
-        reply(result)
-        return
-    try:
-        response = encode_response(request, model, result)
-    except Exception as error:
-        logger.exception("the answer of %s does not fit its interface", model.name)
-        reply(BackendError(f"model {model.name!r} answered what its interface does not declare: {type(error).__name__}"))
-        return
-    reply(response)
-
-
-def _deadline(request: pb.ModelInferRequest, time_left_s: float | None) -> float | None:
-    """The earlier of the call's own deadline and the request parameter `timeout` (microseconds)."""
-    limits = [] if time_left_s is None else [time_left_s]
-    timeout = request.parameters.get("timeout")
-    if timeout is not None:
-        choice = timeout.WhichOneof("parameter_choice")
-        if choice not in {"int64_param", "uint64_param"} or getattr(timeout, choice) < 0:
-            raise InvalidArgumentError(
-                "parameter 'timeout' is not a whole number of microseconds, expected an int64 of 0 or more"
-            )
-        if getattr(timeout, choice):
-            limits.append(getattr(timeout, choice) / 1e6)
-    return time.monotonic() + min(limits) if limits else None

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from serve.engine.errors import InferenceError, InvalidArgumentError, UnsupportedError
 from serve.protocol.service import INFER_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
@@ -98,9 +97,9 @@ def _stream_handler(method: StreamMethod) -> Any:
 
 def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
-        answered: asyncio.Future[ModelInferResponse] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
-        def reply(result: ModelInferResponse | InferenceError) -> None:
+        def reply(result: bytes | InferenceError) -> None:
             if answered.done():
                 return  # cancelled in this very turn of the loop
             if isinstance(result, InferenceError):
@@ -109,9 +108,9 @@ def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
                 answered.set_result(result)
 
         try:
-            cancel = service.infer(_parse(ModelInferRequest, data), context.time_remaining(), reply)
+            cancel = service.infer(data, context.time_remaining(), reply)
             try:
-                return (await answered).SerializeToString()
+                return await answered
             except asyncio.CancelledError:
                 cancel()
                 raise

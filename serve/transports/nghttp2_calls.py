@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
-from serve.protocol.service import INFER_PATH, Cancel, Service, StreamMethod, UnaryMethod
+from serve.protocol.inference import Cancel
+from serve.protocol.service import INFER_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader
 from serve.transports.grpc_headers import timeout_seconds
@@ -130,14 +130,14 @@ class InferCall(_Unary):
             self._cancel()
 
     def _answer(self, message: bytes) -> None:
-        self._cancel = self._service.infer(parse(ModelInferRequest, message), self._time_left_s, self._reply)
+        self._cancel = self._service.infer(message, self._time_left_s, self._reply)
 
-    def _reply(self, result: ModelInferResponse | InferenceError) -> None:
+    def _reply(self, result: bytes | InferenceError) -> None:
         self._cancel = None
         if isinstance(result, InferenceError):
             self._fail(result)
         else:
-            self._connection.answer(self._stream, result.SerializeToString())
+            self._connection.answer(self._stream, result)
 
 
 class UnaryCall(_Unary):

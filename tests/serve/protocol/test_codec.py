@@ -15,7 +15,7 @@ from serve.engine.batch_queue import BatchLimits
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
 from serve.engine.tensors import TensorSpec
-from serve.protocol.codec import decode_inputs, encode_response, requested_outputs
+from serve.protocol.codec import decode_inputs, input_forms, requested_outputs
 from tests.serve.engine.fakes import HeldBackend
 
 
@@ -179,13 +179,23 @@ def test_an_unknown_output_is_refused() -> None:
         requested_outputs(message, TWO)
 
 
-def test_the_response_has_one_raw_entry_per_output() -> None:
-    strings = np.empty((1, 1), object)
-    strings[0, 0] = b"five"
-    response = encode_response(request(A, B), TWO, {"z": strings, "y": np.ones((1, 2), np.float16)})
-    assert (response.model_name, response.model_version, response.id) == ("m", "2", "42")
-    assert [(o.name, o.datatype, list(o.shape)) for o in response.outputs] == [("z", "BYTES", [1, 1]), ("y", "FP16", [1, 2])]
-    assert list(response.raw_output_contents) == [b"\x04\x00\x00\x00five", b"\x00\x3c\x00\x3c"]
+def test_a_form_is_learned_where_the_bytes_speak_for_themselves() -> None:
+    forms = input_forms(request(B, A), TWO)
+    assert [(f.spec.name, f.dtype.str, f.shape, f.elements, f.size) for f in forms] == [
+        ("b", "<i4", (1, 3), 3, 12),
+        ("a", "<f2", (1, 2), 2, 4),
+    ]
+
+
+def test_no_form_is_learned_where_each_request_needs_a_look() -> None:
+    with_parameter = request(A, B)
+    with_parameter.inputs[0].parameters["shared_memory_region"].string_param = "region"
+    prioritized = request(A, B)
+    prioritized.parameters["priority"].int64_param = 1
+    assert input_forms(with_parameter, TWO) == input_forms(prioritized, TWO) == ()
+    for wire, raw in (("BOOL", b"\1"), ("BYTES", bytes(4)), ("BF16", bytes(2))):
+        assert input_forms(request(("x", wire, [1, 1], raw)), model(spec("x", wire, -1, -1))) == ()
+    assert input_forms(ModelInferRequest(inputs=request(A).inputs), TWO) == ()
 
 
 @given(st.binary(max_size=200))

@@ -1,0 +1,108 @@
+"""ModelInferRequest and ModelInferResponse as bytes, cut and put together by hand where it is worth it.
+
+Requests of one client differ in their id and their tensors' bytes only. Cutting those two out of the message leaves the
+request's *form*, which needs to be parsed and checked once. Each field is a tag, and for those with a length, the length as a
+varint and as many bytes: https://protobuf.dev/programming-guides/encoding/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WITH_LENGTH = 2
+REQUEST_ID = 3 << 3 | WITH_LENGTH
+REQUEST_RAW = 7 << 3 | WITH_LENGTH
+RESPONSE_ID = b"\x1a"
+RESPONSE_RAW = b"\x32"
+
+
+@dataclass(frozen=True, slots=True)
+class CutRequest:
+    """A request in pieces.
+
+    Attributes:
+        form: all of the message but its id and its raw contents.
+        id: the request's id, ASCII.
+        raw: where each entry of raw_input_contents lies in the message: (offset, bytes).
+    """
+
+    form: bytes
+    id: bytes
+    raw: list[tuple[int, int]]
+
+
+def cut_request(data: bytes) -> CutRequest | None:
+    """Cut a request into form, id and raw contents; None where it is not as plain as that, or no message at all."""
+    pieces: list[bytes] = []
+    raw: list[tuple[int, int]] = []
+    request_id = b""
+    position = start = 0
+    end = len(data)
+    try:
+        while position < end:
+            tag, length, body = data[position], data[position + 1], position + 2
+            if length > 0x7F:
+                length, body = _varint(data, position + 1)
+            if tag & 0x87 != WITH_LENGTH:  # a field without a length, or with a number over 15
+                return None
+            after = body + length
+            if tag in (REQUEST_RAW, REQUEST_ID):
+                if start != position:
+                    pieces.append(data[start:position])
+                start = after
+                if tag == REQUEST_RAW:
+                    raw.append((body, length))
+                else:
+                    request_id = data[body:after]
+            position = after
+    except IndexError:
+        return None
+    if position != end or not request_id.isascii():
+        return None
+    if start != end:
+        pieces.append(data[start:])
+    return CutRequest(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, raw)
+
+
+def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes]) -> bytes:
+    """A response from its serialized parts.
+
+    Args:
+        head: a message with the model's name and version.
+        request_id: of the request, ASCII.
+        outputs: a message with the entries of the outputs.
+        raw: the bytes of each output.
+    """
+    parts = [head]
+    if request_id:
+        parts += (RESPONSE_ID, varint(len(request_id)), request_id)
+    parts.append(outputs)
+    for tensor in raw:
+        parts += (RESPONSE_RAW, varint(len(tensor)), tensor)
+    return b"".join(parts)
+
+
+def varint(number: int) -> bytes:
+    """A number of at least 0, seven bits a byte, the lowest first."""
+    if number < 0x80:
+        return bytes((number,))
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number at a place and the place after it."""
+    number = shift = 0
+    while True:
+        byte = data[position]
+        number |= (byte & 0x7F) << shift
+        position += 1
+        if byte < 0x80:
+            return number, position
+        shift += 7
+        if shift > 63:
+            raise IndexError(position)

@@ -1,0 +1,126 @@
+"""ModelInfer: from a request's bytes to the queue, and from the answer to a response's bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from protos.inference_pb2 import ModelInferRequest
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from serve.engine.inference_core import InferenceCore
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Array, Tensors
+from serve.protocol.codec import decode_inputs, input_forms, requested_outputs
+from serve.protocol.infer_wire import cut_request
+from serve.protocol.request_forms import RequestForm, RequestForms
+
+logger = logging.getLogger(__name__)
+
+Reply = Callable[[bytes | InferenceError], None]
+Cancel = Callable[[], None]
+
+
+class Inference:
+    """Checks requests, queues them and serializes their answers. A form of request is parsed once (see `infer_wire`)."""
+
+    def __init__(self, core: InferenceCore) -> None:
+        self._core = core
+        self._forms = RequestForms()
+
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+        """Check a request and queue it; `reply` is called once, later, on the event loop.
+
+        Args:
+            data: a ModelInferRequest as received.
+            time_left_s: until the client's deadline, in seconds; None where it has none.
+            reply: gets the ModelInferResponse as it goes out, or the error.
+
+        Returns:
+            A function to call when the client has gone.
+
+        Raises:
+            InferenceError: the request is wrong or cannot be taken; `reply` is not called then.
+        """
+        cut = cut_request(data)
+        form = self._forms.find(cut)
+        inputs = None if form is None or cut is None else form.arrays(data, cut.raw)
+        if form is None or cut is None or inputs is None:
+            request = parse_request(data)
+            form, inputs = self._checked(request)
+            request_id = request.id.encode()
+            if form.inputs:
+                self._forms.keep(cut, form)
+        else:
+            request_id = cut.id
+        queued = InferRequest(
+            inputs=inputs,
+            outputs=form.outputs,
+            rows=form.rows,
+            bucket=object() if form.bucket is None else form.bucket,
+            deadline=_deadline(form.timeout_s, time_left_s),
+            done=partial(_answer, form, request_id, reply),
+        )
+        self._core.submit(form.model, queued)
+        return partial(form.model.batcher.cancel, queued)
+
+    def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, dict[str, Array]]:
+        model = self._core.model(request.model_name, request.model_version)
+        decoded = decode_inputs(request, model)
+        form = RequestForm(
+            model=model,
+            inputs=input_forms(request, model),
+            outputs=requested_outputs(request, model),
+            rows=decoded.rows,
+            bucket=decoded.bucket,
+            timeout_s=_timeout(request),
+        )
+        return form, decoded.inputs
+
+
+def parse_request(data: bytes) -> ModelInferRequest:
+    """The message that these bytes are.
+
+    Raises:
+        InvalidArgumentError: they are none.
+    """
+    try:
+        return ModelInferRequest.FromString(data)
+    except DecodeError:
+        raise InvalidArgumentError("the request is not a ModelInferRequest message; check the client's .proto files") from None
+
+
+def _answer(form: RequestForm, request_id: bytes, reply: Reply, result: Tensors | InferenceError) -> None:
+    if isinstance(result, InferenceError):
+        reply(result)
+        return
+    try:
+        response = form.response(request_id, result)
+    except Exception as error:
+        name = form.model.name
+        logger.exception("the answer of %s does not fit its interface", name)
+        reply(BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}"))
+        return
+    reply(response)
+
+
+def _timeout(request: ModelInferRequest) -> float | None:
+    """The request parameter `timeout`, in seconds."""
+    timeout = request.parameters.get("timeout")
+    if timeout is None:
+        return None
+    choice = timeout.WhichOneof("parameter_choice")
+    if choice not in {"int64_param", "uint64_param"} or getattr(timeout, choice) < 0:
+        raise InvalidArgumentError("parameter 'timeout' is not a whole number of microseconds, expected an int64 of 0 or more")
+    microseconds: int = getattr(timeout, choice)
+    return microseconds / 1e6 if microseconds else None
+
+
+def _deadline(timeout_s: float | None, time_left_s: float | None) -> float | None:
+    """The earlier of the request's own timeout and the call's deadline, on time.monotonic()'s clock."""
+    if timeout_s is None and time_left_s is None:
+        return None
+    return time.monotonic() + min(limit for limit in (timeout_s, time_left_s) if limit is not None)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from serve.protocol.infer_wire import cut_request, put_response, varint
+
+texts = st.text(max_size=20)
+raws = st.lists(st.binary(max_size=300), max_size=3)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> ModelInferRequest:
+    message = ModelInferRequest(
+        model_name=draw(texts), model_version=draw(texts), id=draw(texts), raw_input_contents=draw(raws)
+    )
+    for name in draw(st.lists(texts, max_size=3)):
+        message.inputs.add(name=name, datatype="FP16", shape=draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4)))
+        message.outputs.add(name=name)
+    if draw(st.booleans()):
+        message.parameters["timeout"].int64_param = draw(st.integers(0, 2**40))
+    return message
+
+
+@given(requests())
+def test_a_cut_request_holds_the_whole_of_it(message: ModelInferRequest) -> None:
+    data = message.SerializeToString()
+    cut = cut_request(data)
+    if not message.id.isascii():
+        assert cut is None
+        return
+    assert cut is not None
+    assert cut.id.decode() == message.id
+    assert [data[offset : offset + size] for offset, size in cut.raw] == list(message.raw_input_contents)
+    rest = ModelInferRequest.FromString(cut.form)
+    assert (rest.id, list(rest.raw_input_contents)) == ("", [])
+    rest.id = message.id
+    rest.raw_input_contents.extend(message.raw_input_contents)
+    assert rest == message
+
+
+@given(requests(), raws, texts)
+def test_id_and_bytes_leave_the_form_as_it_is(message: ModelInferRequest, raw: list[bytes], request_id: str) -> None:
+    before = cut_request(message.SerializeToString())
+    message.id = request_id
+    del message.raw_input_contents[:]
+    message.raw_input_contents.extend(raw)
+    after = cut_request(message.SerializeToString())
+    if before is not None and after is not None:
+        assert before.form == after.form
+
+
+@given(st.binary(max_size=60))
+@example(b"\x3a")
+@example(b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
+@example(b"\x1a\x05abc")
+def test_any_bytes_are_cut_as_protobuf_reads_them_or_not_at_all(data: bytes) -> None:
+    cut = cut_request(data)
+    if cut is None:
+        return
+    try:
+        message = ModelInferRequest.FromString(data)
+    except Exception:  # noqa: BLE001  (protobuf says no: so must it say to the form, which is all that is parsed)
+        assert not parses(cut.form)
+        return
+    assert cut.id.decode() == message.id
+    assert [data[offset : offset + size] for offset, size in cut.raw] == list(message.raw_input_contents)
+
+
+def parses(data: bytes) -> bool:
+    try:
+        ModelInferRequest.FromString(data)
+    except Exception:  # noqa: BLE001  (see above)
+        return False
+    return True
+
+
+@given(texts, texts, st.text(st.characters(max_codepoint=127), max_size=200), raws)
+def test_a_response_is_put_together_as_protobuf_would(name: str, version: str, request_id: str, raw: list[bytes]) -> None:
+    whole = ModelInferResponse(model_name=name, model_version=version, id=request_id, raw_output_contents=raw)
+    whole.outputs.add(name="y", datatype="FP16", shape=[1, 2])
+    head = ModelInferResponse(model_name=name, model_version=version).SerializeToString()
+    outputs = ModelInferResponse(outputs=whole.outputs).SerializeToString()
+    assert put_response(head, request_id.encode(), outputs, raw) == whole.SerializeToString()
+
+
+def test_varints() -> None:
+    assert [varint(n) for n in (0, 127, 128, 300, 2**31)] == [b"\0", b"\x7f", b"\x80\1", b"\xac\2", b"\x80\x80\x80\x80\x08"]
