@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from google.protobuf.message import DecodeError
-
 from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
@@ -16,6 +14,7 @@ from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
 from serve.protocol.codec import decode_inputs, input_forms, requested_outputs
 from serve.protocol.infer_wire import cut_request
+from serve.protocol.messages import parse
 from serve.protocol.request_forms import RequestForm, RequestForms
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Inference:
         form = self._forms.find(cut)
         inputs = None if form is None or cut is None else form.arrays(data, cut.raw)
         if form is None or cut is None or inputs is None:
-            request = parse_request(data)
+            request = parse(ModelInferRequest, data)
             form, inputs = self._checked(request)
             request_id = request.id.encode()
             if form.inputs:
@@ -79,18 +78,6 @@ class Inference:
             timeout_s=_timeout(request),
         )
         return form, decoded.inputs
-
-
-def parse_request(data: bytes) -> ModelInferRequest:
-    """The message that these bytes are.
-
-    Raises:
-        InvalidArgumentError: they are none.
-    """
-    try:
-        return ModelInferRequest.FromString(data)
-    except DecodeError:
-        raise InvalidArgumentError("the request is not a ModelInferRequest message; check the client's .proto files") from None
 
 
 def _answer(form: RequestForm, request_id: bytes, reply: Reply, result: Tensors | InferenceError) -> None:

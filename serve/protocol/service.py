@@ -1,7 +1,7 @@
 """The RPCs of GRPCInferenceService as functions from message to message, free of any transport.
 
-A transport looks a method up in `Service.unary` or `Service.streams`, hands inference to `Service.infer` as bytes, and turns an
-InferenceError into a status with protocol/status.py.
+A transport looks a method up in `Service.unary` or `Service.streams`, hands inference to `Service.inference` as bytes, and
+turns an InferenceError into a status with protocol/status.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from serve.protocol.reflection import reflection_methods
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
+INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 SERVER_NAME = "halfserve"
 # What clients look for before they use it. Each name is Triton's.
 EXTENSIONS = ("model_configuration", "model_repository", "statistics")
@@ -47,7 +48,7 @@ class Service:
 
     def __init__(self, core: InferenceCore, *, server_version: str) -> None:
         self._core = core
-        self.infer = Inference(core).infer
+        self.inference = Inference(core)
         self._server_version = server_version
         health = Health(core, SERVICE)
         self.unary: dict[str, UnaryMethod] = {

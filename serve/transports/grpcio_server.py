@@ -7,13 +7,14 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
-from serve.engine.errors import InferenceError, InvalidArgumentError, UnsupportedError
-from serve.protocol.service import INFER_PATH, Service, StreamMethod, UnaryMethod
+from serve.engine.errors import InferenceError, UnsupportedError
+from serve.protocol.inference_stream import InferenceStream
+from serve.protocol.messages import parse
+from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.transport import BindError
 
@@ -25,8 +26,8 @@ OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # two servers that share a port would each get some of the calls
 ]
+MAX_UNANSWERED = 256  # requests of one stream; beyond it the stream is not read
 CODES = {code.value[0]: code for code in grpc.StatusCode}
-M = TypeVar("M", bound=Message)
 Context = Any  # grpc.aio.ServicerContext; grpcio ships no types
 
 
@@ -67,6 +68,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
         self._handlers = {path: _unary_handler(method) for path, method in service.unary.items()}
         self._handlers |= {path: _stream_handler(method) for path, method in service.streams.items()}
         self._handlers[INFER_PATH] = grpc.unary_unary_rpc_method_handler(_infer(service))
+        self._handlers[INFER_STREAM_PATH] = grpc.stream_stream_rpc_method_handler(_infer_stream(service))
 
     def service(self, handler_call_details: Any) -> Any:
         method = handler_call_details.method
@@ -76,7 +78,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
 def _unary_handler(method: UnaryMethod) -> Any:
     async def handle(data: bytes, context: Context) -> bytes:
         try:
-            return method.answer(_parse(method.request, data)).SerializeToString()
+            return method.answer(parse(method.request, data)).SerializeToString()
         except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the server)
             await _abort(context, error)
 
@@ -85,7 +87,7 @@ def _unary_handler(method: UnaryMethod) -> Any:
 
 def _stream_handler(method: StreamMethod) -> Any:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        requests = (_parse(method.request, data) async for data in messages)
+        requests = (parse(method.request, data) async for data in messages)
         try:
             async for response in method.answer(requests):
                 yield response.SerializeToString()
@@ -108,7 +110,7 @@ def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
                 answered.set_result(result)
 
         try:
-            cancel = service.infer(data, context.time_remaining(), reply)
+            cancel = service.inference.infer(data, context.time_remaining(), reply)
             try:
                 return await answered
             except asyncio.CancelledError:
@@ -116,6 +118,35 @@ def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
                 raise
         except Exception as error:  # noqa: BLE001  (see above)
             await _abort(context, error)
+
+    return handle
+
+
+def _infer_stream(service: Service) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
+    async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        room = asyncio.Semaphore(MAX_UNANSWERED)
+        stream = InferenceStream(service.inference, answers.put_nowait)
+
+        async def receive() -> None:
+            async for data in messages:
+                await room.acquire()
+                stream.receive(data, context.time_remaining())
+            answers.put_nowait(None)
+
+        receiving = asyncio.create_task(receive())
+        ended = False
+        try:
+            while not ended or stream or not answers.empty():
+                answer = await answers.get()
+                if answer is None:
+                    ended = True
+                else:
+                    room.release()
+                    yield answer
+        finally:
+            receiving.cancel()
+            stream.cancel()
 
     return handle
 
@@ -134,15 +165,6 @@ async def _abort(context: Context, error: Exception) -> NoReturn:
         logger.error("a call failed", exc_info=error)
     await context.abort(CODES[status.code], status.details, trailing_metadata=status.trailers)
     raise AssertionError  # abort has raised; this tells the type checker
-
-
-def _parse(message: type[M], data: bytes) -> M:
-    try:
-        return message.FromString(data)
-    except DecodeError:
-        raise InvalidArgumentError(
-            f"the request is not a {message.DESCRIPTOR.name} message; check the client's .proto files"
-        ) from None
 
 
 def _check_address(host: str, port: int) -> None:

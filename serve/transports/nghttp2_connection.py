@@ -92,7 +92,7 @@ class GrpcConnection(asyncio.Protocol):
         self._unfinished: dict[int, int] = {}  # stream -> bytes held of its unfinished message, the oldest first
         self._held = 0  # the sum of these
         self._ending: set[int] = set()  # answered before the client had ended: to be reset once the answer is out
-        self._waiting: dict[int, asyncio.Future[None]] = {}  # streaming calls that wait for their answers to leave
+        self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls that wait for their answers to leave
         self._paused = self._receiving = self._closing = False
         self.opened_s = self.heard_s = asyncio.get_running_loop().time()
         self.greeted = False
@@ -149,8 +149,6 @@ class GrpcConnection(asyncio.Protocol):
         for call in list(self._calls.values()):
             call.gone()
         self._calls.clear()
-        for waiter in self._waiting.values():
-            waiter.cancel()
         self._waiting.clear()
 
     def pause_writing(self) -> None:
@@ -182,15 +180,19 @@ class GrpcConnection(asyncio.Protocol):
             self._http2.send_response(stream, RESPONSE)
             self._flush_soon()
 
-    async def send(self, stream: int, message: bytes) -> None:
-        """One message of such a call; returns when it may send the next one."""
-        if stream not in self._calls:
-            return
-        self._http2.send_data(stream, frame(message))
-        self._flush_soon()
-        if self._http2.queued_body_size(stream) > self.limits.max_unsent_bytes:
-            waiter = self._waiting[stream] = asyncio.get_running_loop().create_future()
-            await waiter
+    def send(self, stream: int, message: bytes) -> None:
+        """One message of such a call."""
+        if stream in self._calls:
+            self._http2.send_data(stream, frame(message))
+            self._flush_soon()
+
+    def is_behind(self, stream: int) -> bool:
+        """Whether the client reads a call's answers more slowly than they come."""
+        return stream in self._calls and self._http2.queued_body_size(stream) > self.limits.max_unsent_bytes
+
+    def when_read(self, stream: int, then: Callable[[], None]) -> None:
+        """Call `then` once, when a client that is behind has caught up or has gone."""
+        self._waiting[stream] = then
 
     def finish(self, stream: int, *, ended: bool) -> None:
         """The good end of such a call; `ended` tells that the client has ended it on its side."""
@@ -265,9 +267,7 @@ class GrpcConnection(asyncio.Protocol):
             if self._paused or not self._reset_ended():
                 break
         for stream in [s for s in self._waiting if self._http2.queued_body_size(s) <= self.limits.max_unsent_bytes // 2]:
-            waiter = self._waiting.pop(stream)
-            if not waiter.done():
-                waiter.set_result(None)
+            self._waiting.pop(stream)()
 
     def _reset_ended(self) -> bool:
         """Reset the streams whose answer is out; libnghttp2 would drop an answer that is still queued."""
@@ -345,9 +345,7 @@ class GrpcConnection(asyncio.Protocol):
         withheld = self._withheld.pop(stream, 0)
         if withheld:
             self._http2.acknowledge_received_data(withheld, stream)
-        waiter = self._waiting.pop(stream, None)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._waiting.pop(stream, None)
         call = self._forget(stream)
         if call is not None:
             call.gone()

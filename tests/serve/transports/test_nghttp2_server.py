@@ -20,7 +20,7 @@ from ngh2 import GoAwayReceived, ResponseReceived
 
 from protos import inference_pb2 as pb
 from serve.protocol.service import Service
-from serve.transports.grpc_framing import frame
+from serve.transports.grpc_framing import MessageReader, frame
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2_server import Nghttp2Server
 from tests.serve.conftest import load_repository
@@ -29,6 +29,7 @@ from tests.serve.running_server import RunningServer, running_server
 from tests.serve.transports.http2_peer import INFER, Http2Peer, call_headers, peer
 
 SERVER_LIVE = b"/inference.GRPCInferenceService/ServerLive"
+INFER_STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
 INITIAL_WINDOW_SIZE = 4
 Limited = Callable[..., RunningServer]
 
@@ -213,6 +214,27 @@ def test_a_client_that_does_not_read_gets_everything_once_it_does(server: Runnin
         slow.push()
         assert [slow.status(stream) for stream in streams] == [(0, "")] * 20
         assert {len(slow.body(stream)) for stream in streams} == {len(slow.body(streams[0]))}
+
+
+def test_a_stream_whose_answers_are_not_read_may_send_no_more_until_they_are(limited: Limited) -> None:
+    server = limited(stream_window_bytes=65_535, max_unsent_bytes=10_000)
+    with peer(server, {INITIAL_WINDOW_SIZE: 0}) as slow:
+        stream = slow.http2.send_request(call_headers(INFER_STREAM))
+        slow.http2.send_data(stream, frame(mlp_request()) * 3000, end_stream=True)  # over half a megabyte
+        slow.push()
+        slow.until(ResponseReceived, stream)
+        for _ in range(20):  # turns of the server: each is a call that it answers
+            other = slow.http2.send_request(call_headers(b"/a/b"), end_stream=True)
+            slow.push()
+            assert slow.status(other)[0] == 12
+        assert slow.http2.queued_body_size(stream) > 100_000
+        slow.http2.update_settings({INITIAL_WINDOW_SIZE: 2**31 - 1})
+        slow.http2.set_local_window_size(2**31 - 1)
+        slow.push()
+        assert slow.status(stream) == (0, "")
+        answered = list(MessageReader(10_000).feed(slow.body(stream)))
+        assert len(answered) == 3000
+        assert all(not pb.ModelStreamInferResponse.FromString(answer).error_message for answer in answered)
 
 
 def test_rapid_resets_cost_the_connection_that_sends_them(server: RunningServer) -> None:

@@ -1,0 +1,89 @@
+"""ModelStreamInfer: many requests and their answers over one call, in the requests' order."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
+from serve.engine.errors import InferenceError
+from serve.protocol.infer_wire import cut_request, varint
+from serve.protocol.inference import Cancel, Inference
+from serve.protocol.status import status_of
+
+logger = logging.getLogger(__name__)
+
+INFER_RESPONSE = b"\x12"  # the field of a ModelStreamInferResponse
+# What Triton's clients look at in a stream to know that a request has got its last answer; here each has one.
+FINAL = ModelInferResponse()
+FINAL.parameters["triton_final_response"].bool_param = True
+FINAL_BYTES = FINAL.SerializeToString()
+
+
+class _Slot:
+    """A request's place in the order of answers."""
+
+    __slots__ = ("answer", "cancel")
+
+    def __init__(self) -> None:
+        self.answer: bytes | None = None
+        self.cancel: Cancel | None = None
+
+
+class InferenceStream:
+    """One call. A request that fails gets an answer with its error; the stream goes on."""
+
+    def __init__(self, inference: Inference, send: Callable[[bytes], None]) -> None:
+        """A stream.
+
+        Args:
+            inference: answers the requests.
+            send: gets each ModelStreamInferResponse, serialized, on the event loop.
+        """
+        self._inference = inference
+        self._send = send
+        self._slots: deque[_Slot] = deque()
+
+    def __len__(self) -> int:
+        """Requests without an answer."""
+        return len(self._slots)
+
+    def receive(self, data: bytes, time_left_s: float | None) -> None:
+        """Take a serialized ModelInferRequest. Whatever is wrong with it is answered, not raised."""
+        slot = _Slot()
+        self._slots.append(slot)
+        try:
+            slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data))
+        except Exception as error:  # noqa: BLE001  (whatever went wrong is this request's, not the stream's)
+            self._fail(slot, data, error)
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        for slot in self._slots:
+            if slot.cancel is not None and slot.answer is None:
+                slot.cancel()
+        self._slots.clear()
+
+    def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
+        if isinstance(result, InferenceError):
+            self._fail(slot, data, result)
+            return
+        response = result + FINAL_BYTES  # protobuf joins the fields of messages that are laid end to end
+        self._answer(slot, INFER_RESPONSE + varint(len(response)) + response)
+
+    def _fail(self, slot: _Slot, data: bytes, error: Exception) -> None:
+        if not isinstance(error, InferenceError):
+            logger.error("a request in a stream failed", exc_info=error)
+        cut = cut_request(data)
+        response = ModelStreamInferResponse(error_message=status_of(error).details)
+        response.infer_response.MergeFrom(FINAL)
+        response.infer_response.id = "" if cut is None else cut.id.decode("ascii")
+        self._answer(slot, response.SerializeToString())
+
+    def _answer(self, slot: _Slot, answer: bytes) -> None:
+        slot.answer = answer
+        while self._slots and (first := self._slots[0].answer) is not None:
+            self._slots.popleft()
+            self._send(first)

@@ -1,0 +1,216 @@
+"""Calls with any number of messages each way over a GrpcConnection.
+
+Flow control joins both directions: what is not answered yet, or not read by the client, holds back what it may send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+
+from google.protobuf.message import Message
+
+from serve.engine.errors import DeadlineExceededError, InferenceError
+from serve.protocol.inference import Inference
+from serve.protocol.inference_stream import InferenceStream
+from serve.protocol.messages import parse
+from serve.protocol.service import StreamMethod
+from serve.protocol.status import status_of
+from serve.transports.grpc_framing import MessageReader
+from serve.transports.nghttp2_connection import GrpcConnection
+
+logger = logging.getLogger(__name__)
+MAX_UNANSWERED = 256  # requests of one stream; beyond it the client may send no more
+
+
+class InferStreamCall:
+    """ModelStreamInfer, without a task: requests are pushed in, answers are pushed out."""
+
+    def __init__(
+        self,
+        connection: GrpcConnection,
+        stream: int,
+        reader: MessageReader,
+        inference: Inference,
+        time_left_s: float | None,
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._reader = reader
+        self._requests = InferenceStream(inference, self._answer)
+        self._ended = self._begun = False
+        self._withheld = 0
+        self._loop = asyncio.get_running_loop()
+        self._deadline_s = None if time_left_s is None else self._loop.time() + time_left_s
+        self._timer = None if self._deadline_s is None else self._loop.call_at(self._deadline_s, self._expire)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an unfinished message."""
+        return self._reader.held_bytes
+
+    def receive(self, data: bytes) -> int:
+        """Take requests; the client may send more at once unless too much waits."""
+        try:
+            for message in self._reader.feed(data):
+                left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
+                self._requests.receive(message, left_s)
+        except InferenceError as error:
+            self._fail(error)
+        if not self._is_full():
+            return len(data)
+        self._withheld += len(data)
+        return 0
+
+    def end(self) -> None:
+        """The client will send no more: once everything is answered, so is the call."""
+        self._ended = True
+        try:
+            self._reader.finish()
+        except InferenceError as error:
+            self._fail(error)
+        self._finish_if_done()
+
+    def gone(self) -> None:
+        """Free the places of what still waits."""
+        self._stop()
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """A stream may be silent for as long as it likes."""
+
+    def _answer(self, answer: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            self._connection.begin(self._stream)
+        self._connection.send(self._stream, answer)
+        if self._withheld and not self._is_full():
+            self._release()
+        self._finish_if_done()
+
+    def _is_full(self) -> bool:
+        if self._connection.is_behind(self._stream):
+            self._connection.when_read(self._stream, self._release)
+            return True
+        return len(self._requests) > MAX_UNANSWERED
+
+    def _release(self) -> None:
+        self._connection.give_back(self._stream, self._withheld)
+        self._withheld = 0
+
+    def _finish_if_done(self) -> None:
+        if self._ended and not self._requests:
+            if not self._begun:
+                self._begun = True
+                self._connection.begin(self._stream)
+            self._connection.finish(self._stream, ended=True)
+            self._stop()
+
+    def _expire(self) -> None:
+        self._fail(DeadlineExceededError("the call's deadline has passed"))
+
+    def _fail(self, error: InferenceError) -> None:
+        self._connection.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._requests.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class StreamCall:
+    """A method with any number of messages each way, as a task of its own."""
+
+    def __init__(
+        self,
+        connection: GrpcConnection,
+        stream: int,
+        reader: MessageReader,
+        method: StreamMethod,
+        time_left_s: float | None,
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._reader = reader
+        self._method = method
+        self._messages: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self._unread = 0  # bytes that the client may not send again yet
+        self._ended = self._begun = False
+        self._broken: InferenceError | None = None
+        self._task = asyncio.get_running_loop().create_task(self._run(time_left_s))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an unfinished message."""
+        return self._reader.held_bytes
+
+    def receive(self, data: bytes) -> int:
+        """Take what the client sent; it may send more at once only while nothing waits to be read."""
+        try:
+            self._messages.extend(self._reader.feed(data))
+        except InferenceError as error:
+            self._broken = error
+        self._arrived.set()
+        if not self._messages:
+            return len(data)
+        self._unread += len(data)
+        return 0
+
+    def end(self) -> None:
+        """The client will send no more."""
+        self._ended = True
+        self._arrived.set()
+
+    def gone(self) -> None:
+        """Stop the method."""
+        self._task.cancel()
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """A stream may be silent for as long as it likes."""
+
+    async def _run(self, time_left_s: float | None) -> None:
+        try:
+            async with asyncio.timeout(time_left_s):
+                async for response in self._method.answer(self._requests()):
+                    self._begin()
+                    self._connection.send(self._stream, response.SerializeToString())
+                    if self._connection.is_behind(self._stream):
+                        caught_up = asyncio.Event()
+                        self._connection.when_read(self._stream, caught_up.set)
+                        await caught_up.wait()
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            self._fail(DeadlineExceededError("the call's deadline has passed"))
+        except Exception as error:  # noqa: BLE001  (see _Unary.end)
+            self._fail(error)
+        else:
+            self._begin()
+            self._connection.finish(self._stream, ended=self._ended)
+
+    async def _requests(self) -> AsyncIterator[Message]:
+        while True:
+            while self._messages:
+                yield parse(self._method.request, self._messages.popleft())
+            self._connection.give_back(self._stream, self._unread)
+            self._unread = 0
+            if self._broken is not None:
+                raise self._broken
+            if self._ended:
+                self._reader.finish()
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._connection.begin(self._stream)
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, InferenceError):
+            logger.error("a call failed", exc_info=error)
+        self._connection.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)

@@ -1,0 +1,115 @@
+"""Calls with one message each way over a GrpcConnection."""
+
+from __future__ import annotations
+
+import logging
+
+from serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError
+from serve.protocol.inference import Cancel, Inference
+from serve.protocol.messages import parse
+from serve.protocol.service import UnaryMethod
+from serve.protocol.status import status_of
+from serve.transports.grpc_framing import MessageReader
+from serve.transports.nghttp2_connection import GrpcConnection
+
+logger = logging.getLogger(__name__)
+
+
+class _Unary:
+    """A call that takes one message and gives one."""
+
+    def __init__(self, connection: GrpcConnection, stream: int, reader: MessageReader) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._reader = reader
+        self._message: bytes | None = None
+        self._ended = False
+        self._grown_s = connection.heard_s
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an unfinished message."""
+        return self._reader.held_bytes
+
+    def receive(self, data: bytes) -> int:
+        """Take what the client sent; all of it may be sent again, as a message must be whole before it can be read."""
+        self._grown_s = self._connection.heard_s
+        try:
+            for message in self._reader.feed(data):
+                if self._message is not None:
+                    raise InvalidArgumentError("a second message came, expected one; this method is no stream")
+                self._message = message
+        except InferenceError as error:
+            self._fail(error)
+        return len(data)
+
+    def end(self) -> None:
+        """The client will send no more: answer."""
+        self._ended = True
+        try:
+            self._reader.finish()
+            if self._message is None:
+                raise InvalidArgumentError("the call ended without a message, expected one")  # noqa: TRY301  (see above)
+            self._answer(self._message)
+        except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the connection)
+            self._fail(error)
+
+    def gone(self) -> None:
+        """Nothing to stop: the answer was given at once."""
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """End the call if the client owes the rest of its message since `before_s`."""
+        if not self._ended and self._grown_s < before_s:
+            self._fail(DeadlineExceededError("the rest of the request did not come; send it again"))
+
+    def _answer(self, message: bytes) -> None:
+        raise NotImplementedError
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, InferenceError):
+            logger.error("a call failed", exc_info=error)
+        self._connection.fail(self._stream, status_of(error), ended=self._ended)
+
+
+class InferCall(_Unary):
+    """ModelInfer: queued, and answered when its batch has run."""
+
+    def __init__(
+        self,
+        connection: GrpcConnection,
+        stream: int,
+        reader: MessageReader,
+        inference: Inference,
+        time_left_s: float | None,
+    ) -> None:
+        super().__init__(connection, stream, reader)
+        self._inference = inference
+        self._time_left_s = time_left_s
+        self._cancel: Cancel | None = None
+
+    def gone(self) -> None:
+        """Free the request's place in the queue."""
+        if self._cancel is not None:
+            self._cancel()
+
+    def _answer(self, message: bytes) -> None:
+        self._cancel = self._inference.infer(message, self._time_left_s, self._reply)
+
+    def _reply(self, result: bytes | InferenceError) -> None:
+        self._cancel = None
+        if isinstance(result, InferenceError):
+            self._fail(result)
+        else:
+            self._connection.answer(self._stream, result)
+
+
+class UnaryCall(_Unary):
+    """Any other method with one message each way, answered at once."""
+
+    def __init__(self, connection: GrpcConnection, stream: int, reader: MessageReader, method: UnaryMethod) -> None:
+        super().__init__(connection, stream, reader)
+        self._method = method
+
+    def _answer(self, message: bytes) -> None:
+        answer = self._method.answer(parse(self._method.request, message))
+        self._connection.answer(self._stream, answer.SerializeToString())
