@@ -39,6 +39,9 @@ def serve(
     *,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Refuse to start without a GPU.")] = False,
+    shared_memory: Annotated[
+        bool, typer.Option("--shared-memory", help="Let clients on this machine leave tensors in shared memory.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(min=0.1, help="Time for requests in flight after SIGTERM.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
@@ -61,6 +64,7 @@ def serve(
         defaults=Defaults(max_batch_size=max_batch_size, max_queue_delay_us=max_queue_delay_us, max_queue_size=max_queue_size),
         drain_s=drain_seconds,
         transport=transport,
+        shared_memory=shared_memory,
     )
     _run(options, _print_json if as_json else _print_text)
 

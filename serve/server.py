@@ -38,6 +38,7 @@ class ServerOptions:
         defaults: for what a model's configuration does not say.
         drain_s: seconds that requests in flight get to finish after SIGTERM or SIGINT.
         transport: what carries gRPC.
+        shared_memory: whether clients on this machine may leave tensors in shared memory.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class ServerOptions:
     defaults: Defaults = field(default_factory=Defaults)
     drain_s: float = 30.0
     transport: TransportName = TransportName.NGHTTP2
+    shared_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
     # What is there by now stays as long as the server: the collector need not walk through it while requests wait (some 20 ms).
     gc.freeze()
     core = InferenceCore(models)
-    service = Service(core, server_version=version("halfserve"))
+    service = Service(core, server_version=version("halfserve"), shared_memory=options.shared_memory)
     transport = make_transport(options.transport, service, options.host, options.grpc_port)
     port = await transport.start()
     for name in (signal.SIGTERM, signal.SIGINT):

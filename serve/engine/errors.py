@@ -18,6 +18,10 @@ class NotFoundError(InferenceError):
     """No such model or version is served."""
 
 
+class AlreadyExistsError(InferenceError):
+    """What is to be made is there already."""
+
+
 class QueueFullError(InferenceError):
     """The model's queue has reached its bound; the request was not taken.
 

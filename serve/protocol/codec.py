@@ -16,8 +16,8 @@ from serve.engine.model import Model
 from serve.engine.tensors import Array, TensorSpec
 from serve.protocol.raw_tensors import from_raw
 from serve.protocol.request_forms import InputForm
-
-SHARED_MEMORY = "shared_memory_region"
+from serve.protocol.shared_memory import Place, SharedMemory
+from serve.protocol.shared_tensors import place_of
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,31 @@ class DecodedInputs:
     bucket: Hashable | None
 
 
-def decode_inputs(request: ModelInferRequest, model: Model) -> DecodedInputs:
+def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
     """Check every input against the model and view its bytes as an array.
 
     Raises:
         InvalidArgumentError: a name, datatype, shape, row or byte count is wrong; the text names the input and both values.
-        UnsupportedError: an input lies in shared memory.
+        NotFoundError: an input lies in a region of shared memory that is not registered.
+        UnsupportedError: an input lies in shared memory, which is off here.
     """
     raw = request.raw_input_contents
-    if raw and len(raw) != len(request.inputs):
-        raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {len(request.inputs)}, one per input")
+    places = [place_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
+    sent = places.count(None)
+    if raw and len(raw) != sent:
+        raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {sent}, one per input that is sent")
+    entries = iter(raw)
     arrays: dict[str, Array] = {}
-    for index, tensor in enumerate(request.inputs):
+    for tensor, place in zip(request.inputs, places, strict=True):
         spec = _spec(tensor, model, arrays)
-        if raw and tensor.HasField("contents"):
-            raise InvalidArgumentError(f"input {spec.name!r} has contents and a raw_input_contents entry, expected one of them")
+        if (raw or place is not None) and tensor.HasField("contents"):
+            other = "a raw_input_contents entry" if place is None else "a place in shared memory"
+            raise InvalidArgumentError(f"input {spec.name!r} has contents and {other}, expected one of them")
         try:
-            if raw:
-                arrays[spec.name] = from_raw(raw[index], spec.datatype, tensor.shape)
+            if place is not None:
+                arrays[spec.name] = from_raw(memory.read(place).data, spec.datatype, tensor.shape)
+            elif raw:
+                arrays[spec.name] = from_raw(next(entries), spec.datatype, tensor.shape)
             else:
                 arrays[spec.name] = _from_contents(tensor.contents, spec.datatype, tensor.shape)
         except ValueError as error:
@@ -70,7 +77,7 @@ def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ..
 
     Raises:
         InvalidArgumentError: an output that the model does not have, or one named twice.
-        UnsupportedError: classification, or an output in shared memory, is asked for.
+        UnsupportedError: classification is asked for.
     """
     if not request.outputs:
         return tuple(model.outputs)
@@ -78,14 +85,28 @@ def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ..
     for output in request.outputs:
         if output.name not in model.outputs:
             raise InvalidArgumentError(f"output {output.name!r} is not one of the model's: {_names(model.outputs)}")
-        for parameter in ("classification", SHARED_MEMORY):
-            if parameter in output.parameters:
-                raise UnsupportedError(
-                    f"output {output.name!r} asks for {parameter}, which this server does not offer; leave it out"
-                )
+        if "classification" in output.parameters:
+            raise UnsupportedError(
+                f"output {output.name!r} asks for classification, which this server does not offer; leave it out"
+            )
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"outputs {list(names)} name one twice; expected each at most once")
     return names
+
+
+def output_places(request: ModelInferRequest, memory: SharedMemory) -> dict[str, Place]:
+    """Where the client wants outputs that it does not want sent.
+
+    Raises:
+        InferenceError: a place that is none (see `SharedMemory.check`).
+    """
+    places = {}
+    for output in request.outputs:
+        place = place_of(f"output {output.name!r}", output.parameters)
+        if place is not None:
+            memory.check(place)
+            places[output.name] = place
+    return places
 
 
 def input_forms(request: ModelInferRequest, model: Model) -> tuple[InputForm, ...]:
@@ -117,8 +138,6 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: dict[s
     mismatch = spec.mismatch(tensor.shape)
     if mismatch is not None:
         raise InvalidArgumentError(f"input {spec.name!r} {mismatch}")
-    if SHARED_MEMORY in tensor.parameters:
-        raise UnsupportedError(f"input {spec.name!r} lies in shared memory, which this server does not offer; send the bytes")
     return spec
 
 

@@ -12,10 +12,12 @@ from serve.engine.errors import BackendError, InferenceError, InvalidArgumentErr
 from serve.engine.inference_core import InferenceCore
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
-from serve.protocol.codec import decode_inputs, input_forms, requested_outputs
+from serve.protocol.codec import decode_inputs, input_forms, output_places, requested_outputs
 from serve.protocol.infer_wire import cut_request
 from serve.protocol.messages import parse
 from serve.protocol.request_forms import RequestForm, RequestForms
+from serve.protocol.shared_memory import Place, SharedMemory
+from serve.protocol.shared_tensors import shared_response
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,9 @@ Cancel = Callable[[], None]
 class Inference:
     """Checks requests, queues them and serializes their answers. A form of request is parsed once (see `infer_wire`)."""
 
-    def __init__(self, core: InferenceCore) -> None:
+    def __init__(self, core: InferenceCore, memory: SharedMemory) -> None:
         self._core = core
+        self._memory = memory
         self._forms = RequestForms()
 
     def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
@@ -51,24 +54,26 @@ class Inference:
             request = parse(ModelInferRequest, data)
             form, inputs = self._checked(request)
             request_id = request.id.encode()
-            if form.inputs:
+            places = output_places(request, self._memory)
+            if form.inputs and not places:
                 self._forms.keep(cut, form)
         else:
             request_id = cut.id
+            places = {}
         queued = InferRequest(
             inputs=inputs,
             outputs=form.outputs,
             rows=form.rows,
             bucket=object() if form.bucket is None else form.bucket,
             deadline=_deadline(form.timeout_s, time_left_s),
-            done=partial(_answer, form, request_id, reply),
+            done=partial(self._answer, form, request_id, places, reply),
         )
         self._core.submit(form.model, queued)
         return partial(form.model.batcher.cancel, queued)
 
     def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, dict[str, Array]]:
         model = self._core.model(request.model_name, request.model_version)
-        decoded = decode_inputs(request, model)
+        decoded = decode_inputs(request, model, self._memory)
         form = RequestForm(
             model=model,
             inputs=input_forms(request, model),
@@ -79,19 +84,25 @@ class Inference:
         )
         return form, decoded.inputs
 
-
-def _answer(form: RequestForm, request_id: bytes, reply: Reply, result: Tensors | InferenceError) -> None:
-    if isinstance(result, InferenceError):
-        reply(result)
-        return
-    try:
-        response = form.response(request_id, result)
-    except Exception as error:
-        name = form.model.name
-        logger.exception("the answer of %s does not fit its interface", name)
-        reply(BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}"))
-        return
-    reply(response)
+    def _answer(
+        self, form: RequestForm, request_id: bytes, places: dict[str, Place], reply: Reply, result: Tensors | InferenceError
+    ) -> None:
+        if isinstance(result, InferenceError):
+            reply(result)
+            return
+        try:
+            response = (
+                shared_response(form, request_id, result, places, self._memory) if places else form.response(request_id, result)
+            )
+        except InferenceError as error:
+            reply(error)
+            return
+        except Exception as error:
+            name = form.model.name
+            logger.exception("the answer of %s does not fit its interface", name)
+            reply(BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}"))
+            return
+        reply(response)
 
 
 def _timeout(request: ModelInferRequest) -> float | None:

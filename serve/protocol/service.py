@@ -18,13 +18,15 @@ from serve.protocol.health import Health
 from serve.protocol.inference import Inference
 from serve.protocol.metadata import index_entry, model_metadata, model_statistics
 from serve.protocol.reflection import reflection_methods
+from serve.protocol.shared_memory import SharedMemory
+from serve.protocol.shared_memory_rpcs import SharedMemoryRpcs
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 SERVER_NAME = "halfserve"
 # What clients look for before they use it. Each name is Triton's.
-EXTENSIONS = ("model_configuration", "model_repository", "statistics")
+EXTENSIONS = ("model_configuration", "model_repository", "statistics", "system_shared_memory")
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,18 @@ class StreamMethod:
 class Service:
     """Everything that can be called, by method path."""
 
-    def __init__(self, core: InferenceCore, *, server_version: str) -> None:
+    def __init__(self, core: InferenceCore, *, server_version: str, shared_memory: bool = False) -> None:
+        """A service.
+
+        Args:
+            core: the models.
+            server_version: told to clients.
+            shared_memory: whether clients on this machine may leave tensors in shared memory.
+        """
         self._core = core
-        self.inference = Inference(core)
+        memory = SharedMemory(enabled=shared_memory)
+        shared = SharedMemoryRpcs(memory)
+        self.inference = Inference(core, memory)
         self._server_version = server_version
         health = Health(core, SERVICE)
         self.unary: dict[str, UnaryMethod] = {
@@ -62,6 +73,12 @@ class Service:
                 ("ModelConfig", pb.ModelConfigRequest, self.model_config),
                 ("ModelStatistics", pb.ModelStatisticsRequest, self.model_statistics),
                 ("RepositoryIndex", pb.RepositoryIndexRequest, self.repository_index),
+                ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest, shared.system_status),
+                ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest, shared.system_register),
+                ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest, shared.system_unregister),
+                ("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest, shared.cuda_status),
+                ("CudaSharedMemoryRegister", pb.CudaSharedMemoryRegisterRequest, shared.cuda_register),
+                ("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest, shared.cuda_unregister),
             )
         }
         self.unary[health.CHECK_PATH] = UnaryMethod(health.request, health.check)

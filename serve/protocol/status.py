@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.engine.errors import (
+    AlreadyExistsError,
     BackendError,
     DeadlineExceededError,
     InferenceError,
@@ -21,6 +22,7 @@ CODES: dict[type[InferenceError], int] = {
     InvalidArgumentError: 3,
     DeadlineExceededError: 4,
     NotFoundError: 5,
+    AlreadyExistsError: 6,
     QueueFullError: 8,
     MessageTooLargeError: 8,
     UnsupportedError: 12,

@@ -35,11 +35,17 @@ class RunningServer:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, make_models: Callable[[], Sequence[Model]], make_transport: MakeTransport
+        self,
+        loop: asyncio.AbstractEventLoop,
+        make_models: Callable[[], Sequence[Model]],
+        make_transport: MakeTransport,
+        *,
+        shared_memory: bool,
     ) -> None:
         self._loop = loop
         self._make_models = make_models
         self._make_transport = make_transport
+        self._shared_memory = shared_memory
         self.address = ""
         self.core: InferenceCore
         self._transport: Transport
@@ -58,7 +64,8 @@ class RunningServer:
 
     async def start(self) -> None:
         self.core = InferenceCore(self._make_models())
-        self._transport = self._make_transport(Service(self.core, server_version="0.0.test"), "127.0.0.1", 0)
+        service = Service(self.core, server_version="0.0.test", shared_memory=self._shared_memory)
+        self._transport = self._make_transport(service, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{await self._transport.start()}"
 
     async def stop(self) -> None:
@@ -68,13 +75,13 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    make_models: Callable[[], Sequence[Model]], make_transport: MakeTransport = Nghttp2Server
+    make_models: Callable[[], Sequence[Model]], make_transport: MakeTransport = Nghttp2Server, *, shared_memory: bool = False
 ) -> Iterator[RunningServer]:
     """Start a server on the models that `make_models` returns; stop it at the end."""
     loop = new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
-    server = RunningServer(loop, make_models, make_transport)
+    server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory)
     try:
         server.run(server.start())
         try:

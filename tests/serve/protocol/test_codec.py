@@ -16,7 +16,10 @@ from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
 from serve.engine.tensors import TensorSpec
 from serve.protocol.codec import decode_inputs, input_forms, requested_outputs
+from serve.protocol.shared_memory import SharedMemory
 from tests.serve.engine.fakes import HeldBackend
+
+OFF = SharedMemory(enabled=False)
 
 
 def spec(name: str, wire: str, *shape: int) -> TensorSpec:
@@ -50,15 +53,15 @@ A, B = ("a", "FP16", [1, 2], bytes(4)), ("b", "INT32", [1, 3], bytes(12))
 
 
 def test_a_good_request_is_viewed() -> None:
-    decoded = decode_inputs(request(B, A), TWO)
+    decoded = decode_inputs(request(B, A), TWO, OFF)
     assert {n: (x.dtype.str, x.shape) for n, x in decoded.inputs.items()} == {"a": ("<f2", (1, 2)), "b": ("<i4", (1, 3))}
     assert decoded.rows == 1
 
 
 def test_the_order_of_inputs_does_not_change_the_bucket_and_the_shape_does() -> None:
     wide = ("b", "INT32", [1, 4], bytes(16))
-    assert decode_inputs(request(A, B), TWO).bucket == decode_inputs(request(B, A), TWO).bucket
-    assert decode_inputs(request(A, B), TWO).bucket != decode_inputs(request(A, wide), TWO).bucket
+    assert decode_inputs(request(A, B), TWO, OFF).bucket == decode_inputs(request(B, A), TWO, OFF).bucket
+    assert decode_inputs(request(A, B), TWO, OFF).bucket != decode_inputs(request(A, wide), TWO, OFF).bucket
 
 
 @pytest.mark.parametrize(
@@ -81,35 +84,37 @@ def test_a_wrong_request_is_told_what_and_what_was_expected(
     inputs: list[tuple[str, str, list[int], bytes]], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        decode_inputs(request(*inputs), TWO)
+        decode_inputs(request(*inputs), TWO, OFF)
 
 
 def test_raw_entries_must_match_the_inputs() -> None:
     message = request(A, B)
     message.raw_input_contents.append(b"")
     with pytest.raises(InvalidArgumentError, match="raw_input_contents has 3 entries, expected 2"):
-        decode_inputs(message, TWO)
+        decode_inputs(message, TWO, OFF)
 
 
 def test_contents_beside_raw_are_refused() -> None:
     message = request(A, B)
     message.inputs[1].contents.int_contents.extend([1, 2, 3])
     with pytest.raises(InvalidArgumentError, match="input 'b' has contents and a raw_input_contents entry"):
-        decode_inputs(message, TWO)
+        decode_inputs(message, TWO, OFF)
 
 
-def test_shared_memory_is_declined() -> None:
+def test_shared_memory_that_is_off_is_declined() -> None:
     message = request(A, B)
+    del message.raw_input_contents[0]
     message.inputs[0].parameters["shared_memory_region"].string_param = "region"
-    with pytest.raises(UnsupportedError, match="input 'a' lies in shared memory"):
-        decode_inputs(message, TWO)
+    message.inputs[0].parameters["shared_memory_byte_size"].int64_param = 4
+    with pytest.raises(UnsupportedError, match="shared memory is off on this server; start it with --shared-memory"):
+        decode_inputs(message, TWO, OFF)
 
 
 def typed(wire: str, field: str, values: list[Any], shape: list[int]) -> np.ndarray[Any, Any]:
     message = ModelInferRequest()
     tensor = message.inputs.add(name="x", datatype=wire, shape=shape)
     getattr(tensor.contents, field).extend(values)
-    return decode_inputs(message, model(spec("x", wire, -1, -1))).inputs["x"]
+    return decode_inputs(message, model(spec("x", wire, -1, -1)), OFF).inputs["x"]
 
 
 @pytest.mark.parametrize(
@@ -164,11 +169,10 @@ def test_outputs_are_all_or_those_asked_for() -> None:
         requested_outputs(message, TWO)
 
 
-@pytest.mark.parametrize("parameter", ["classification", "shared_memory_region"])
-def test_what_cannot_be_done_with_an_output_is_said(parameter: str) -> None:
+def test_what_cannot_be_done_with_an_output_is_said() -> None:
     message = ModelInferRequest()
-    message.outputs.add(name="y").parameters[parameter].int64_param = 3
-    with pytest.raises(UnsupportedError, match=f"output 'y' asks for {parameter}"):
+    message.outputs.add(name="y").parameters["classification"].int64_param = 3
+    with pytest.raises(UnsupportedError, match="output 'y' asks for classification"):
         requested_outputs(message, TWO)
 
 
@@ -205,7 +209,7 @@ def test_no_message_gets_anything_but_a_clear_refusal_or_arrays(data: bytes) -> 
     except Exception:  # noqa: BLE001  (protobuf refuses it before we see it)
         return
     try:
-        decode_inputs(message, TWO)
+        decode_inputs(message, TWO, OFF)
         requested_outputs(message, TWO)
     except (InvalidArgumentError, UnsupportedError) as error:
         assert str(error)  # noqa: PT017  (any of the two will do)

@@ -1,0 +1,71 @@
+"""Where a request says that its tensors lie: the parameters of inputs and outputs in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from protos.inference_pb2 import ModelInferResponse
+from serve.engine.errors import InvalidArgumentError
+from serve.engine.tensors import Tensors
+from serve.protocol.raw_tensors import to_raw
+from serve.protocol.request_forms import RequestForm
+from serve.protocol.shared_memory import Place, SharedMemory
+
+REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+
+
+def place_of(what: str, parameters: Any) -> Place | None:
+    """The place that a tensor's parameters name; None where it travels in the message.
+
+    Args:
+        what: opens the error's text: "input 'x'".
+        parameters: the tensor's map of InferParameter.
+
+    Raises:
+        InvalidArgumentError: the parameters are incomplete or of the wrong kind.
+    """
+    if not parameters or not any(name in parameters for name in (REGION, SIZE, OFFSET)):
+        return None
+    if REGION not in parameters or SIZE not in parameters:
+        missing, there = (REGION, SIZE) if REGION not in parameters else (SIZE, REGION)
+        raise InvalidArgumentError(f"{what} has parameter {there} without {missing}; expected both")
+    offset = _number(what, OFFSET, parameters[OFFSET]) if OFFSET in parameters else 0
+    region = parameters[REGION]
+    if region.WhichOneof("parameter_choice") != "string_param" or not region.string_param:
+        raise InvalidArgumentError(f"{what}: parameter {REGION} is no text, expected a region's name")
+    return Place(region=region.string_param, offset=offset, byte_size=_number(what, SIZE, parameters[SIZE]))
+
+
+def shared_response(
+    form: RequestForm, request_id: bytes, outputs: Tensors, places: Mapping[str, Place], memory: SharedMemory
+) -> bytes:
+    """The answer of which some outputs go to shared memory: each of these has an empty raw entry, and says where it is.
+
+    Raises:
+        InferenceError: an output does not fit its place, or its region is gone.
+    """
+    model = form.model
+    response = ModelInferResponse(model_name=model.name, model_version=str(model.version), id=request_id.decode())
+    for name, array in outputs.items():
+        spec = model.outputs[name]
+        tensor = spec.to_client(array)
+        entry = response.outputs.add(name=name, datatype=spec.datatype.wire, shape=tensor.shape)
+        raw = to_raw(tensor, spec.datatype)
+        place = places.get(name)
+        if place is not None:
+            memory.write(place, raw)
+            entry.parameters[REGION].string_param = place.region
+            entry.parameters[SIZE].int64_param = len(raw)
+            if place.offset:
+                entry.parameters[OFFSET].int64_param = place.offset
+        response.raw_output_contents.append(raw if place is None else b"")
+    return response.SerializeToString()
+
+
+def _number(what: str, name: str, parameter: Any) -> int:
+    choice = parameter.WhichOneof("parameter_choice")
+    number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
+    if number < 0:
+        raise InvalidArgumentError(f"{what}: parameter {name} is no whole number of 0 or more, expected bytes as an int64")
+    return number

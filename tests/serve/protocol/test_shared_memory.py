@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory as SystemMemory
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.inference_pb2 import InferParameter
+from serve.engine.errors import AlreadyExistsError, InferenceError, InvalidArgumentError, NotFoundError, UnsupportedError
+from serve.protocol.shared_memory import FOLDER, Place, SharedMemory
+from serve.protocol.shared_tensors import place_of
+
+
+@dataclass(frozen=True)
+class Block:
+    """A shared memory object."""
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return Path(FOLDER) / self.name
+
+    @property
+    def content(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@pytest.fixture
+def block() -> Iterator[Block]:
+    """Hundred bytes, 0 to 99."""
+    memory = SystemMemory(create=True, size=100)
+    made = Block(memory.name)
+    made.path.write_bytes(bytes(range(100)))
+    yield made
+    memory.close()
+    memory.unlink()
+
+
+@pytest.fixture
+def memory(block: Block) -> Iterator[SharedMemory]:
+    """With the block's bytes 10 to 59 as "r"."""
+    regions = SharedMemory(enabled=True)
+    regions.register("r", block.name, 10, 50)
+    yield regions
+    regions.close()
+
+
+def place(offset: int, byte_size: int, region: str = "r") -> Place:
+    return Place(region=region, offset=offset, byte_size=byte_size)
+
+
+def test_what_lies_there_is_read_and_written(block: Block, memory: SharedMemory) -> None:
+    assert memory.read(place(5, 3)).tolist() == [15, 16, 17]
+    memory.write(place(40, 10), b"abc")
+    assert block.content[50:54] == b"abc" + bytes([53])
+
+
+def test_the_leading_slash_of_a_posix_name_is_taken(block: Block) -> None:
+    regions = SharedMemory(enabled=True)
+    regions.register("s", f"/{block.name}", 0, 100)
+    assert [(r.name, r.key, r.offset, r.byte_size) for r in regions.regions("")] == [("s", f"/{block.name}", 0, 100)]
+    regions.close()
+    assert regions.regions("") == []
+
+
+@pytest.mark.parametrize("at", [place(0, 51), place(50, 1), place(-1, 2), place(0, -1), place(2**63, 2**63)])
+def test_nothing_outside_of_the_region_is_reached(memory: SharedMemory, at: Place) -> None:
+    for reach in (lambda: memory.read(at), lambda: memory.write(at, b"")):
+        with pytest.raises(InvalidArgumentError, match="are not inside of shared memory region 'r', which has 50"):
+            reach()
+
+
+def test_an_output_that_does_not_fit_is_not_written(block: Block, memory: SharedMemory) -> None:
+    with pytest.raises(InvalidArgumentError, match="an output of 5 bytes does not fit its 4 bytes"):
+        memory.write(place(0, 4), b"abcde")
+    assert block.content[:20] == bytes(range(20))
+
+
+def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory: SharedMemory) -> None:
+    block.path.write_bytes(bytes(20))
+    with pytest.raises(InvalidArgumentError, match="shared memory region 'r' has become smaller"):
+        memory.read(place(0, 50))
+
+
+@pytest.mark.parametrize("key", ["", "/", "..", "../etc/passwd", "/../x", "a/b", ".hidden", "a\0b", "x" * 300])
+def test_keys_that_are_no_names_are_refused(key: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="expected the name of a shared memory object"):
+        SharedMemory(enabled=True).register("s", key, 0, 1)
+
+
+def test_what_cannot_be_registered_says_why(block: Block, memory: SharedMemory) -> None:
+    with pytest.raises(AlreadyExistsError, match="shared memory region 'r' is registered already; unregister it first"):
+        memory.register("r", block.name, 0, 1)
+    with pytest.raises(InvalidArgumentError, match="region 's' ends at byte 101, its shared memory object has 100"):
+        memory.register("s", block.name, 1, 100)
+    with pytest.raises(InvalidArgumentError, match="cannot be opened: No such file or directory; create it first"):
+        memory.register("s", "halfserve_no_such_object", 0, 1)
+    with pytest.raises(InvalidArgumentError, match="the region has no name"):
+        memory.register("", block.name, 0, 1)
+    with pytest.raises(UnsupportedError, match="start it with --shared-memory"):
+        SharedMemory(enabled=False).register("s", block.name, 0, 1)
+    link = Path(FOLDER) / "halfserve_test_link"
+    link.symlink_to(__file__)
+    try:
+        with pytest.raises(InvalidArgumentError, match="cannot be opened"):
+            memory.register("s", link.name, 0, 1)
+    finally:
+        link.unlink()
+
+
+def test_regions_come_and_go_by_name(memory: SharedMemory) -> None:
+    memory.unregister("never there")
+    memory.unregister("r")
+    for ask in (lambda: memory.regions("r"), lambda: memory.read(place(0, 1))):
+        with pytest.raises(NotFoundError, match="shared memory region 'r' is not registered"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"shared_memory_region": "r"}, "has parameter shared_memory_region without shared_memory_byte_size"),
+        ({"shared_memory_byte_size": 4}, "has parameter shared_memory_byte_size without shared_memory_region"),
+        ({"shared_memory_offset": 4}, "without shared_memory_region"),
+        ({"shared_memory_region": 4, "shared_memory_byte_size": 4}, "shared_memory_region is no text"),
+        ({"shared_memory_region": "r", "shared_memory_byte_size": "4"}, "shared_memory_byte_size is no whole number"),
+        ({"shared_memory_region": "r", "shared_memory_byte_size": -4}, "shared_memory_byte_size is no whole number"),
+        ({"shared_memory_region": "r", "shared_memory_byte_size": 4, "shared_memory_offset": -1}, "shared_memory_offset is no"),
+    ],
+)
+def test_incomplete_parameters_are_refused(parameters: dict[str, Any], text: str) -> None:
+    given = {
+        name: InferParameter(string_param=value) if isinstance(value, str) else InferParameter(int64_param=value)
+        for name, value in parameters.items()
+    }
+    with pytest.raises(InferenceError, match=f"input 'x'.*{text}"):
+        place_of("input 'x'", given)
+
+
+def test_parameters_that_say_nothing_of_shared_memory_mean_none() -> None:
+    assert place_of("input 'x'", {}) is None
+    assert place_of("output 'y'", {"binary_data": InferParameter(bool_param=True)}) is None

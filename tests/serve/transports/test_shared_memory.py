@@ -1,0 +1,89 @@
+"""Tensors in system shared memory, as Triton's clients use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+from tritonclient.utils import shared_memory as shm
+
+from tests.serve.conftest import load_repository
+from tests.serve.running_server import MakeTransport, running_server
+
+NAME = "halfserve_test_region"
+
+
+@pytest.fixture(scope="module")
+def client(repository: Path, transport: MakeTransport) -> Iterator[triton.InferenceServerClient]:
+    with (
+        running_server(partial(load_repository, repository), transport, shared_memory=True) as server,
+        triton.InferenceServerClient(server.address) as connected,
+    ):
+        yield connected
+
+
+@pytest.fixture
+def region(client: triton.InferenceServerClient) -> Iterator[Any]:
+    """64 fp16 inputs, then room for ten fp16 outputs."""
+    handle = shm.create_shared_memory_region(NAME, f"/{NAME}", 148)
+    client.register_system_shared_memory(NAME, f"/{NAME}", 148)
+    yield handle
+    client.unregister_system_shared_memory()
+    shm.destroy_shared_memory_region(handle)
+
+
+def test_inputs_and_outputs_in_shared_memory(client: triton.InferenceServerClient, region: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 64)).astype(np.float16)
+    sent = client.infer("mlp", [triton.InferInput("x", (1, 64), "FP16").set_data_from_numpy(x)]).as_numpy("y")
+    shm.set_shared_memory_region(region, [x])
+    x_shared, y_shared = triton.InferInput("x", (1, 64), "FP16"), triton.InferRequestedOutput("y")
+    x_shared.set_shared_memory(NAME, 128)
+    y_shared.set_shared_memory(NAME, 20, offset=128)
+    result = client.infer("mlp", [x_shared], outputs=[y_shared])
+    (output,) = result.get_response().outputs
+    assert (output.parameters["shared_memory_byte_size"].int64_param, list(output.shape)) == (20, [1, 10])
+    assert list(result.get_response().raw_output_contents) == [b""]
+    np.testing.assert_array_equal(shm.get_contents_as_numpy(region, np.float16, [1, 10], offset=128), sent)
+    # And one of both kinds: the raw entries are those of the inputs that are sent.
+    np.testing.assert_array_equal(client.infer("mlp", [x_shared]).as_numpy("y"), sent)
+
+
+def test_status_tells_what_is_registered(client: triton.InferenceServerClient, region: Any) -> None:
+    del region
+    status = client.get_system_shared_memory_status(NAME).regions[NAME]
+    assert (status.name, status.key, status.offset, status.byte_size) == (NAME, f"/{NAME}", 0, 148)
+    client.unregister_system_shared_memory(NAME)
+    assert not client.get_system_shared_memory_status().regions
+    with pytest.raises(InferenceServerException, match="is not registered"):
+        client.get_system_shared_memory_status(NAME)
+
+
+def test_what_is_wrong_with_a_place_is_said(client: triton.InferenceServerClient, region: Any) -> None:
+    del region
+    x, outside = (triton.InferInput("x", (1, 64), "FP16") for _ in range(2))
+    x.set_shared_memory(NAME, 126)
+    with pytest.raises(InferenceServerException, match=r"input 'x' has 126 bytes, expected 128 for FP16 of shape \[1, 64\]"):
+        client.infer("mlp", [x])
+    outside.set_shared_memory(NAME, 128, offset=128)
+    with pytest.raises(InferenceServerException, match="are not inside of shared memory region"):
+        client.infer("mlp", [outside])
+    x.set_shared_memory(NAME, 128)
+    y = triton.InferRequestedOutput("y")
+    y.set_shared_memory(NAME, 19, offset=128)
+    with pytest.raises(InferenceServerException, match="an output of 20 bytes does not fit its 19 bytes"):
+        client.infer("mlp", [x], outputs=[y])
+    with pytest.raises(InferenceServerException, match="is registered already"):
+        client.register_system_shared_memory(NAME, f"/{NAME}", 148)
+
+
+def test_cuda_regions_are_none(client: triton.InferenceServerClient) -> None:
+    client.unregister_cuda_shared_memory()
+    assert not client.get_cuda_shared_memory_status().regions
+    with pytest.raises(InferenceServerException, match="this server takes no CUDA shared memory"):
+        client.register_cuda_shared_memory("c", b"aGFuZGxl", 0, 100)
