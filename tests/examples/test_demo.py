@@ -28,7 +28,8 @@ def test_a_wrong_option_is_found_before_the_work(tmp_path: Path) -> None:
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_failing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_train", lambda files, epochs: ["train", "no.such.module:model", "--data", "x:y", "--out", "z"])
+def test_a_failing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing = ["train", "no.such.module:model", "--data", "x:y", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(demo, "_train", lambda files, epochs: failing)
     with pytest.raises(DemoError, match="'halfserve train' failed; its message is above"):
-        demo.demo(out=Path("/tmp"), epochs=1)  # noqa: S108  (it fails before it writes there)
+        demo.demo(out=tmp_path / "demo", epochs=1)
