@@ -14,7 +14,7 @@ HONOURED = frozenset(
     {
         *("name", "platform", "backend", "version_policy.*", "max_batch_size", "default_model_filename", "parameters.*"),
         *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
-        *("output.name", "output.data_type", "output.dims", "output.reshape.*"),
+        *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         "dynamic_batching.default_queue_policy.max_queue_size",

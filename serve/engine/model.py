@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protos.model_config_pb2 import ModelConfig
@@ -24,6 +24,7 @@ class Model:
         config: completed.
         backends: the loaded copies.
         limits: the batching policy.
+        labels: names of the classes of an output, by the output's name.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Model:
     config: ModelConfig
     backends: Sequence[Backend]
     limits: BatchLimits
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:

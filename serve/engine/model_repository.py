@@ -87,7 +87,29 @@ def load_model(files: ModelFiles, runtime: Runtime, placement: Placement, defaul
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),
+        labels=read_labels(files.config),
     )
+
+
+def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
+    """The class names that a configuration's label files hold, one a line, by the output's name.
+
+    Raises:
+        ModelLoadError: a file is missing, unreadable, or not beside the configuration.
+    """
+    labels = {}
+    for output in declared.message.output:
+        name = output.label_filename
+        if not name:
+            continue
+        if Path(name).name != name:
+            raise ModelLoadError(f"{declared.source}: label_filename is {name!r}, expected a file name without folders")
+        try:
+            labels[output.name] = (declared.source.parent / name).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None
+    return labels
 
 
 def _place(placement: Placement, kind: str, device: int) -> Placement:

@@ -11,12 +11,12 @@ import numpy as np
 
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferRequest
-from serve.engine.errors import InvalidArgumentError, UnsupportedError
+from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
 from serve.engine.tensors import Array, TensorSpec
 from serve.protocol.raw_tensors import from_raw
 from serve.protocol.request_forms import InputForm
-from serve.protocol.shared_memory import Place, SharedMemory
+from serve.protocol.shared_memory import SharedMemory
 from serve.protocol.shared_tensors import place_of
 
 
@@ -70,43 +70,6 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
     rows = _rows(arrays, model)
     arrays = {name: model.inputs[name].to_model(array) for name, array in arrays.items()}
     return DecodedInputs(arrays, rows, _bucket(arrays, model))
-
-
-def requested_outputs(request: ModelInferRequest, model: Model) -> tuple[str, ...]:
-    """The outputs to answer, in the client's order; all of them when it names none.
-
-    Raises:
-        InvalidArgumentError: an output that the model does not have, or one named twice.
-        UnsupportedError: classification is asked for.
-    """
-    if not request.outputs:
-        return tuple(model.outputs)
-    names = tuple(output.name for output in request.outputs)
-    for output in request.outputs:
-        if output.name not in model.outputs:
-            raise InvalidArgumentError(f"output {output.name!r} is not one of the model's: {_names(model.outputs)}")
-        if "classification" in output.parameters:
-            raise UnsupportedError(
-                f"output {output.name!r} asks for classification, which this server does not offer; leave it out"
-            )
-    if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"outputs {list(names)} name one twice; expected each at most once")
-    return names
-
-
-def output_places(request: ModelInferRequest, memory: SharedMemory) -> dict[str, Place]:
-    """Where the client wants outputs that it does not want sent.
-
-    Raises:
-        InferenceError: a place that is none (see `SharedMemory.check`).
-    """
-    places = {}
-    for output in request.outputs:
-        place = place_of(f"output {output.name!r}", output.parameters)
-        if place is not None:
-            memory.check(place)
-            places[output.name] = place
-    return places
 
 
 def input_forms(request: ModelInferRequest, model: Model) -> tuple[InputForm, ...]:

@@ -12,12 +12,12 @@ from serve.engine.errors import BackendError, InferenceError, InvalidArgumentErr
 from serve.engine.inference_core import InferenceCore
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
-from serve.protocol.codec import decode_inputs, input_forms, output_places, requested_outputs
+from serve.protocol.codec import decode_inputs, input_forms
 from serve.protocol.infer_wire import cut_request
 from serve.protocol.messages import parse
 from serve.protocol.request_forms import RequestForm, RequestForms
-from serve.protocol.shared_memory import Place, SharedMemory
-from serve.protocol.shared_tensors import shared_response
+from serve.protocol.shared_memory import SharedMemory
+from serve.protocol.wanted_outputs import WantedOutput, special_response, wanted_names, wanted_specially
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +54,19 @@ class Inference:
             request = parse(ModelInferRequest, data)
             form, inputs = self._checked(request)
             request_id = request.id.encode()
-            places = output_places(request, self._memory)
-            if form.inputs and not places:
+            special = wanted_specially(request, form.model, self._memory)
+            if form.inputs and not special:
                 self._forms.keep(cut, form)
         else:
             request_id = cut.id
-            places = {}
+            special = {}
         queued = InferRequest(
             inputs=inputs,
             outputs=form.outputs,
             rows=form.rows,
             bucket=object() if form.bucket is None else form.bucket,
             deadline=_deadline(form.timeout_s, time_left_s),
-            done=partial(self._answer, form, request_id, places, reply),
+            done=partial(self._answer, form, request_id, special, reply),
         )
         self._core.submit(form.model, queued)
         return partial(form.model.batcher.cancel, queued)
@@ -77,7 +77,7 @@ class Inference:
         form = RequestForm(
             model=model,
             inputs=input_forms(request, model),
-            outputs=requested_outputs(request, model),
+            outputs=wanted_names(request, model),
             rows=decoded.rows,
             bucket=decoded.bucket,
             timeout_s=_timeout(request),
@@ -85,15 +85,21 @@ class Inference:
         return form, decoded.inputs
 
     def _answer(
-        self, form: RequestForm, request_id: bytes, places: dict[str, Place], reply: Reply, result: Tensors | InferenceError
+        self,
+        form: RequestForm,
+        request_id: bytes,
+        special: dict[str, WantedOutput],
+        reply: Reply,
+        result: Tensors | InferenceError,
     ) -> None:
         if isinstance(result, InferenceError):
             reply(result)
             return
         try:
-            response = (
-                shared_response(form, request_id, result, places, self._memory) if places else form.response(request_id, result)
-            )
+            if special:
+                response = special_response(form.model, request_id, result, special, self._memory)
+            else:
+                response = form.response(request_id, result)
         except InferenceError as error:
             reply(error)
             return

@@ -26,7 +26,7 @@ INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 SERVER_NAME = "halfserve"
 # What clients look for before they use it. Each name is Triton's.
-EXTENSIONS = ("model_configuration", "model_repository", "statistics", "system_shared_memory")
+EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics", "system_shared_memory")
 
 
 @dataclass(frozen=True)

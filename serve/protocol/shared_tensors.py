@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from protos.inference_pb2 import ModelInferResponse
 from serve.engine.errors import InvalidArgumentError
-from serve.engine.tensors import Tensors
-from serve.protocol.raw_tensors import to_raw
-from serve.protocol.request_forms import RequestForm
-from serve.protocol.shared_memory import Place, SharedMemory
+from serve.protocol.shared_memory import Place
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 
@@ -37,30 +32,12 @@ def place_of(what: str, parameters: Any) -> Place | None:
     return Place(region=region.string_param, offset=offset, byte_size=_number(what, SIZE, parameters[SIZE]))
 
 
-def shared_response(
-    form: RequestForm, request_id: bytes, outputs: Tensors, places: Mapping[str, Place], memory: SharedMemory
-) -> bytes:
-    """The answer of which some outputs go to shared memory: each of these has an empty raw entry, and says where it is.
-
-    Raises:
-        InferenceError: an output does not fit its place, or its region is gone.
-    """
-    model = form.model
-    response = ModelInferResponse(model_name=model.name, model_version=str(model.version), id=request_id.decode())
-    for name, array in outputs.items():
-        spec = model.outputs[name]
-        tensor = spec.to_client(array)
-        entry = response.outputs.add(name=name, datatype=spec.datatype.wire, shape=tensor.shape)
-        raw = to_raw(tensor, spec.datatype)
-        place = places.get(name)
-        if place is not None:
-            memory.write(place, raw)
-            entry.parameters[REGION].string_param = place.region
-            entry.parameters[SIZE].int64_param = len(raw)
-            if place.offset:
-                entry.parameters[OFFSET].int64_param = place.offset
-        response.raw_output_contents.append(raw if place is None else b"")
-    return response.SerializeToString()
+def tell_place(parameters: Any, place: Place, byte_size: int) -> None:
+    """Write into an answer's parameters where `byte_size` bytes of an output were put."""
+    parameters[REGION].string_param = place.region
+    parameters[SIZE].int64_param = byte_size
+    if place.offset:
+        parameters[OFFSET].int64_param = place.offset
 
 
 def _number(what: str, name: str, parameter: Any) -> int:

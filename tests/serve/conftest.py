@@ -25,7 +25,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repository")
     for version in (1, 3):
         save_mlp(root / "mlp" / str(version) / "model.onnx")
-    (root / "mlp" / "config.pbtxt").write_text("max_batch_size: 16 version_policy { all {} }")
+    labelled = 'output { name: "y" data_type: TYPE_FP16 dims: 10 label_filename: "digits.txt" }'
+    (root / "mlp" / "config.pbtxt").write_text(f"max_batch_size: 16 version_policy {{ all {{}} }} {labelled}")
+    (root / "mlp" / "digits.txt").write_text("zero\none\ntwo\nthree\nfour\nfive\nsix\nseven\neight\nnine\n")
     save_echo_types(root / "echo_types" / "1" / "model.onnx")
     save_picky(root / "picky" / "1" / "model.onnx")
     save_unbatched(root / "unbatched" / "1" / "model.onnx")

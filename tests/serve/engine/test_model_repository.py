@@ -108,3 +108,32 @@ def test_a_gpu_instance_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: py
     (files,) = find_models(root)
     with pytest.raises(ModelLoadError, match="a GPU is required, but CUDA device 0 is not there"):
         load_model(files, OnnxRuntime(), Placement(), Defaults())
+
+
+def labelled(name: str) -> str:
+    return f'max_batch_size: 4 output {{ name: "y" data_type: TYPE_FP16 dims: 10 label_filename: "{name}" }}'
+
+
+def test_labels_lie_beside_the_configuration(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1", config=labelled("names.txt"))
+    (root / "mlp" / "names.txt").write_text("cat\ndog\n")
+    assert load(root).labels == {"y": ["cat", "dog"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none.txt", "cannot read the labels 'none.txt': No such file or directory"),
+        ("../1/x.txt", "label_filename is '../1/x.txt', expected a file name without folders"),
+    ],
+)
+def test_labels_that_cannot_be_read_are_refused(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ModelLoadError, match=text):
+        load(write_versions(tmp_path, "1", config=labelled(name)))
+
+
+def test_labels_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1", config=labelled("names.txt"))
+    (root / "mlp" / "names.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelLoadError, match="cannot read the labels 'names.txt': it is not UTF-8 text"):
+        load(root)

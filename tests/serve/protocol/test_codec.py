@@ -15,8 +15,9 @@ from serve.engine.batch_queue import BatchLimits
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
 from serve.engine.tensors import TensorSpec
-from serve.protocol.codec import decode_inputs, input_forms, requested_outputs
+from serve.protocol.codec import decode_inputs, input_forms
 from serve.protocol.shared_memory import SharedMemory
+from serve.protocol.wanted_outputs import wanted_names, wanted_specially
 from tests.serve.engine.fakes import HeldBackend
 
 OFF = SharedMemory(enabled=False)
@@ -159,30 +160,6 @@ def test_a_huge_shape_is_a_clear_error() -> None:
         typed("INT32", "int_contents", [1], [1, 2**60])
 
 
-def test_outputs_are_all_or_those_asked_for() -> None:
-    message = ModelInferRequest()
-    assert requested_outputs(message, TWO) == ("y", "z")
-    message.outputs.add(name="z")
-    assert requested_outputs(message, TWO) == ("z",)
-    message.outputs.add(name="z")
-    with pytest.raises(InvalidArgumentError, match="name one twice"):
-        requested_outputs(message, TWO)
-
-
-def test_what_cannot_be_done_with_an_output_is_said() -> None:
-    message = ModelInferRequest()
-    message.outputs.add(name="y").parameters["classification"].int64_param = 3
-    with pytest.raises(UnsupportedError, match="output 'y' asks for classification"):
-        requested_outputs(message, TWO)
-
-
-def test_an_unknown_output_is_refused() -> None:
-    message = ModelInferRequest()
-    message.outputs.add(name="probabilities")
-    with pytest.raises(InvalidArgumentError, match="output 'probabilities' is not one of the model's: 'y', 'z'"):
-        requested_outputs(message, TWO)
-
-
 def test_a_form_is_learned_where_the_bytes_speak_for_themselves() -> None:
     forms = input_forms(request(B, A), TWO)
     assert [(f.spec.name, f.dtype.str, f.shape, f.elements, f.size) for f in forms] == [
@@ -210,6 +187,7 @@ def test_no_message_gets_anything_but_a_clear_refusal_or_arrays(data: bytes) -> 
         return
     try:
         decode_inputs(message, TWO, OFF)
-        requested_outputs(message, TWO)
+        wanted_names(message, TWO)
+        wanted_specially(message, TWO, OFF)
     except (InvalidArgumentError, UnsupportedError) as error:
         assert str(error)  # noqa: PT017  (any of the two will do)

@@ -69,6 +69,16 @@ def test_every_datatype_goes_there_and_back(client: triton.InferenceServerClient
     assert len(result.get_response().outputs) == 1
 
 
+def test_the_best_classes_are_named(client: triton.InferenceServerClient) -> None:
+    x = tensor("x", np.random.default_rng(1).standard_normal((2, 64)).astype(np.float16), "FP16")
+    scores = client.infer("mlp", [x]).as_numpy("y")
+    named = client.infer("mlp", [x], outputs=[triton.InferRequestedOutput("y", class_count=3)]).as_numpy("y")
+    assert named.shape == (2, 3)
+    digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    best = int(scores[1].argmax())
+    assert named[1, 0] == f"{float(scores[1, best]):.6f}:{best}:{digits[best]}".encode()
+
+
 def test_a_model_without_a_batch_dimension_is_served(client: triton.InferenceServerClient) -> None:
     result = client.infer("unbatched", [tensor("x", np.array([1, 2, 3], np.float32), "FP32")])
     assert result.as_numpy("y").tolist() == [2, 4, 6]

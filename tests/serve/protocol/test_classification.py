@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from serve.protocol.classification import classify
+
+
+def test_the_best_classes_of_every_row_in_words() -> None:
+    scores = np.array([[0.25, 1.5, -2.0], [3.0, 3.0, 1.0]], np.float16)
+    named = classify(scores, 2, ["cat", "dog"], batched=True)
+    assert named.tolist() == [[b"1.500000:1:dog", b"0.250000:0:cat"], [b"3.000000:0:cat", b"3.000000:1:dog"]]
+
+
+def test_without_a_batch_there_is_one_list() -> None:
+    assert classify(np.array([7, 9, 8]), 9, (), batched=False).tolist() == [b"9:1", b"8:2", b"7:0"]
+
+
+def test_what_is_no_number_is_never_the_best() -> None:
+    scores = np.array([[np.nan, -np.inf, 1.0]], np.float32)
+    assert classify(scores, 3, (), batched=True).tolist() == [[b"1.000000:2", b"-inf:1", b"nan:0"]]
+
+
+@given(hnp.arrays(np.float32, st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 3))), st.integers(1, 20))
+def test_every_class_comes_once_and_in_order(scores: np.ndarray[Any, Any], count: int) -> None:
+    named = classify(scores, count, (), batched=True)
+    classes = scores[0].size if len(scores) else scores.shape[1] * scores.shape[2]
+    assert named.shape == (len(scores), min(count, classes))
+    for row, best in zip(scores.reshape(len(scores), classes), named, strict=True):
+        indices = [int(text.split(b":")[1]) for text in best]
+        assert len(set(indices)) == len(indices)
+        values = row[indices]
+        numbers = values[~np.isnan(values)]
+        assert (np.diff(numbers) <= 0).all()
+        assert np.isnan(values[len(numbers) :]).all()

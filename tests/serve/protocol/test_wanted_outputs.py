@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from protos.inference_pb2 import InferParameter, ModelInferRequest
+from serve.engine.errors import InvalidArgumentError, UnsupportedError
+from serve.protocol.shared_memory import SharedMemory
+from serve.protocol.wanted_outputs import WantedOutput, wanted_names, wanted_specially
+from tests.serve.protocol.test_codec import OFF, TWO
+
+
+def asking(**parameters: InferParameter) -> ModelInferRequest:
+    message = ModelInferRequest()
+    output = message.outputs.add(name="y")
+    for name, value in parameters.items():
+        output.parameters[name].CopyFrom(value)
+    return message
+
+
+def test_outputs_are_all_or_those_asked_for() -> None:
+    message = ModelInferRequest()
+    assert wanted_names(message, TWO) == ("y", "z")
+    message.outputs.add(name="z")
+    assert wanted_names(message, TWO) == ("z",)
+    message.outputs.add(name="z")
+    with pytest.raises(InvalidArgumentError, match="name one twice"):
+        wanted_names(message, TWO)
+
+
+def test_an_unknown_output_is_refused() -> None:
+    message = ModelInferRequest()
+    message.outputs.add(name="probabilities")
+    with pytest.raises(InvalidArgumentError, match="output 'probabilities' is not one of the model's: 'y', 'z'"):
+        wanted_names(message, TWO)
+
+
+def test_classes_are_asked_for_by_number() -> None:
+    for three in (InferParameter(int64_param=3), InferParameter(uint64_param=3)):
+        wanted = wanted_specially(asking(classification=three), TWO, OFF)
+        assert wanted == {"y": WantedOutput(place=None, classes=3)}
+    assert wanted_specially(asking(classification=InferParameter(int64_param=0)), TWO, OFF) == {}
+    assert wanted_specially(asking(binary_data=InferParameter(bool_param=True)), TWO, OFF) == {}
+
+
+@pytest.mark.parametrize("value", [InferParameter(int64_param=-1), InferParameter(string_param="3"), InferParameter()])
+def test_a_count_of_classes_that_is_none_is_refused(value: InferParameter) -> None:
+    with pytest.raises(InvalidArgumentError, match="output 'y': parameter classification is no whole number"):
+        wanted_specially(asking(classification=value), TWO, OFF)
+
+
+def test_text_cannot_be_classified() -> None:
+    message = ModelInferRequest()
+    message.outputs.add(name="z").parameters["classification"].int64_param = 1
+    with pytest.raises(InvalidArgumentError, match="output 'z' has datatype BYTES, expected numbers"):
+        wanted_specially(message, TWO, OFF)
+
+
+def test_a_place_is_checked_before_anything_is_computed() -> None:
+    placed = asking(
+        shared_memory_region=InferParameter(string_param="r"), shared_memory_byte_size=InferParameter(int64_param=4)
+    )
+    with pytest.raises(UnsupportedError, match="shared memory is off on this server"):
+        wanted_specially(placed, TWO, OFF)
+    with pytest.raises(Exception, match="shared memory region 'r' is not registered"):
+        wanted_specially(placed, TWO, SharedMemory(enabled=True))
