@@ -48,9 +48,9 @@ class Batcher:
             raise UnavailableError("the model is shutting down; send the request to another replica")
         try:
             self._queue.offer(request, time.monotonic())
-        except FullError:
+        except FullError as full:
             raise QueueFullError(
-                f"the model's queue is full ({self._queue.limits.max_waiting} requests wait); retry with back-off",
+                f"the model's queue is full ({full.bound} requests wait); retry with back-off",
                 retry_after_s=self._retry_after_s(),
             ) from None
         self._dispatch_soon()

@@ -15,6 +15,7 @@ from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from serve.engine.backend import ModelInterface
 from serve.engine.batch_queue import BatchLimits
 from serve.engine.errors import ModelLoadError
+from serve.engine.queue_policy import queue_policy
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 PLATFORM = "onnxruntime_onnx"
@@ -166,12 +167,14 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
 
 def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
     """The batching policy that a completed configuration asks for."""
-    dynamic = config.dynamic_batching
+    dynamic, waiting = config.dynamic_batching, queue_policy(config)
     return BatchLimits(
         max_rows=max(1, config.max_batch_size),
         max_delay_s=dynamic.max_queue_delay_microseconds / 1e6,
         preferred_rows=tuple(dynamic.preferred_batch_size),
         max_waiting=dynamic.default_queue_policy.max_queue_size or defaults.max_queue_size,
+        levels=waiting.levels,
+        max_waiting_by_level=waiting.max_waiting_by_level,
     )
 
 

@@ -17,7 +17,8 @@ HONOURED = frozenset(
         *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
-        "dynamic_batching.default_queue_policy.max_queue_size",
+        *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
+        *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
     }
 )
 

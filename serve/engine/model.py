@@ -9,6 +9,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import Backend, ModelInterface
 from serve.engine.batch_queue import BatchLimits
 from serve.engine.batcher import Batcher
+from serve.engine.queue_policy import queue_policy
 from serve.engine.statistics import Statistics
 from serve.engine.tensors import TensorSpec
 
@@ -39,6 +40,7 @@ class Model:
     def __post_init__(self) -> None:
         self.inputs: dict[str, TensorSpec] = {spec.name: spec for spec in self.interface.inputs}
         self.outputs: dict[str, TensorSpec] = {spec.name: spec for spec in self.interface.outputs}
+        self.queue_policy = queue_policy(self.config)
         self.batcher = Batcher(self.backends, self.limits, self.statistics)
 
     @property

@@ -25,6 +25,8 @@ class InferRequest:
         rows: size of the batch dimension; 1 for a model without one.
         bucket: requests with equal buckets can share a batch.
         deadline: on time.monotonic()'s clock, in seconds; None waits for ever.
+        priority: its level, 0 the most urgent.
+        patience: on the same clock: when it is to stand behind all others; None never.
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
         cancelled: the client has gone; nobody waits for the answer.
@@ -36,6 +38,8 @@ class InferRequest:
     bucket: Hashable
     deadline: float | None
     done: Done
+    priority: int = 0
+    patience: float | None = None
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
 

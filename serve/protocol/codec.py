@@ -77,7 +77,7 @@ def input_forms(request: ModelInferRequest, model: Model) -> tuple[InputForm, ..
 
     That is so where elements have no fixed size, where their bytes need a look (BOOL), and where parameters could say more.
     """
-    if len(request.raw_input_contents) != len(request.inputs) or set(request.parameters) - {"timeout"}:
+    if len(request.raw_input_contents) != len(request.inputs) or set(request.parameters) - {"timeout", "priority"}:
         return ()
     forms = []
     for tensor in request.inputs:

@@ -65,7 +65,9 @@ class Inference:
             outputs=form.outputs,
             rows=form.rows,
             bucket=object() if form.bucket is None else form.bucket,
-            deadline=_deadline(form.timeout_s, time_left_s),
+            deadline=_in(form.turn.drop_after_s, time_left_s),
+            priority=form.turn.level,
+            patience=_in(form.turn.delay_after_s),
             done=partial(self._answer, form, request_id, special, reply),
         )
         self._core.submit(form.model, queued)
@@ -80,7 +82,7 @@ class Inference:
             outputs=wanted_names(request, model),
             rows=decoded.rows,
             bucket=decoded.bucket,
-            timeout_s=_timeout(request),
+            turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),
         )
         return form, decoded.inputs
 
@@ -113,18 +115,23 @@ class Inference:
 
 def _timeout(request: ModelInferRequest) -> float | None:
     """The request parameter `timeout`, in seconds."""
-    timeout = request.parameters.get("timeout")
-    if timeout is None:
-        return None
-    choice = timeout.WhichOneof("parameter_choice")
-    if choice not in {"int64_param", "uint64_param"} or getattr(timeout, choice) < 0:
-        raise InvalidArgumentError("parameter 'timeout' is not a whole number of microseconds, expected an int64 of 0 or more")
-    microseconds: int = getattr(timeout, choice)
+    microseconds = _whole(request, "timeout", "microseconds")
     return microseconds / 1e6 if microseconds else None
 
 
-def _deadline(timeout_s: float | None, time_left_s: float | None) -> float | None:
-    """The earlier of the request's own timeout and the call's deadline, on time.monotonic()'s clock."""
-    if timeout_s is None and time_left_s is None:
-        return None
-    return time.monotonic() + min(limit for limit in (timeout_s, time_left_s) if limit is not None)
+def _whole(request: ModelInferRequest, name: str, what: str) -> int:
+    """A request parameter that is a whole number; 0 where it is not there."""
+    parameter = request.parameters.get(name)
+    if parameter is None:
+        return 0
+    choice = parameter.WhichOneof("parameter_choice")
+    number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
+    if number < 0:
+        raise InvalidArgumentError(f"parameter {name!r} is no whole number of 0 or more, expected {what} as an int64")
+    return number
+
+
+def _in(*seconds: float | None) -> float | None:
+    """The earliest of these times from now, on time.monotonic()'s clock; None where there is none."""
+    limits = [limit for limit in seconds if limit is not None]
+    return time.monotonic() + min(limits) if limits else None

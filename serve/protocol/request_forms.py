@@ -10,6 +10,7 @@ import numpy as np
 
 from protos.inference_pb2 import ModelInferResponse
 from serve.engine.model import Model
+from serve.engine.queue_policy import Turn
 from serve.engine.tensors import Array, Tensors, TensorSpec
 from serve.protocol.infer_wire import CutRequest, put_response
 from serve.protocol.raw_tensors import to_raw
@@ -48,7 +49,7 @@ class RequestForm:
         outputs: names, in the order of the answer.
         rows: of its batch dimension.
         bucket: what it can share a batch with; None runs alone.
-        timeout_s: from its own parameter.
+        turn: how it waits.
     """
 
     model: Model
@@ -56,7 +57,7 @@ class RequestForm:
     outputs: tuple[str, ...]
     rows: int
     bucket: Hashable | None
-    timeout_s: float | None
+    turn: Turn
     _responses: dict[tuple[tuple[int, ...], ...], tuple[bytes, bytes]] = field(default_factory=dict)
 
     def arrays(self, data: bytes, raw: list[tuple[int, int]]) -> dict[str, Array] | None:

@@ -49,10 +49,11 @@ class HeldBackend:
         return {"y": x + 1}
 
 
-def held_model(backend: HeldBackend, name: str = "held", **limits: Any) -> Model:
+def held_model(backend: HeldBackend, name: str = "held", config: ModelConfig | None = None, **limits: Any) -> Model:
     """A model x FP32 [-1, 1] -> y FP32 [-1, 1] on the backend."""
     x, y = (TensorSpec(name=n, datatype=BY_WIRE["FP32"], shape=(-1, 1)) for n in "xy")
     bounds = BatchLimits(**{"max_rows": 8, **limits})
-    config = ModelConfig(name=name, max_batch_size=bounds.max_rows)
+    config = config or ModelConfig(max_batch_size=bounds.max_rows)
+    config.name = name
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
     return Model(name=name, version=1, interface=interface, config=config, backends=[backend], limits=bounds)

@@ -15,6 +15,8 @@ class Request:
     rows: int = 1
     bucket: Hashable = "a"
     deadline: float | None = None
+    priority: int = 0
+    patience: float | None = None
     arrived: float = 0.0
 
 
@@ -128,6 +130,35 @@ def test_a_request_larger_than_any_batch_is_refused() -> None:
         queue().offer(Request(rows=9), 0.0)
 
 
+LEVELS = 3
+
+
+def test_the_more_urgent_go_first() -> None:
+    q = queue(max_rows=2, levels=2)
+    requests = [Request(priority=p, bucket=b) for p, b in ((1, "a"), (1, "b"), (0, "b"), (0, "b"))]
+    for now, request in enumerate(requests):
+        q.offer(request, float(now))
+    taken = [take(q, 9.0).requests for _ in range(3)]
+    assert taken == [[requests[2], requests[3]], [requests[0]], [requests[1]]]
+
+
+def test_who_has_waited_too_long_stands_behind_the_others() -> None:
+    q = queue(max_rows=1)
+    q.offer(impatient := Request(patience=5.0), 0.0)
+    q.offer(other := Request(), 6.0)
+    assert [take(q, 7.0).requests for _ in range(2)] == [[other], [impatient]]
+
+
+def test_a_priority_may_have_a_bound_of_its_own() -> None:
+    q = queue(levels=2, max_waiting_by_level={1: 1})
+    q.offer(Request(priority=1), 0.0)
+    with pytest.raises(FullError, match="1 requests wait"):
+        q.offer(Request(priority=1), 0.0)
+    q.offer(Request(priority=0), 0.0)
+    with pytest.raises(ValueError, match="priority 2 is none of 0 to 1"):
+        q.offer(Request(priority=2), 0.0)
+
+
 steps = st.lists(
     st.one_of(
         st.tuples(
@@ -137,6 +168,8 @@ steps = st.lists(
                 rows=st.integers(1, 8),
                 bucket=st.sampled_from("abc"),
                 deadline=st.one_of(st.none(), st.floats(0, 50)),
+                priority=st.integers(0, LEVELS - 1),
+                patience=st.one_of(st.none(), st.floats(0, 50)),
             ),
         ),
         st.tuples(st.just("take"), st.floats(0, 2)),
@@ -146,27 +179,38 @@ steps = st.lists(
 )
 
 
+def level(request: Request, now: float) -> int:
+    return LEVELS if request.patience is not None and request.patience <= now else request.priority
+
+
+def checked(batch: Batch[Request], waiting: list[Request], now: float) -> list[Request]:
+    """All that the batch took from those that waited, after checking that it might."""
+    taken = [*batch.requests, *batch.expired]
+    assert sum(r.rows for r in batch.requests) <= 8
+    assert len({r.bucket for r in taken}) == 1
+    assert all(r.deadline is None or r.deadline > now for r in batch.requests)
+    assert all(r.deadline is not None and r.deadline <= now for r in batch.expired)
+    assert all(any(r is w for w in waiting) for r in taken)
+    lines = [[r for r in waiting if r.bucket == taken[0].bucket and level(r, now) == number] for number in range(LEVELS + 1)]
+    for line in lines[:LEVELS]:  # those whose patience has ended stand in the order in which it was noticed
+        from_line = sorted((r for r in taken if r in line), key=line.index)
+        assert from_line == line[: len(from_line)], "order of arrival"
+        assert [r for r in from_line if r in batch.requests] == [r for r in batch.requests if r in line]
+    levels = [level(r, now) for r in batch.requests]
+    assert levels == sorted(levels), "the more urgent first"
+    least = max(level(r, now) for r in taken)
+    assert all(r in taken for line in lines[:least] for r in line), "nobody is passed by"
+    return taken
+
+
 @given(steps, st.floats(0, 3), st.lists(st.integers(1, 10), max_size=3), st.integers(1, 12))
 def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
     steps: list[tuple[str, object]], delay: float, preferred: list[int], bound: int
 ) -> None:
-    q = queue(max_delay_s=delay, preferred_rows=tuple(preferred), max_waiting=bound)
+    q = queue(max_delay_s=delay, preferred_rows=tuple(preferred), max_waiting=bound, levels=LEVELS)
     now = 0.0
     accepted: list[Request] = []
     gone: list[Request] = []
-
-    def check(batch: Batch[Request]) -> None:
-        assert sum(r.rows for r in batch.requests) <= 8
-        assert len({r.bucket for r in (*batch.requests, *batch.expired)}) == 1
-        assert all(r.deadline is None or r.deadline > now for r in batch.requests)
-        assert all(r.deadline is not None and r.deadline <= now for r in batch.expired)
-        assert not set(map(id, (*batch.requests, *batch.expired))) & set(map(id, gone))
-        bucket = batch.requests[0].bucket if batch.requests else batch.expired[0].bucket
-        waiting = [r for r in accepted if r.bucket == bucket and all(r is not g for g in gone)]
-        taken = sorted((*batch.requests, *batch.expired), key=waiting.index)
-        assert taken == waiting[: len(taken)], "order of arrival"
-        assert [r for r in taken if r in batch.requests] == batch.requests
-        gone.extend(taken)
 
     for kind, value in steps:
         if isinstance(value, Request):
@@ -179,7 +223,7 @@ def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
         elif kind == "take" and isinstance(value, float):
             now += value
             while (batch := q.take(now)) is not None:
-                check(batch)
+                gone += checked(batch, [r for r in accepted if all(r is not g for g in gone)], now)
             left = [r for r in accepted if all(r is not g for g in gone)]
             assert all(now < r.arrived + delay for r in left), "waited past its bound"
             due = q.next_due()

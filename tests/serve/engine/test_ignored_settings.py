@@ -15,13 +15,12 @@ def test_settings_without_effect_are_named() -> None:
 
 def test_settings_without_effect_inside_others_are_named_too() -> None:
     text = """max_batch_size: 8 input [{name: "x" data_type: TYPE_FP16 dims: [3, 5] optional: true}]
-      dynamic_batching { priority_levels: 2 preferred_batch_size: [4]
+      dynamic_batching { preserve_ordering: true preferred_batch_size: [4]
         default_queue_policy { max_queue_size: 9 default_timeout_microseconds: 5 } }
       instance_group [{ count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU host_policy: "numa" }]
       parameters { key: "team" value { string_value: "vision" } } version_policy { all {} }"""
     assert ignored_settings(text_format.Parse(text, ModelConfig())) == [
-        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
-        "dynamic_batching.priority_levels",
+        "dynamic_batching.preserve_ordering",
         "input.optional",
         "instance_group.host_policy",
     ]

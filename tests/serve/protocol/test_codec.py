@@ -171,9 +171,9 @@ def test_a_form_is_learned_where_the_bytes_speak_for_themselves() -> None:
 def test_no_form_is_learned_where_each_request_needs_a_look() -> None:
     with_parameter = request(A, B)
     with_parameter.inputs[0].parameters["shared_memory_region"].string_param = "region"
-    prioritized = request(A, B)
-    prioritized.parameters["priority"].int64_param = 1
-    assert input_forms(with_parameter, TWO) == input_forms(prioritized, TWO) == ()
+    sequence = request(A, B)
+    sequence.parameters["sequence_id"].int64_param = 1
+    assert input_forms(with_parameter, TWO) == input_forms(sequence, TWO) == ()
     for wire, raw in (("BOOL", b"\1"), ("BYTES", bytes(4)), ("BF16", bytes(2))):
         assert input_forms(request(("x", wire, [1, 1], raw)), model(spec("x", wire, -1, -1))) == ()
     assert input_forms(ModelInferRequest(inputs=request(A).inputs), TWO) == ()

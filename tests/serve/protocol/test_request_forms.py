@@ -12,7 +12,9 @@ from tests.serve.protocol.test_codec import TWO, A, B, request
 
 
 def form_of(message: ModelInferRequest) -> RequestForm:
-    return RequestForm(model=TWO, inputs=input_forms(message, TWO), outputs=("y",), rows=1, bucket="same", timeout_s=None)
+    return RequestForm(
+        model=TWO, inputs=input_forms(message, TWO), outputs=("y",), rows=1, bucket="same", turn=TWO.queue_policy.turn(0, None)
+    )
 
 
 def strings(*elements: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.object_]]:

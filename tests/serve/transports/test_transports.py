@@ -165,7 +165,7 @@ def test_a_wrong_timeout_parameter_is_refused(channel: grpc.Channel, value: dict
     request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128)])
     request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
     request.parameters["timeout"].CopyFrom(pb.InferParameter(**value))
-    with pytest.raises(grpc.RpcError, match="parameter 'timeout' is not a whole number of microseconds"):
+    with pytest.raises(grpc.RpcError, match="parameter 'timeout' is no whole number of 0 or more, expected microseconds"):
         call(channel, "ModelInfer", request, pb.ModelInferResponse)
 
 

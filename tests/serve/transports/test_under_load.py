@@ -8,9 +8,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
+from protos.model_config_pb2 import ModelConfig
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
@@ -115,3 +117,28 @@ def test_a_draining_server_tells_its_watchers_and_refuses_new_work(transport: Ma
         backend.release.set()
         assert np.frombuffer(running.result(20).raw_output_contents[0], np.float32).tolist() == [2]
         draining.join(20)
+
+
+def test_the_more_urgent_request_overtakes(transport: MakeTransport) -> None:
+    backend = HeldBackend(held=True)
+    config = text_format.Parse("max_batch_size: 1 dynamic_batching { priority_levels: 2 }", ModelConfig())
+    with (
+        running_server(lambda: [held_model(backend, config=config, max_rows=1, levels=2)], transport) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub = infer_stub(channel)
+        running = stub.future(held_request(1))
+        assert backend.entered.wait(20)
+        patient, urgent = held_request(2), held_request(3)
+        urgent.parameters["priority"].uint64_param = 1
+        answers = [running, stub.future(patient)]
+        wait_until_waiting(server, 1)
+        answers.append(stub.future(urgent))
+        wait_until_waiting(server, 2)
+        backend.release.set()
+        for answer in answers:
+            answer.result(20)
+        assert backend.batches == [[1], [3], [2]]
+        urgent.parameters["priority"].uint64_param = 3
+        with pytest.raises(grpc.RpcError, match="priority is 3, expected 1"):
+            stub(urgent, timeout=20)
