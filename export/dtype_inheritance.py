@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -35,6 +35,18 @@ __all__ = [
     "new_tensor",
     "new_zeros",
 ]
+
+
+class Like(Protocol):
+    """What is inherited: a tensor, or anything else with a dtype and a device."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to take."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where to make it."""
 
 
 def new_zeros(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
@@ -63,7 +75,7 @@ def new_full(x: Tensor, shape: int | Sequence[int], value: float) -> Tensor:
     Raises:
         ValueError: `value` is finite and the dtype of `x` cannot hold it (1e9 in float16).
     """
-    _require_representable(x, value, "new_full")
+    require_representable(x, value, "new_full")
     return x.new_full(_sizes((shape,)), value)
 
 
@@ -77,12 +89,12 @@ def new_tensor(x: Tensor, data: Any) -> Tensor:
     """
     if isinstance(data, torch.Tensor):
         return data.to(x)
-    for number in _numbers(data):
-        _require_representable(x, number, "new_tensor")
+    for number in numbers_in(data):
+        require_representable(x, number, "new_tensor")
     return x.new_tensor(data)
 
 
-def new_arange(x: Tensor, start: float, end: float | None = None, step: float = 1) -> Tensor:
+def new_arange(x: Like, start: float, end: float | None = None, step: float = 1) -> Tensor:
     """`torch.arange` in the dtype and on the device of `x`; shape `(ceil((end - start) / step),)`.
 
     Integer arguments are counted in int64 and cast once, so every value is the float nearest to the true one (above 2048,
@@ -102,18 +114,18 @@ def new_arange(x: Tensor, start: float, end: float | None = None, step: float = 
         start, end = 0, start
     if _is_plain(step) and step == 0:
         raise ValueError("new_arange: step is 0; expected the distance between two values")
-    _require_representable(x, start, "new_arange")
+    require_representable(x, start, "new_arange")
     if all(isinstance(number, int | torch.SymInt) for number in (start, end, step)):
         values = torch.arange(start, end, step, dtype=torch.int64, device=x.device)
     else:
         index = torch.arange(math.ceil((end - start) / step), dtype=torch.int64, device=x.device)
         values = start + index.to(_wide(x)) * step
     if _is_plain(values.shape[0]) and values.shape[0]:
-        _require_representable(x, start + step * (values.shape[0] - 1), "new_arange")
+        require_representable(x, start + step * (values.shape[0] - 1), "new_arange")
     return values.to(x.dtype)
 
 
-def new_linspace(x: Tensor, start: float, end: float, steps: int) -> Tensor:
+def new_linspace(x: Like, start: float, end: float, steps: int) -> Tensor:
     """`steps` evenly spaced values, `start` and `end` included, in the dtype and on the device of `x`; shape `(steps,)`.
 
     Built from a range: `torch.linspace` makes the exporter freeze a dynamic `steps` at the example's size, without a word. Each
@@ -123,8 +135,8 @@ def new_linspace(x: Tensor, start: float, end: float, steps: int) -> Tensor:
     Raises:
         ValueError: `start` or `end` is finite and does not fit the dtype of `x`.
     """
-    _require_representable(x, start, "new_linspace")
-    _require_representable(x, end, "new_linspace")
+    require_representable(x, start, "new_linspace")
+    require_representable(x, end, "new_linspace")
     wide = _wide(x)
     index = torch.arange(steps, dtype=torch.int64, device=x.device)
     last = torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]  # (torch annotates it nowhere)
@@ -177,7 +189,7 @@ def _sizes(shape: tuple[int | Sequence[int], ...]) -> Any:
     return shape
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _wide(x: Like) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -185,18 +197,24 @@ def _is_plain(number: float) -> bool:
     return isinstance(number, int | float)
 
 
-def _numbers(data: Any) -> Iterable[int | float]:
+def numbers_in(data: Any) -> Iterable[int | float]:
+    """The numbers in nested lists and tuples, or in an array; what is no number is passed over."""
     if isinstance(data, int | float):
         yield data
     elif isinstance(data, list | tuple):
         for item in data:
-            yield from _numbers(item)
+            yield from numbers_in(item)
     elif hasattr(data, "tolist"):
-        yield from _numbers(data.tolist())
+        yield from numbers_in(data.tolist())
 
 
-def _require_representable(x: Tensor, number: float, helper: str) -> None:
-    if not _is_plain(number) or not x.is_floating_point() or not math.isfinite(number):
+def require_representable(x: Like, number: float, helper: str) -> None:
+    """Refuse a finite number that the dtype of `x` would turn into an infinity; symbolic numbers pass.
+
+    Raises:
+        ValueError: With `helper` in front, and what to do instead.
+    """
+    if not _is_plain(number) or not x.dtype.is_floating_point or not math.isfinite(number):
         return
     limit = torch.finfo(x.dtype).max
     if abs(number) > limit:

@@ -1,1 +1,1 @@
-"""Where a torch model leaves its dtype: float32 made in `forward`, constants that float16 cannot hold."""
+"""Find where a model falls out of float16: what promotes it, what float16 cannot hold, what only works by luck."""

@@ -1,0 +1,72 @@
+"""`halfserve check`: the lines at which a model would leave float16, before anything is converted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from torch import nn
+
+from export.errors import ExportError
+from export.leaks.finder import find_dtype_leaks
+from export.leaks.model_inputs import ModelInputs, from_checkpoint, inputs_from_data, inputs_from_descriptions, model_of
+from export.leaks.table import leak_table, totals
+
+
+class LeaksFoundError(Exception):
+    """The model has errors or warnings; the text says how many."""
+
+
+EXIT_CODES: dict[type[Exception], int] = {LeaksFoundError: 4, ExportError: 1}
+
+
+def check(
+    model: Annotated[
+        str, typer.Argument(help="MODULE:FACTORY of a function that returns the model, or a checkpoint.", show_default=False)
+    ],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help="Example input, DTYPE[SIZES]; repeatable. Whole numbers under N: int64[2,12]<N. By name: mask=bool[2,12].",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="MODULE:FACTORY of the data, as for `halfserve train`: its first samples.")
+    ] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Find the lines of a model that leave float16, hold numbers it cannot, or crash in it.
+
+    Runs the model in float32 and in float16 on example inputs, captures it with torch.export, and names for each leak the
+    file and line, what happens, and the word to write instead. Exit code 0: no errors or warnings; 4: some; 1: it could not be
+    checked.
+
+    Example: halfserve check examples.digits.model:model --input "float32[2,1,8,8]"
+    """
+    module, given = _prepared(model, inputs or [], data)
+    with Console(stderr=True).status("running the model in float32 and float16"):
+        report = find_dtype_leaks(module, *given.args, **given.kwargs)
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        Console().print(leak_table(report))
+    if not report.clean:
+        raise LeaksFoundError(totals(report))
+
+
+def _prepared(model: str, descriptions: list[str], data: str | None) -> tuple[nn.Module, ModelInputs]:
+    if descriptions and data:
+        raise ExportError("both --input and --data are given; expected one of them")
+    chosen = inputs_from_descriptions(descriptions) if descriptions else None
+    if Path(model).is_file():
+        module, samples = from_checkpoint(model)
+        return module, chosen or (inputs_from_data(data) if data else samples)
+    module = model_of(model)
+    if chosen is None and data is None:
+        raise ExportError('nothing to run the model on; give --input "float32[2,3,32,32]", or --data MODULE:FACTORY')
+    return module, chosen or inputs_from_data(data or "")
