@@ -7,9 +7,10 @@ import re
 import torch
 from torch import Tensor
 
+from export import weight_ledger
 from export.errors import ExportError
 from export.halving.report import Action
-from export.weight_ledger import FP16_LARGEST_FLUSHED, FP16_MAX, FP16_SMALLEST_NORMAL, Ledger
+from export.weight_ledger import FP16_MAX, Ledger
 
 MASK_THRESHOLD = -1e4
 
@@ -19,12 +20,8 @@ FREQUENCY_TABLE = re.compile(r"(^|\.|_)(inv_freqs?|inverse_frequenc(y|ies)|freqs
 
 def ledger_of(tensor: Tensor) -> Ledger:
     """Count what rounding a floating tensor to float16 does to its elements."""
-    magnitude = tensor.detach().abs()
-    return Ledger(
-        overflow=_count(magnitude.isfinite() & (magnitude > FP16_MAX)),
-        flushed=_count((magnitude > 0) & (magnitude <= FP16_LARGEST_FLUSHED)),
-        subnormal=_count((magnitude > FP16_LARGEST_FLUSHED) & (magnitude < FP16_SMALLEST_NORMAL)),
-    )
+    values = tensor.detach()
+    return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True))
 
 
 def decide(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool) -> tuple[Action, str]:

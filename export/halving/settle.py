@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from export.halving.tensors import held_tensors
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -32,10 +34,10 @@ def settle(
     """
     ties = _ties(module)
     while True:
-        owners = {decision.name.rpartition(".")[0] for decision in decisions if decision.action == "kept"}
+        owners = {decision.owner for decision in decisions if decision.action == "kept"}
         islands = _outermost({_callable_part(module, name) for name in owners.union(pinned)})
         kept = {decision.name for decision in decisions if decision.action == "kept"}
-        settled = [_pulled(decision, islands, ties[decision.name] & kept) for decision in decisions]
+        settled = [_pulled(decision, islands, ties.get(decision.name, set()) & kept) for decision in decisions]
         if settled == list(decisions):
             return settled, islands
         decisions = settled
@@ -68,7 +70,7 @@ def _contains(island: str, name: str) -> bool:
 
 def _ties(module: nn.Module) -> dict[str, set[str]]:
     names = defaultdict(set)
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        names[id(tensor)].add(name)
-    return {name: names[id(tensor)] for name, tensor in tensors}
+    tensors = held_tensors(module)
+    for held in tensors:
+        names[id(held.tensor)].add(held.name)
+    return {held.name: names[id(held.tensor)] for held in tensors}

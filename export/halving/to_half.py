@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
+from torch import nn
+
+from amp_core.policy import Policy
+from amp_core.recorder import Record
 from export.errors import ExportError
+from export.halving.bake import bake
+from export.halving.fold_batch_norm import fold_batch_norm
 from export.halving.fp32_island import make_island
 from export.halving.pinned import pinned_modules
+from export.halving.recorded import overflowing_modules
 from export.halving.report import HalfReport, TensorDecision
 from export.halving.rules import decide, ledger_of, rounded
 from export.halving.settle import settle
+from export.halving.tensors import HeldTensor, held_tensors, unregistered
 from export.weight_ledger import Ledger
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor, nn
-
-    from amp_core.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,48 +37,77 @@ class HalfResult:
     report: HalfReport
 
 
-def to_half(module: nn.Module, *, policy: Policy | None = None, keep_fp32: Sequence[str] = ()) -> HalfResult:
-    """Round a module's parameters and buffers to float16 where that is safe; the given module stays as it is.
+def to_half(
+    module: nn.Module, *, policy: Policy | None = None, keep_fp32: Sequence[str] = (), record: Record | None = None
+) -> HalfResult:
+    """Round a module's tensors to float16 where that is safe; the given module stays as it is.
+
+    First the copy is repaired, in ways that change nothing in exact arithmetic: parametrized and normalised weights are
+    computed, the `max_norm` of embeddings is applied, and a BatchNorm that follows a convolution is folded into it in float64.
 
     What must not be rounded stays float32, and the submodule that owns it computes in float32 with casts at its border (see
     `export.halving.fp32_island`): tensors with values over 65504 (a BatchNorm's variance, a scale), frequency tables of rotary
-    embeddings, counters over 2048, complex buffers, tensors that would vanish. Integer and boolean buffers are left alone, and
-    an additive mask's huge negative numbers become -65504.
+    embeddings, counters over 2048, complex buffers, tensors that would vanish, and submodules that the policy, the training
+    record or the model itself want so. Integers and booleans are left alone, and an additive mask's huge negative numbers
+    become -65504. Tensors that were only assigned to an attribute, which `.half()` passes over, are treated like buffers.
 
     Args:
         module: A module whose floating tensors are float32 (float64 and bfloat16 are rounded too).
         policy: The autocast policy of the training run: submodules whose operation it adds to float32 stay float32.
         keep_fp32: Names of tensors or submodules to keep, as shell patterns: `"encoder.norm*"`, `"head.bias"`.
+        record: What the training run recorded: submodules whose numbers went over 65504 stay float32.
 
     Raises:
-        ExportError: A pattern matches nothing; a parameter is not finite; or a tensor that belongs to the outermost module
-            itself must stay float32, which would leave nothing to convert.
+        ExportError: A pattern matches nothing; a parameter is not finite; the module is lazy; the record is of another model;
+            or a tensor that belongs to the outermost module itself must stay float32, which would leave nothing to convert.
     """
     _require_matches(module, keep_fp32)
-    half = copy.deepcopy(module).eval()
-    first = [_decision(name, tensor, keep_fp32, is_buffer=b) for name, tensor, b in _tensors(half)]
-    decisions, islands = settle(half, first, pinned_modules(half, policy))
+    half = _copied(module)
+    repairs = bake(half)
+    recorded, warnings = overflowing_modules(half, record)
+    pinned = {**recorded, **pinned_modules(half, policy), **_kept_modules(half, keep_fp32)}
+    repairs += fold_batch_norm(half, lambda name: not _is_inside(name, pinned) and not _matching(name, keep_fp32))
+    tensors = held_tensors(half)
+    first = [_decision(held, keep_fp32) for held in tensors]
+    decisions, islands = settle(half, first, pinned)
     _require_something_left(decisions, islands, keep_fp32)
-    _apply(half, {decision.name: decision for decision in decisions})
-    for island in islands:
-        make_island(half.get_submodule(island))
-    return HalfResult(module=half, report=HalfReport(tensors=tuple(decisions), fp32_modules=tuple(islands)))
+    _apply(tensors, decisions)
+    for island in {id(part): part for part in map(half.get_submodule, islands)}.values():
+        make_island(island)
+    report = HalfReport(
+        tensors=tuple(decisions),
+        fp32_modules=tuple(islands),
+        fp32_reasons=tuple(sorted(pinned.items())),
+        repairs=tuple(repairs),
+        warnings=tuple(warnings),
+    )
+    return HalfResult(module=half, report=report)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield name, parameter, False
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield name, buffer, True
+def _copied(module: nn.Module) -> nn.Module:
+    # Results of earlier computations, kept as attributes, cannot be copied with their history; they need none here.
+    detached = {id(tensor): tensor.detach().clone() for tensor in unregistered(module) if tensor.grad_fn is not None}
+    return copy.deepcopy(module, detached).eval()
 
 
-def _decision(name: str, tensor: Tensor, keep_fp32: Sequence[str], *, is_buffer: bool) -> TensorDecision:
+def _decision(held: HeldTensor, keep_fp32: Sequence[str]) -> TensorDecision:
+    tensor = held.tensor
     ledger = ledger_of(tensor) if tensor.is_floating_point() else Ledger()
-    action, reason = decide(name, tensor, ledger, is_buffer=is_buffer)
-    pattern = _matching(name, keep_fp32)
+    action, reason = decide(held.name, tensor, ledger, is_buffer=held.kind != "parameter")
+    pattern = _matching(held.name, keep_fp32)
     if pattern and action in ("halved", "saturated"):
         action, reason = "kept", f"keep_fp32 {pattern!r}"
-    return TensorDecision(name=name, elements=tensor.numel(), action=action, reason=reason, ledger=ledger)
+    if held.kind == "attribute":
+        reason = f"a plain attribute, no buffer: {reason}"
+    return TensorDecision(
+        name=held.name,
+        owner=held.owner,
+        kind=held.kind,
+        elements=tensor.numel(),
+        action=action,
+        reason=reason,
+        ledger=ledger,
+    )
 
 
 def _matching(name: str, patterns: Sequence[str]) -> str | None:
@@ -85,18 +115,29 @@ def _matching(name: str, patterns: Sequence[str]) -> str | None:
     return next((pattern for pattern in patterns if any(fnmatchcase(part, pattern) for part in parents)), None)
 
 
+def _is_inside(name: str, modules: Mapping[str, str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+    """Submodules that match and hold no tensor by which they would be kept: an activation, a softmax."""
+    names = [name for name, part in module.named_modules(remove_duplicate=False) if name and not any(part.state_dict())]
+    return {name: f"keep_fp32 {pattern!r}" for name in names if (pattern := _matching(name, patterns))}
+
+
 def _require_matches(module: nn.Module, patterns: Sequence[str]) -> None:
-    names = [name for name, _, _ in _tensors(module)]
+    names = [held.name for held in held_tensors(module)]
+    submodules = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for pattern in patterns:
-        if not any(_matching(name, [pattern]) for name in names):
+        if not any(_matching(name, [pattern]) for name in (*names, *submodules)):
             raise ExportError(f"keep_fp32 {pattern!r} matches no parameter, buffer or submodule; names look like {names[:3]}")
 
 
-def _require_something_left(decisions: list[TensorDecision], islands: list[str], keep_fp32: Sequence[str]) -> None:
+def _require_something_left(decisions: Sequence[TensorDecision], islands: list[str], keep_fp32: Sequence[str]) -> None:
     if islands != [""]:
         return
-    culprit = next(d for d in decisions if d.action == "kept" and "." not in d.name)
-    alone = all("." not in d.name for d in decisions)
+    culprit = next(d for d in decisions if d.action == "kept" and not d.owner)
+    alone = all(not d.owner for d in decisions)
     if not alone and not _matching(culprit.name, keep_fp32):
         raise ExportError(
             f"{culprit.name!r} must stay float32 ({culprit.reason}) and belongs to the outermost module, which would keep the "
@@ -104,10 +145,10 @@ def _require_something_left(decisions: list[TensorDecision], islands: list[str],
         )
 
 
-def _apply(module: nn.Module, decisions: dict[str, TensorDecision]) -> None:
+def _apply(tensors: Sequence[HeldTensor], decisions: Sequence[TensorDecision]) -> None:
     # Written through `.data`, so that tied tensors stay one tensor.
-    for name, tensor, _ in _tensors(module):
-        decision = decisions[name]
+    for held, decision in zip(tensors, decisions, strict=True):
+        tensor = held.tensor
         if decision.action in ("halved", "saturated"):
             tensor.data = rounded(tensor.data, decision.action)
         elif decision.action == "kept" and tensor.is_floating_point():

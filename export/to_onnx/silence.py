@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CHATTERING = ("torch", "onnxscript", "onnx_ir")
+CHATTERING = ("torch", "torch.__trace", "onnxscript", "onnx_ir")
 
 
 @contextmanager

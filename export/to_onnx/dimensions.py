@@ -1,0 +1,165 @@
+"""Which sizes of a model's inputs may vary, what they are called, and between which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from export.errors import ExportError
+from export.to_onnx.call import Call
+
+BATCH = "batch"
+UNBOUNDED = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """The sizes that may vary.
+
+    Attributes:
+        axes: For each input, in order: axis -> the dimension's name.
+        dims: By name, what `torch.export` takes: a `Dim`, or a hint (`Dim.DYNAMIC`, `Dim.AUTO`).
+        free: Names that came without limits: the model's own limits hold for them.
+    """
+
+    axes: tuple[dict[int, str], ...]
+    dims: dict[str, Any]
+    free: frozenset[str]
+
+    def for_torch(self) -> tuple[dict[int, Any] | None, ...]:
+        """As `torch.export.export` takes them, one entry per input."""
+        return tuple({axis: self.dims[name] for axis, name in axes.items()} or None for axes in self.axes)
+
+    def limited(self, name: str, least: int, most: int | None) -> Dimensions:
+        """The same with limits for one name."""
+        known = self.dims[name]
+        dim = torch.export.Dim(name, min=least, max=most)
+        return self if (dim.min, dim.max) == (known.min, known.max) else replace(self, dims={**self.dims, name: dim})
+
+    def distinct(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors with sizes made larger where two names stand for the same: `torch.export` would take them for one."""
+        taken: set[int] = set()
+        for name in self.dims:
+            size = next(
+                t.shape[axis] for t, axes in zip(tensors, self.axes, strict=True) for axis in axes if axes[axis] == name
+            )
+            more = next(more for more in range(len(taken) + 1) if size + more not in taken)
+            tensors = self.enlarged(tensors, name, more)
+            taken.add(size + more)
+        return tensors
+
+    def enlarged(self, tensors: Sequence[Tensor], name: str, more: int) -> tuple[Tensor, ...]:
+        """The tensors with `more` rows (elements repeated from the front) along every axis of that name."""
+        grown = []
+        for tensor, axes in zip(tensors, self.axes, strict=True):
+            larger = tensor
+            for axis in (axis for axis, called in axes.items() if called == name):
+                larger = torch.cat([larger, larger.narrow(axis, 0, min(more, larger.shape[axis]))], dim=axis)
+            grown.append(larger)
+        return tuple(grown)
+
+
+def dimensions(call: Call, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tensor, ...]]:
+    """Read the caller's wishes.
+
+    Args:
+        call: The example call.
+        dynamic_shapes: None (the first dimension of every input is "batch"), a sequence with an entry per input, or a mapping
+            from input names to entries. An entry is None, `{axis: size}` or a sequence with a size per axis; a size is a name,
+            a `torch.export.Dim` with limits, one of its hints, or None.
+
+    Returns:
+        The dimensions, and the example tensors, those with a size of 1 where it may vary repeated once: `torch.export` takes
+        a 1 for a constant.
+
+    Raises:
+        ExportError: An entry does not fit its input, or one name stands for two sizes.
+    """
+    entries = _entries(call, dynamic_shapes)
+    dims: dict[str, Any] = {}
+    free: set[str] = set()
+    axes = []
+    for input_name, tensor, entry in zip(call.names, call.tensors, entries, strict=True):
+        named: dict[int, str] = {}
+        for axis, size in _sizes(input_name, tensor, entry):
+            name = _name(input_name, axis, size)
+            named[axis] = name
+            if isinstance(size, str):
+                free.add(name)
+                dims.setdefault(name, torch.export.Dim(name, min=1))
+            else:
+                dims[name] = size
+        axes.append(named)
+    _require_one_size(call, axes)
+    free -= {name for name, dim in dims.items() if not _is_plain(dim)}
+    return Dimensions(axes=tuple(axes), dims=dims, free=frozenset(free)), _at_least_two(call.tensors, axes)
+
+
+def _entries(call: Call, dynamic_shapes: Any) -> Sequence[Any]:
+    if dynamic_shapes is None:
+        return [{0: BATCH} if tensor.dim() else None for tensor in call.tensors]
+    if isinstance(dynamic_shapes, Mapping):
+        unknown = next((name for name in dynamic_shapes if name not in call.names), None)
+        if unknown is not None:
+            raise ExportError(f"dynamic_shapes names {unknown!r}; the inputs are {', '.join(call.names)}")
+        return [dynamic_shapes.get(name) for name in call.names]
+    if not isinstance(dynamic_shapes, Sequence) or len(dynamic_shapes) not in (0, len(call.names)):
+        raise ExportError(
+            f"dynamic_shapes must have an entry for each of the {len(call.names)} inputs ({', '.join(call.names)}), or be () "
+            "to fix every size"
+        )
+    return dynamic_shapes or [None] * len(call.names)
+
+
+def _sizes(input_name: str, tensor: Tensor, entry: Any) -> list[tuple[int, Any]]:
+    pairs = list(entry.items()) if isinstance(entry, Mapping) else list(enumerate(entry or ()))
+    found = []
+    for axis, size in pairs:
+        if not isinstance(axis, int) or not -tensor.dim() <= axis < tensor.dim():
+            raise ExportError(f"dynamic_shapes of {input_name!r} has axis {axis!r}; its shape is {tuple(tensor.shape)}")
+        if size is not None and not isinstance(size, int) and size is not torch.export.Dim.STATIC:
+            found.append((axis % tensor.dim(), size))
+    return found
+
+
+def _name(input_name: str, axis: int, size: Any) -> str:
+    if isinstance(size, str):
+        if not size.isidentifier():
+            raise ExportError(f"{size!r} is no name for a dimension; expected letters, digits and _, such as {BATCH!r}")
+        return size
+    if isinstance(size, torch.export.Dim):
+        return size.__name__
+    if size in (torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO):
+        return f"{input_name.replace('.', '_')}_dim_{axis}"
+    raise ExportError(f"dynamic_shapes of {input_name!r} has {size!r} at axis {axis}; expected a name or a torch.export.Dim")
+
+
+def _is_plain(dim: Any) -> bool:
+    return isinstance(dim, torch.export.Dim) and dim.min <= 1 and dim.max >= UNBOUNDED
+
+
+def _require_one_size(call: Call, axes: Sequence[dict[int, str]]) -> None:
+    first: dict[str, tuple[str, int]] = {}
+    for input_name, tensor, named in zip(call.names, call.tensors, axes, strict=True):
+        for axis, name in named.items():
+            size = tensor.shape[axis]
+            other, known = first.setdefault(name, (input_name, size))
+            if size != known or size < 1:
+                raise ExportError(
+                    f"dimension {name!r} must be one size in every input, at least 1; it is {known} in {other!r} and {size} in "
+                    f"{input_name!r} (give dynamic_shapes to say which sizes vary together)"
+                )
+
+
+def _at_least_two(tensors: Sequence[Tensor], axes: Sequence[dict[int, str]]) -> tuple[Tensor, ...]:
+    grown = []
+    for tensor, named in zip(tensors, axes, strict=True):
+        larger = tensor
+        for axis in named:
+            larger = torch.cat([larger, larger], dim=axis) if larger.shape[axis] == 1 else larger
+        grown.append(larger)
+    return tuple(grown)

@@ -1,0 +1,64 @@
+"""A traced model on disk: checked, whole or not at all, with its weights beside it where one file cannot hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx_ir
+
+from export.atomic_write import write_atomically
+from export.errors import ExportError
+from export.model_file import PROTOBUF_LIMIT_BYTES, serialize
+from export.model_writer import ExternalData, staged_model
+from export.to_onnx.messages import one_line
+
+
+def write_onnx(
+    model: onnx_ir.Model,
+    path: Path | str | None,
+    *,
+    external_data: ExternalData = "auto",
+    limit_bytes: int = PROTOBUF_LIMIT_BYTES,
+) -> onnx.ModelProto:
+    """Check a model with ONNX's full checker, and write it.
+
+    Args:
+        model: The model; its weights may still be torch's tensors, and are copied one at a time where they go into a data file.
+        path: Where to; its folder must exist. None only checks.
+        external_data: Whether the weights go into a data file beside `path`: "auto" does so for a model over `limit_bytes`.
+        limit_bytes: The most that one file holds; ONNX's format allows 2 GiB.
+
+    Returns:
+        What was written. Where the weights went into a data file, it refers to that file.
+
+    Raises:
+        ExportError: The model is not valid, is over the limit and has no `path` or may not have a data file, or cannot be
+            written.
+    """
+    size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
+    if external_data == "no" and size > limit_bytes:
+        raise ExportError(f"the weights take {size / 2**30:.1f} GiB, too much for one file; allow external data")
+    if external_data == "no" or (external_data == "auto" and size <= limit_bytes):
+        return _whole(model, path)
+    if path is None:
+        raise ExportError(f"the weights take {size / 2**30:.1f} GiB; give a path, beside which they can be stored")
+    with staged_model(model, path, external_data="yes", limit_bytes=limit_bytes) as staged:
+        _check(str(staged.path))
+        staged.publish()
+    return onnx.load(path, load_external_data=False)
+
+
+def _whole(model: onnx_ir.Model, path: Path | str | None) -> onnx.ModelProto:
+    proto = onnx_ir.to_proto(model)
+    _check(proto)
+    if path is not None:
+        write_atomically(path, serialize(proto))
+    return proto
+
+
+def _check(model: onnx.ModelProto | str) -> None:
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+        raise ExportError(f"the exported model is not valid ONNX: {one_line(error)}") from error

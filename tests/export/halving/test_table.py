@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import io
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from export.halving.table import half_table
+from export.halving.to_half import to_half
+from tests.export import models
+
+
+def text(module: nn.Module, *, limit: int = 40, keep_fp32: tuple[str, ...] = ()) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(half_table(to_half(module, keep_fp32=keep_fp32).report, limit=limit))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_it_shows_what_is_remarkable_and_counts_the_rest() -> None:
+    module = models.cnn()
+    module.get_parameter("4.weight").data[0, 0] = 1e-6
+    shown = text(module, keep_fp32=("4.bias",))
+    assert "tensors: 2 halved, 2 kept" in shown
+    assert "1 folded into 0, in float64" in shown
+    assert "keep_fp32 '4.bias'" in shown
+    assert "computes in float32 (2 subnormal)" in shown
+
+
+def test_it_has_an_end() -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    for parameter in module.parameters():
+        parameter.data.fill_(1e-6)
+    assert "8 rows more" in text(module, limit=2)
+
+
+def test_warnings_are_shown() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.register_buffer("mask", torch.tensor([0.0, -1e9]))
+    assert "an additive mask" in text(module)
