@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import onnx
 from google.protobuf import text_format
 
 from export.errors import ExportError
 from protos.datatypes import BY_ONNX
 from protos.model_config_pb2 import DataType, ModelConfig
 
-if TYPE_CHECKING:
-    import onnx
-
 PLATFORM = "onnxruntime_onnx"
+_FLOATING = frozenset({"FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16"})
 
 
 def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> ModelConfig:
@@ -76,6 +75,29 @@ def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str) -> 
         )
     for kind in ("input", "output"):
         _require_same_tensors(kind, getattr(existing, kind), getattr(wanted, kind), path)
+
+
+def require_twin(model: onnx.ModelProto, twin: onnx.ModelProto) -> None:
+    """Check that a float32 model can stand in for an fp16 one: the same names, and integers where that one has integers.
+
+    Raises:
+        ExportError: It cannot; the text names the tensor.
+    """
+    for kind in ("input", "output"):
+        ours, theirs = _kinds(model, kind), _kinds(twin, kind)
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                here, there = (kinds.get(name, "absent") for kinds in (ours, theirs))
+                raise ExportError(
+                    f"the float32 twin is of another model: its {kind} {name!r} is {there}, the fp16 model's is {here}"
+                )
+
+
+def _kinds(model: onnx.ModelProto, kind: str) -> dict[str, str]:
+    initialized = {tensor.name for tensor in model.graph.initializer}
+    values = [value for value in getattr(model.graph, kind) if value.name not in initialized]
+    types = {value.name: onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type) for value in values}
+    return {name: "floating" if text in _FLOATING else text for name, text in types.items()}
 
 
 def _require_same_tensors(kind: str, existing: Any, wanted: Any, path: str) -> None:

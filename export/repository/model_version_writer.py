@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import tempfile
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from export.atomic_write import sync_folder, write_and_sync
 from export.errors import ExportError
-from export.model_file import ModelSource, load_model
-from export.repository.model_config import config_for, read_config, require_agreement, write_config
+from export.model_file import ModelFile, ModelSource, open_model
+from export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
+from export.repository.version_files import FP32_TWIN, VersionFiles
 
 if TYPE_CHECKING:
     from export.certificate.certificate import Certificate
@@ -25,41 +25,51 @@ LARGEST_VERSION = 2**63 - 1
 def write_model_version(
     repository: Path | str,
     name: str,
-    model: ModelSource,
+    model: ModelSource | ModelFile,
     certificate: Certificate,
     *,
     version: int | None = None,
     max_batch_size: int = 32,
+    fp32_twin: ModelSource | ModelFile | None = None,
 ) -> Path:
     """Add a version to a model repository in Triton's layout.
 
-    Written are `NAME/VERSION/model.onnx`, `NAME/VERSION/certificate.json` and, for a new model, `NAME/config.pbtxt`. They are
-    made in a hidden folder beside and renamed into place once they are on the disk, so a reader sees nothing or all of it. A
-    version that exists is never replaced, and a config.pbtxt that exists is kept.
+    Written are `NAME/VERSION/model.onnx` with its data files beside it, `NAME/VERSION/certificate.json` and, for a new model,
+    `NAME/config.pbtxt`. They are made in a hidden folder beside and renamed into place once they are on the disk, so a reader
+    sees nothing or all of it. A version that exists is never replaced, and a config.pbtxt that exists is kept.
+
+    The float32 twin goes to `NAME/VERSION/fp32/model.onnx`, its data files beside it: in a folder of its own, since the two
+    models' data files may have the same names. The parameter `halfserve.fp32_twin` of a new config.pbtxt says so, as a path in
+    the version's folder. A server takes that path, or this one where an older config.pbtxt does not say, in every version that
+    has the file. Triton loads `model.onnx` and looks at neither.
 
     Args:
         repository: The repository's folder; it is made if it is missing.
         name: Letters, digits, dots, dashes and underscores, a letter or digit first.
-        model: The ONNX model that the certificate is about.
+        model: The ONNX model that the certificate is about; with data files as a path.
         certificate: Its certificate.
         version: 1 or more; the next free one by default.
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
+        fp32_twin: The float32 model that this one was made from, for a server that answers from it where float16 fails.
 
     Returns:
         The version's folder.
 
     Raises:
-        ExportError: The name or version is not valid or is taken, the certificate belongs to other bytes, an existing
-            config.pbtxt contradicts the model, or the folder cannot be written to.
+        ExportError: The name or version is not valid or is taken, the certificate belongs to other bytes, the twin takes or
+            gives other tensors, an existing config.pbtxt contradicts the model, or the folder cannot be written to.
     """
-    _require_valid(name, version, max_batch_size)
-    message, content = load_model(model)
-    if hashlib.sha256(content).hexdigest() != certificate.onnx_sha256:
+    opened = model if isinstance(model, ModelFile) else open_model(model)
+    twin = fp32_twin if fp32_twin is None or isinstance(fp32_twin, ModelFile) else open_model(fp32_twin)
+    if opened.sha256 != certificate.onnx_sha256:
         raise ExportError(
             "the certificate belongs to another model: its sha256 differs; verify this one and pass its certificate"
         )
-    config = config_for(name, message, max_batch_size=max_batch_size)
-    files = {"model.onnx": content, "certificate.json": certificate.to_bytes()}
+    config = require_addable(repository, name, opened, version=version, max_batch_size=max_batch_size)
+    if twin is not None:
+        require_twin(opened.outline, twin.outline)
+        config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
+    files = VersionFiles(model=opened, twin=twin, certificate=certificate)
     folder = Path(repository) / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +83,34 @@ def write_model_version(
         raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
 
 
+def require_addable(
+    repository: Path | str, name: str, model: ModelFile, *, version: int | None = None, max_batch_size: int = 32
+) -> ModelConfig:
+    """Check that a model with these inputs and outputs can be added, as far as it can be told before.
+
+    Args:
+        repository: See `write_model_version`, as for the rest.
+        name: The model's name.
+        model: The model, or the one that it will be made from.
+        version: The version.
+        max_batch_size: Largest batch.
+
+    Returns:
+        The configuration that describes the model.
+
+    Raises:
+        ExportError: The name or version is not valid or is taken, or there can be no such batches.
+    """
+    _require_valid(name, version, max_batch_size)
+    if version is not None and (Path(repository) / name / str(version)).exists():
+        raise _taken(name, version)
+    return config_for(name, model.outline, max_batch_size=max_batch_size)
+
+
+def _taken(name: str, version: int) -> ExportError:
+    return ExportError(f"version {version} of {name!r} exists and is never replaced; leave --version out for the next one")
+
+
 def _require_valid(name: str, version: int | None, max_batch_size: int) -> None:
     if not NAME.fullmatch(name):
         raise ExportError(
@@ -84,13 +122,13 @@ def _require_valid(name: str, version: int | None, max_batch_size: int) -> None:
         raise ExportError(f"max_batch_size is {max_batch_size}; expected 0 (no batching) or more")
 
 
-def _add_model(folder: Path, files: dict[str, bytes], config: ModelConfig, version: int | None) -> Path | None:
+def _add_model(folder: Path, files: VersionFiles, config: ModelConfig, version: int | None) -> Path | None:
     """Rename a whole model folder into place; None when another writer made it first."""
     number = version or 1
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as hidden:
         staged = Path(hidden) / folder.name
         staged.mkdir()
-        _write_folder(staged / str(number), files)
+        files.write(staged / str(number))
         write_and_sync(staged / "config.pbtxt", write_config(config))
         sync_folder(staged)
         if not _renamed(staged, folder):
@@ -99,17 +137,15 @@ def _add_model(folder: Path, files: dict[str, bytes], config: ModelConfig, versi
     return folder / str(number)
 
 
-def _add_version(folder: Path, files: dict[str, bytes], config: ModelConfig, version: int | None) -> Path | None:
+def _add_version(folder: Path, files: VersionFiles, config: ModelConfig, version: int | None) -> Path | None:
     """Rename a version folder into place; None when another writer took the number that was free."""
     target = folder / str(version or _next_version(folder))
     if version is not None and target.exists():
-        raise ExportError(
-            f"version {version} of {folder.name!r} exists and is never replaced; leave --version out for the next one"
-        )
+        raise _taken(folder.name, version)
     _keep_or_write_config(folder / "config.pbtxt", config)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as hidden:
         staged = Path(hidden) / target.name
-        _write_folder(staged, files)
+        files.write(staged)
         if not _renamed(staged, target):
             return None
     sync_folder(folder)
@@ -132,13 +168,6 @@ def _keep_or_write_config(path: Path, config: ModelConfig) -> None:
 def _next_version(folder: Path) -> int:
     numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isascii() and entry.name.isdigit()]
     return max(numbers, default=0) + 1
-
-
-def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir()
-    for name, content in files.items():
-        write_and_sync(folder / name, content)
-    sync_folder(folder)
 
 
 def _renamed(staged: Path, target: Path) -> bool:

@@ -1,0 +1,76 @@
+"""Samples from a file: the arrays of an .npz, one per model input."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+
+from export.errors import ExportError
+
+if TYPE_CHECKING:
+    from export.model_file import ModelFile
+
+Array = np.ndarray[Any, Any]
+
+
+def load_samples(path: Path, model: ModelFile) -> list[Array]:
+    """Read samples that `numpy.savez(path, input_name=array, ...)` wrote; each array's first dimension counts them.
+
+    Args:
+        path: The .npz file. With a single input any one array will do, whatever its name.
+        model: The model whose inputs they are.
+
+    Returns:
+        The arrays in the order of the model's inputs, in their types.
+
+    Raises:
+        ExportError: The file cannot be read, holds no such arrays, or one does not fit its input.
+    """
+    initialized = {tensor.name for tensor in model.outline.graph.initializer}
+    inputs = [value for value in model.outline.graph.input if value.name not in initialized]
+    arrays = _read(path)
+    if len(inputs) == 1 and len(arrays) == 1:
+        arrays = {inputs[0].name: next(iter(arrays.values()))}
+    names = [value.name for value in inputs]
+    absent = [name for name in names if name not in arrays]
+    if absent:
+        raise ExportError(
+            f"{path} has no array {absent[0]!r}; it has {', '.join(arrays) or 'none'}, the model takes {', '.join(names)}"
+        )
+    unknown = [name for name in arrays if name not in names]
+    if unknown:
+        raise ExportError(f"{path} has an array {unknown[0]!r}, which is no input of the model; it takes {', '.join(names)}")
+    return [_fitting(arrays[value.name], value, path) for value in inputs]
+
+
+def _read(path: Path) -> dict[str, Array]:
+    try:
+        with path.open("rb") as file:  # numpy leaves it open where it is no archive
+            loaded = np.load(file, allow_pickle=False)
+            return {"array": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+    except OSError as error:
+        raise ExportError(f"cannot read the samples {path}: {error.strerror or error}") from error
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise ExportError(f"{path} is no .npz file of numbers; write one with numpy.savez(path, input_name=array)") from error
+
+
+def _fitting(array: Array, value: onnx.ValueInfoProto, path: Path) -> Array:
+    tensor = value.type.tensor_type
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise ExportError(f"{path}: {value.name!r} is {array.dtype}, the model takes {dtype}")
+    if tensor.HasField("shape"):
+        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+        fits = len(dims) == array.ndim and all(
+            want in (None, have) for want, have in zip(dims[1:], array.shape[1:], strict=True)
+        )
+        if not fits:
+            shown = [dim.dim_param or str(dim.dim_value or "?") for dim in tensor.shape.dim]
+            raise ExportError(
+                f"{path}: {value.name!r} has shape {list(array.shape)}, the model takes [{', '.join(shown)}] (samples first)"
+            )
+    return array.astype(dtype, copy=False)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export.certificate.certificate import BudgetExceeded
+from export.conversion_targets import FileTarget, RepositoryTarget
+from export.errors import ExportError
+from export.file_conversion import Options, Verification, convert_verified
+from export.model_file import ModelFile, open_model
+from export.verification.budget import Budget
+from export.verification.metrics import Array
+from tests.export.onnx_files import in_one_file, sums
+
+SAMPLES = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """x [n, 512] -> (x + w0 + w1) / 2."""
+    model = sums(2)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="n"))
+    return in_one_file(model, tmp_path / "in.onnx")
+
+
+def samples(_: ModelFile) -> Sequence[Array]:
+    return [SAMPLES]
+
+
+class Sums(nn.Module):
+    """The same in torch, plus an offset that float16 cannot be blamed for."""
+
+    def __init__(self, model: onnx.ModelProto, offset: float) -> None:
+        super().__init__()
+        self.terms = [torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy()) for tensor in model.graph.initializer]
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        *weights, factor = self.terms
+        return sum(weights, x) * factor + self.offset
+
+
+def test_each_step_is_told(source: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    done = convert_verified(
+        source,
+        FileTarget(path=tmp_path / "out.onnx"),
+        options=Options(),
+        verification=Verification(samples=samples, budget=Budget(), adversarial=False),
+        progress=told.append,
+    )
+    assert told == ["reading the model", "converting to float16", "asking ONNX Runtime for the placement", "verifying"]
+    assert (done.report.fp16_nodes, done.search, done.superseded) == (3, None, ())
+    assert done.size_bytes == (tmp_path / "out.onnx").stat().st_size
+    assert done.source_bytes == source.stat().st_size
+
+
+@pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (1.0, False)])
+def test_another_reference_may_be_given(offset: float, passes: bool, source: Path, tmp_path: Path) -> None:
+    reference = Sums(onnx.load(source), offset).eval()
+    verification = Verification(samples=samples, budget=Budget(), reference=reference, adversarial=False, search=False)
+    target = RepositoryTarget(repository=tmp_path / "models", name="m")
+
+    def run() -> Path:
+        return convert_verified(source, target, options=Options(), verification=verification, progress=list[str]().append).path
+
+    if passes:
+        assert run() == tmp_path / "models" / "m" / "1"
+    else:
+        with pytest.raises(BudgetExceeded, match="output 'y'"):
+            run()
+        assert not (tmp_path / "models").exists()
+
+
+def test_labels_reach_the_certificate(source: Path, tmp_path: Path) -> None:
+    verification = Verification(samples=samples, budget=Budget(), labels=np.zeros(6, np.int64), adversarial=False)
+    done = convert_verified(
+        source,
+        FileTarget(path=tmp_path / "out.onnx"),
+        options=Options(),
+        verification=verification,
+        progress=list[str]().append,
+    )
+    assert done.certificate is not None
+    assert done.certificate.accuracy is not None
+
+
+def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.onnx").write_bytes(b"before")
+    verification = Verification(samples=samples, budget=Budget(max_abs_error=0.0), adversarial=False, search=False)
+    with pytest.raises(BudgetExceeded):
+        convert_verified(
+            source,
+            FileTarget(path=tmp_path / "out.onnx", overwrite=True),
+            options=Options(keep_io_types=False),
+            verification=verification,
+            progress=list[str]().append,
+        )
+    assert (tmp_path / "out.onnx").read_bytes() == b"before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx", "out.onnx"]
+
+
+def test_a_repository_takes_no_model_without_a_certificate(source: Path, tmp_path: Path) -> None:
+    target = RepositoryTarget(repository=tmp_path / "models", name="m")
+    with pytest.raises(ExportError, match="a version in a repository needs a certificate"):
+        convert_verified(source, target, options=Options(), verification=None, progress=list[str]().append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx"]
+
+
+def test_what_cannot_be_placed_is_written_all_the_same(tmp_path: Path) -> None:
+    model = sums(2)
+    model.graph.node[0].domain, model.graph.node[0].op_type = "com.example", "Unknown"
+    model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
+    source = in_one_file(model, tmp_path / "in.onnx")
+    done = convert_verified(
+        source, FileTarget(path=tmp_path / "out.onnx"), options=Options(), verification=None, progress=list[str]().append
+    )
+    assert isinstance(done.placement, str)
+    assert "cannot open the model" in done.placement
+    assert "Unknown" in {node.op_type for node in open_model(tmp_path / "out.onnx").proto.graph.node}
