@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from export.certificate.verdicts import AdversarialVerdict, LevelVerdict, Plot
 from export.errors import ExportError
+from export.verification.accumulators import Risk
 from export.verification.budget import Budget
 from export.verification.metrics import Figures
 from export.verification.sessions import Probe
 
 SCHEMA = "halfserve.certificate"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +27,17 @@ class OutputVerdict:
     Attributes:
         name: The output's name in the ONNX model.
         execution: "rounded": float16 after every node, as a GPU computes. "runtime": as ONNX Runtime's CPU provider computes.
+            "cuda": as its CUDA provider does, where there is a GPU.
         figures: Its distance from the reference.
         violations: What is over budget, in words.
+        plot: What its plots are drawn from.
     """
 
     name: str
     execution: str
     figures: Figures
     violations: tuple[str, ...]
+    plot: Plot | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +55,11 @@ class Certificate:
 
     Attributes:
         model: The model's name.
-        onnx_sha256: SHA-256 of the file, in hexadecimal: the certificate holds for these bytes only.
-        onnx_bytes: Size of the file in bytes.
+        onnx_sha256: SHA-256 of the file, in hexadecimal: the certificate holds for these bytes only. For a model with data
+            files, see `export.model_file.ModelFile.sha256`.
+        onnx_bytes: Size of the file and its data files in bytes.
+        graph_sha256: SHA-256 of the model however it is stored, without the entries of its metadata that name a certificate
+            (see `export.certificate.embed.graph_sha256`).
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: How many samples were compared.
         budget: The limits.
@@ -58,12 +68,22 @@ class Certificate:
         probe: At which optimisation level ONNX Runtime opens the file, and which levels crash it.
         versions: Versions of the libraries, by name.
         created_utc: When, in ISO 8601.
-        conversion: What `to_half` did (`HalfReport.to_json`), where known.
+        conversion: What the conversion did (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
+        levels: How each optimisation level takes the model.
+        adversarial: Figures on samples at the edge of the user's.
+        headroom: How many times larger than the user's samples inputs may grow before something breaks, as far as was tried;
+            None where nothing floating goes in.
+        accumulators: In which type the runtime that the certificate is for sums: "float32", or "float16", and then `risks`
+            are over budget.
+        risks: Nodes in which a sum outgrows float16 although the result does not.
+        notes: What could not be compared, and why.
+        placement: Which provider runs what (`Placement.to_json`), where known.
     """
 
     model: str
     onnx_sha256: str
     onnx_bytes: int
+    graph_sha256: str = ""
     reference_bytes: int | None = None
     samples: int
     budget: Budget
@@ -73,11 +93,27 @@ class Certificate:
     versions: dict[str, str] = field(default_factory=dict)
     created_utc: str
     conversion: dict[str, Any] | None = None
+    levels: tuple[LevelVerdict, ...] = ()
+    adversarial: tuple[AdversarialVerdict, ...] = ()
+    headroom: float | None = None
+    accumulators: str = "float32"
+    risks: tuple[Risk, ...] = ()
+    notes: tuple[str, ...] = ()
+    placement: dict[str, Any] | None = None
 
     @property
     def violations(self) -> list[str]:
         """Everything that is over budget, each with its output and way of execution."""
-        return [f"output {o.name!r} ({o.execution}): {text}" for o in self.outputs for text in o.violations]
+        found = [f"output {o.name!r} ({o.execution}): {text}" for o in self.outputs for text in o.violations]
+        for line in self.adversarial:
+            if line.factor is None:
+                place = f"output {line.output!r} " if line.output else ""
+                found += [f"{place}on {line.case} ({line.execution}): {text}" for text in line.violations]
+        if self.headroom is not None and self.headroom < self.budget.min_headroom:
+            found.append(f"headroom {self.headroom:g} (least {self.budget.min_headroom:g})")
+        if self.accumulators == "float16":
+            found += [str(risk) for risk in self.risks]
+        return found
 
     @property
     def passed(self) -> bool:
@@ -89,6 +125,15 @@ class Certificate:
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
         plain: dict[str, Any] = _plain(content)
         return plain
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the certificate without `onnx_sha256` and `onnx_bytes`, in hexadecimal: what the model's metadata holds.
+
+        The file that holds this number has another hash than before, so the number cannot depend on that hash.
+        """
+        content = {name: value for name, value in self.to_json().items() if name not in ("onnx_sha256", "onnx_bytes")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
     def to_bytes(self) -> bytes:
         """The certificate as a JSON file."""
@@ -119,30 +164,42 @@ def read_certificate(content: bytes | str) -> Certificate:
         raise ExportError(f"the certificate is no JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ExportError("this is no halfserve certificate; expected a certificate.json that `halfserve export` wrote")
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected {SCHEMA_VERSION}")
+    if data.get("schema_version") not in READABLE_VERSIONS:
+        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 or 2")
     try:
         return _from_json(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ExportError(f"the certificate is incomplete or damaged: {type(error).__name__} {error}") from error
 
 
 def _from_json(data: dict[str, Any]) -> Certificate:
-    outputs = tuple(
-        OutputVerdict(
-            name=entry["name"],
-            execution=entry["execution"],
-            figures=Figures(**{name: _number(value) for name, value in entry["figures"].items()}),
-            violations=tuple(entry["violations"]),
-        )
-        for entry in data["outputs"]
-    )
     values = {name: value for name, value in data.items() if name not in ("schema", "schema_version", "passed")}
-    values["outputs"] = outputs
+    values["outputs"] = tuple(_output(entry) for entry in data["outputs"])
     values["budget"] = Budget(**data["budget"])
-    values["accuracy"] = data["accuracy"] and Accuracy(**{name: _number(v) for name, v in data["accuracy"].items()})
+    values["accuracy"] = data["accuracy"] and Accuracy(**_numbers(data["accuracy"]))
     values["probe"] = Probe(level=data["probe"]["level"], crashes=tuple(data["probe"]["crashes"]))
+    levels = (("max_scaled_error", entry) for entry in data.get("levels", ()))
+    values["levels"] = tuple(LevelVerdict(**{**entry, name: _number(entry[name])}) for name, entry in levels)
+    values["adversarial"] = tuple(_adversarial(entry) for entry in data.get("adversarial", ()))
+    values["risks"] = tuple(Risk(**{**entry, "reach": _number(entry["reach"])}) for entry in data.get("risks", ()))
+    values["notes"] = tuple(data.get("notes", ()))
     return Certificate(**values)
+
+
+def _output(entry: dict[str, Any]) -> OutputVerdict:
+    plot = entry.get("plot")
+    return OutputVerdict(
+        name=entry["name"],
+        execution=entry["execution"],
+        figures=Figures(**_numbers(entry["figures"])),
+        violations=tuple(entry["violations"]),
+        plot=plot and Plot(**{name: tuple(values) for name, values in plot.items()}),
+    )
+
+
+def _adversarial(entry: dict[str, Any]) -> AdversarialVerdict:
+    figures = entry["figures"] and Figures(**_numbers(entry["figures"]))
+    return AdversarialVerdict(**{**entry, "figures": figures, "violations": tuple(entry["violations"])})
 
 
 def _plain(value: Any) -> Any:
@@ -153,6 +210,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) for name, value in entry.items()}
 
 
 def _number(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -9,20 +10,25 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from export.certificate.worst_lines import worst_lines
+
 if TYPE_CHECKING:
     from export.certificate.certificate import Certificate, OutputVerdict
 
+KEPT_SHOWN = 5
+RISKS_SHOWN = 3
+
 
 def certificate_table(certificate: Certificate) -> Group:
-    """The figures of every output, and below them sizes, accuracy, what stayed float32 and the verdict."""
+    """The figures of every output, and below them sizes, accuracy, edge cases, what stayed float32 and the verdict."""
     title = f"{certificate.model}: fp16 against its float32 reference, {certificate.samples} samples"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
     table.add_column("output")
     table.add_column("run")
     for heading in ("error", "of scale", "ulp", "cosine", "NaN/inf", "agreement"):
         table.add_column(heading, justify="right", no_wrap=True)
     for verdict in certificate.outputs:
-        table.add_row(*_row(verdict), style="red" if verdict.violations else None)
+        table.add_row(*(Text(cell) for cell in _row(verdict)), style="red" if verdict.violations else None)
     return Group(table, *(Text(line) for line in _facts(certificate)), _verdict(certificate))
 
 
@@ -40,22 +46,47 @@ def _row(verdict: OutputVerdict) -> list[str]:
     ]
 
 
-def _facts(certificate: Certificate) -> list[str]:
-    lines = []
+def _facts(certificate: Certificate) -> Iterator[str]:
     if certificate.reference_bytes:
         share = certificate.onnx_bytes / certificate.reference_bytes
-        lines.append(f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}")
+        yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
     if certificate.accuracy is not None:
-        lines.append(f"accuracy  {certificate.accuracy.rounded:.2%}, float32 {certificate.accuracy.reference:.2%}")
-    if certificate.conversion is not None:
-        kept = ", ".join(certificate.conversion["fp32_modules"]) or "none"
-        ledger = ", ".join(f"{count} {name}" for name, count in certificate.conversion["ledger"].items())
-        lines += [f"kept fp32 {kept}", f"rounding  {ledger}"]
-    lines += [f"runtime   {crash}" for crash in certificate.probe.crashes]
-    return lines
+        yield f"accuracy  {certificate.accuracy.rounded:.2%}, float32 {certificate.accuracy.reference:.2%}"
+    yield from _conversion(certificate)
+    yield from _edges(certificate)
+    for risk in certificate.risks[:RISKS_SHOWN]:
+        yield f"sums      {risk}; safe where sums are float32"
+    if len(certificate.risks) > RISKS_SHOWN:
+        yield f"sums      and {len(certificate.risks) - RISKS_SHOWN} more"
+    for note in certificate.notes:
+        yield f"note      {note}"
+    for crash in certificate.probe.crashes:
+        yield f"runtime   {crash}"
+
+
+def _conversion(certificate: Certificate) -> Iterator[str]:
+    conversion = certificate.conversion
+    if conversion is None:
+        return
+    names = [node["name"] for node in conversion.get("kept", ())] or conversion.get("fp32_modules", [])
+    more = f" and {len(names) - KEPT_SHOWN} more" if len(names) > KEPT_SHOWN else ""
+    yield f"kept fp32 {', '.join(names[:KEPT_SHOWN]) or 'none'}{more}"
+    yield f"rounding  {', '.join(f'{count} {name}' for name, count in conversion.get('ledger', {}).items())}"
+
+
+def _edges(certificate: Certificate) -> Iterator[str]:
+    lines = worst_lines(certificate)
+    within = [line for line in lines if line.factor is None and line.note is None]
+    if within:
+        broken = [line.case for line in within if line.violations]
+        passed = [line.case for line in within if not line.violations]
+        yield f"edges     {', '.join(passed) or 'none'} within budget" + (f"; not {', '.join(broken)}" if broken else "")
+    if certificate.headroom is not None:
+        yield f"headroom  holds up to {certificate.headroom:g} times the samples' magnitude"
 
 
 def _verdict(certificate: Certificate) -> Text:
     if certificate.passed:
         return Text("verdict   within budget", style="green")
-    return Text("\n".join(f"verdict   over budget: {text}" for text in certificate.violations), style="red")
+    texts = certificate.violations or ["nothing was compared"]
+    return Text("\n".join(f"verdict   over budget: {text}" for text in texts), style="red")

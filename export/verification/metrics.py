@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,12 +26,15 @@ class Figures:
         max_rel_error: Largest |candidate - reference| / |reference|, |reference| taken as at least 2**-14 (float16's smallest
             normal number), since near 0 a relative error says nothing.
         mean_rel_error: Mean of the same.
-        max_scaled_error: `max_abs_error / scale`: the error in units of the output as a whole.
+        max_scaled_error: `max_abs_error / scale`: the error in units of the output as a whole, whose scale is taken as at least
+            2**-14 too: float16's steps below are 2**-24, so an output of 1e-7, such as a sigmoid's, has no digits there.
         max_ulp: Largest distance in float16 steps, both rounded to float16: 1 is the next number.
         cosine: Cosine of the angle between the two, flattened; 1 for two zero vectors.
         non_finite: Places where exactly one of the two is NaN or infinite, or both are but differ in kind or sign.
-        agreement: Share of rows with the same argmax (see `argmax_agreement`), of equal elements for integers; None where
-            there is nothing to choose between.
+        agreement: Share of rows with the same argmax (see `argmax_agreement`), of equal elements for what is not floating; None
+            where there is nothing to choose between.
+        floating: Whether these are floating-point numbers. Integers, booleans and texts are equal or not: only `agreement` says
+            how good they are.
     """
 
     elements: int
@@ -43,6 +48,7 @@ class Figures:
     cosine: float
     non_finite: int
     agreement: float | None
+    floating: bool = True
 
 
 def compare(reference: Array, candidate: Array) -> Figures:
@@ -51,9 +57,22 @@ def compare(reference: Array, candidate: Array) -> Figures:
     Raises:
         ValueError: The shapes differ.
     """
-    if reference.shape != candidate.shape:
-        raise ValueError(f"the candidate has shape {list(candidate.shape)}, the reference {list(reference.shape)}")
-    r_all, c_all = reference.astype(np.float64), candidate.astype(np.float64)
+    return compare_parts([(reference, candidate)])
+
+
+def compare_parts(parts: Sequence[tuple[Array, Array]]) -> Figures:
+    """All figures for the parts (reference, candidate) of one output, such as its batches, taken together.
+
+    Raises:
+        ValueError: There is no part, or the shapes of one differ.
+    """
+    if not parts:
+        raise ValueError("there is nothing to compare")
+    for reference, candidate in parts:
+        if reference.shape != candidate.shape:
+            raise ValueError(f"the candidate has shape {list(candidate.shape)}, the reference {list(reference.shape)}")
+    numbers = [_numbers(reference, candidate) for reference, candidate in parts]
+    r_all, c_all = (np.concatenate(side) for side in zip(*numbers, strict=True))
     both = np.isfinite(r_all) & np.isfinite(c_all)
     r, c = r_all[both], c_all[both]
     error = np.abs(c - r)
@@ -61,17 +80,18 @@ def compare(reference: Array, candidate: Array) -> Figures:
     finite = np.abs(r_all[np.isfinite(r_all)])
     scale = _max(finite)
     return Figures(
-        elements=reference.size,
+        elements=r_all.size,
         scale=scale,
         max_abs_error=_max(error),
         mean_abs_error=_mean(error),
         max_rel_error=_max(relative),
         mean_rel_error=_mean(relative),
-        max_scaled_error=_max(error) / scale if scale else _max(error),
+        max_scaled_error=_max(error) / max(scale, FP16_SMALLEST_NORMAL) if math.isfinite(scale) else _max(error),
         max_ulp=_max(ulp_distance(r, c)),
         cosine=cosine(r, c),
         non_finite=non_finite_differences(r_all, c_all),
-        agreement=_agreement(reference, candidate),
+        agreement=_joint_agreement(parts),
+        floating=all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts),
     )
 
 
@@ -121,6 +141,21 @@ def argmax_agreement(reference: Array, candidate: Array) -> float:
     tied = (best == other) & np.isfinite(best)
     usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
     return float((((chosen == wanted) | tied) & usable).mean())
+
+
+def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
+    """Both flat and float64; texts become 0, and 1 where they differ."""
+    if reference.dtype.kind in "biuf" and candidate.dtype.kind in "biuf":
+        return reference.astype(np.float64).ravel(), candidate.astype(np.float64).ravel()
+    return np.zeros(reference.size), np.asarray(reference != candidate, np.float64).ravel()
+
+
+def _joint_agreement(parts: Sequence[tuple[Array, Array]]) -> float | None:
+    shares = [(_agreement(reference, candidate), reference.size) for reference, candidate in parts]
+    known = [(share, size) for share, size in shares if share is not None and size]
+    if not known:
+        return None if any(share is None for share, _ in shares) else float("nan")
+    return sum(share * size for share, size in known) / sum(size for _, size in known)
 
 
 def _agreement(reference: Array, candidate: Array) -> float | None:

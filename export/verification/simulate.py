@@ -3,53 +3,108 @@
 ONNX Runtime has no float16 arithmetic on most CPUs. It casts a chain of nodes to float32 and drops the casts in between, at
 every optimisation level, "disable all" included: `1 * 300 * 300 / 300` answers 300 there, and infinity on a GPU, whose every
 node rounds. Casts that the model itself holds are never dropped, so they are written into it here: each node's float16 inputs
-are raised to float32, and its results are rounded back. Inside a node the sum is float32, as in cuBLAS and cuDNN.
+are raised to float32, and its results are rounded back.
+
+Inside a node a sum is float32, as in ONNX Runtime's CUDA kernels: cuBLAS and cuDNN are called with float32 as compute type,
+and softmax and the norms accumulate in float32. Three reductions round inside there; they are taken apart first (see
+`export.verification.cuda_reductions`). For runtimes that sum in float16, see `export.verification.accumulators`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING
 
 import onnx
 from onnx import TensorProto, helper, inliner, shape_inference
 
 from export.errors import ExportError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from export.verification.cuda_reductions import taken_apart
 
 # These move or convert values: they cannot round, so the runtime may do as it likes.
 _MOVERS = """
-    Cast CastLike Constant ConstantOfShape Concat Expand Flatten Gather GatherElements GatherND Identity Pad Reshape Shape Size
-    Slice Split Squeeze Tile Transpose Unsqueeze
+    Cast CastLike Compress ConcatFromSequence Concat Constant ConstantOfShape DepthToSpace Expand Flatten Gather GatherElements
+    GatherND Identity NonZero Optional OptionalGetElement OptionalHasElement Pad Reshape ReverseSequence Shape Size Slice
+    SpaceToDepth Split SplitToSequence SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength
+    Squeeze Tile Transpose Unsqueeze
 """
 MOVERS = frozenset(_MOVERS.split())
+BEFORE_ROUNDING = "/before_rounding"
 
 
 def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of an fp16 model whose nodes compute in float32 and round each result to float16; its inputs and outputs stay.
 
+    Functions are inlined; bodies of If, Loop and Scan round too. float32, float64, bfloat16 and integer nodes stay as they are.
+    The types of values come from shape inference, or else from the model's own value_info; of a node that neither knows (one
+    of another domain), results have the type of its first floating input.
+
     Raises:
-        ExportError: The types of the model's values cannot be inferred, so it cannot be simulated.
+        ExportError: The model's functions cannot be inlined or its graph is not consistent, so it cannot be simulated.
     """
     try:
-        typed = shape_inference.infer_shapes(inliner.inline_local_functions(model), strict_mode=True)
-    except (shape_inference.InferenceError, ValueError) as error:
+        inlined = inliner.inline_local_functions(model)
+        _take_apart(inlined.graph, inlined, count())
+        typed = shape_inference.infer_shapes(inlined)
+    except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
-    _rewrite(typed.graph, set(), count())
+    _rewrite(typed.graph, _Types(), count())
     return typed
 
 
-def _rewrite(graph: onnx.GraphProto, outer_halves: set[str], scopes: Iterator[int]) -> None:
-    halves = outer_halves | set(_half_values(graph))
-    rounder = _Rounder(halves, next(scopes))
+def simulated_node(node: onnx.NodeProto) -> bool:
+    """Whether a node of a rounded model computes in float32 in place of a float16 one."""
+    return any(name.endswith(BEFORE_ROUNDING) for name in node.output)
+
+
+class _Types:
+    """Element types of the values that a graph sees: its own, and those of the graphs around it."""
+
+    def __init__(self, outer: dict[str, int] | None = None) -> None:
+        self._types = dict(outer or {})
+
+    def within(self, graph: onnx.GraphProto) -> _Types:
+        inner = _Types(self._types)
+        for value in [*graph.input, *graph.output, *graph.value_info]:
+            kind = value.type.WhichOneof("value")
+            if kind is not None:
+                inner._types[value.name] = value.type.tensor_type.elem_type if kind == "tensor_type" else TensorProto.UNDEFINED
+        for initializer in graph.initializer:
+            inner._types[initializer.name] = initializer.data_type
+        return inner
+
+    def guess(self, node: onnx.NodeProto) -> None:
+        """Give results of unknown type that of the node's first floating input; those of a known one keep theirs."""
+        floats = (TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.BFLOAT16)
+        first = next((self._types[name] for name in node.input if self._types.get(name) in floats), None)
+        for name in node.output:
+            if name and first is not None:
+                self._types.setdefault(name, first)
+
+    def is_half(self, name: str) -> bool:
+        return self._types.get(name) == TensorProto.FLOAT16
+
+
+def _take_apart(graph: onnx.GraphProto, model: onnx.ModelProto, numbers: Iterator[int]) -> None:
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        bodies = [body for attribute in node.attribute for body in _bodies(attribute)]
+        for body in _bodies(node):
+            _take_apart(body, model, numbers)
+        nodes += taken_apart(node, model, numbers)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _rewrite(graph: onnx.GraphProto, outer: _Types, scopes: Iterator[int]) -> None:
+    types = outer.within(graph)
+    rounder = _Rounder(types, next(scopes))
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        bodies = _bodies(node)
+        types.guess(node)
         for body in bodies:
-            _rewrite(body, halves, scopes)
-        if bodies or node.op_type in MOVERS or not any(name in halves for name in node.input):
+            _rewrite(body, types, scopes)
+        if bodies or node.op_type in MOVERS or not any(types.is_half(name) for name in node.input):
             nodes.append(node)
         else:
             nodes += rounder.around(node)
@@ -61,8 +116,8 @@ def _rewrite(graph: onnx.GraphProto, outer_halves: set[str], scopes: Iterator[in
 class _Rounder:
     """Puts casts around the nodes of one graph; the scope's number keeps names apart between a graph and its bodies."""
 
-    def __init__(self, halves: set[str], scope: int) -> None:
-        self._halves = halves
+    def __init__(self, types: _Types, scope: int) -> None:
+        self._types = types
         self._scope = scope
         self._raised: set[str] = set()
 
@@ -71,27 +126,23 @@ class _Rounder:
         wide = onnx.NodeProto()
         wide.CopyFrom(node)
         for index, name in enumerate(node.input):
-            if name in self._halves:
+            if self._types.is_half(name):
                 wide.input[index] = f"{name}/as_float32_{self._scope}"
                 if name not in self._raised:
                     self._raised.add(name)
                     yield helper.make_node("Cast", [name], [wide.input[index]], to=TensorProto.FLOAT)
-        rounded = [(index, name) for index, name in enumerate(node.output) if name in self._halves]
+        rounded = [(index, name) for index, name in enumerate(node.output) if name and self._types.is_half(name)]
         for index, name in rounded:
-            wide.output[index] = f"{name}/before_rounding"
+            wide.output[index] = f"{name}{BEFORE_ROUNDING}"
         yield wide
         for index, name in rounded:
             yield helper.make_node("Cast", [wide.output[index]], [name], to=TensorProto.FLOAT16)
 
 
-def _bodies(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
-    return [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
-
-
-def _half_values(graph: onnx.GraphProto) -> Iterator[str]:
-    for value in [*graph.input, *graph.output, *graph.value_info]:
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
-            yield value.name
-    for initializer in graph.initializer:
-        if initializer.data_type == TensorProto.FLOAT16:
-            yield initializer.name
+def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    bodies: list[onnx.GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            bodies.append(attribute.g)
+        bodies += attribute.graphs
+    return bodies

@@ -2,172 +2,176 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
-import onnx
-import onnxruntime
-import torch
-from torch import Tensor, nn
 
-from export.certificate.certificate import Accuracy, BudgetExceeded, Certificate, OutputVerdict
+from export.certificate.certificate import Accuracy, BudgetExceeded, Certificate
+from export.certificate.embed import graph_sha256
 from export.errors import ExportError
-from export.model_file import ModelSource, load_model
-from export.to_onnx.export_onnx import serialize
-from export.verification.budget import Budget, violations
-from export.verification.metrics import Array, compare
-from export.verification.runners import Runner, onnx_runner, torch_runner
-from export.verification.sessions import probe
-from export.verification.simulate import round_every_node
+from export.model_file import ModelFile, ModelSource, open_model
+from export.verification.accumulators import Risk
+from export.verification.adversarial import Case, adversarial_cases
+from export.verification.advice import advice
+from export.verification.budget import Budget
+from export.verification.children import Answer, Children, Value
+from export.verification.comparison import Comparison
+from export.verification.edge_cases import headroom, judge_cases
+from export.verification.executions import gpu_is_there, run_simulated
+from export.verification.feeds import Inputs, Values, as_array, make_feeds
+from export.verification.interface import inputs_of
+from export.verification.judging import judge
+from export.verification.levels import Runtime, run_levels
+from export.verification.metrics import Array
+from export.verification.versions import versions
 
 if TYPE_CHECKING:
-    from export.halving.report import HalfReport
+    from torch import nn
 
-# Folds constants, and fuses nothing across nodes: a fused node would round once where a GPU rounds twice.
-ROUNDED_LEVEL = "ORT_ENABLE_BASIC"
+Accumulators: TypeAlias = Literal["float32", "float16"]
+
+
+class Report(Protocol):
+    """What a conversion reported."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON's own types."""
 
 
 def verify(
-    reference: nn.Module | ModelSource,
-    candidate: ModelSource,
-    inputs: Tensor | Array | Sequence[Tensor | Array],
+    reference: nn.Module | ModelSource | ModelFile,
+    candidate: ModelSource | ModelFile,
+    inputs: Inputs,
     *,
     budget: Budget | None = None,
-    labels: Tensor | Array | None = None,
+    labels: Values | None = None,
     batch_size: int = 32,
     name: str = "model",
     reference_bytes: int | None = None,
-    conversion: HalfReport | None = None,
+    conversion: Report | None = None,
+    adversarial: bool = True,
+    longest: Mapping[str, int] | None = None,
+    accumulators: Accumulators = "float32",
+    placement: Mapping[str, Any] | None = None,
+    cuda: bool | None = None,
 ) -> Certificate:
     """Compare an fp16 ONNX model with its float32 reference, output by output.
 
-    The candidate runs twice: rounded to float16 after every node, as a GPU computes it (see `simulate`), and as ONNX Runtime's
-    CPU provider takes it. Both must be within the budget. It is opened in a child process first, because some fp16 models crash
-    the runtime; the certificate says at which optimisation level it opens.
+    ONNX models run in child processes: a crash, a hang or a refusal is recorded, never ours. The candidate runs rounded to
+    float16 after every node, as a GPU computes it (see `export.verification.simulate`), as ONNX Runtime's CPU provider takes it
+    at its highest optimisation level that is sound, and on a GPU where there is one. All must be within the budget. The lower
+    levels are tried on the first batch.
 
     Args:
         reference: The float32 torch module in evaluation mode, or a float32 ONNX model.
-        candidate: The fp16 ONNX model.
-        inputs: Samples, one array per model input, in the reference's dtypes; the first dimension counts the samples.
+        candidate: The fp16 ONNX model. A path may have data files beside it and be of any size.
+        inputs: Samples in the reference's dtypes: an array for each input, in order or by name, whose first dimension counts
+            them; for a model without a batch dimension, arrays of its inputs' shapes; or a list of batches, each a mapping.
         budget: The limits; `Budget()` by default.
         labels: The true classes, integers, shaped like the first output without its class axis.
         batch_size: How many samples run at once. A model with a fixed batch runs in that size, and a remainder is left out.
         name: The model's name, for the certificate.
-        reference_bytes: Size of the float32 model, for the certificate.
-        conversion: What `to_half` did, for the certificate.
+        reference_bytes: Size of the float32 model, for the certificate; known where the reference is ONNX.
+        conversion: What the conversion did (`HalfReport` or `ConversionReport`), for the certificate.
+        adversarial: Whether to try samples at the edge of the given ones too (see `export.verification.adversarial`).
+        longest: Sizes of dynamic dimensions, by name, that the model must bear; tried with `adversarial`.
+        accumulators: In which type the target runtime sums. With "float16", sums that outgrow it are over budget, those inside
+            matrix products and convolutions too (see `export.verification.accumulators`).
+        placement: Which provider runs what (`Placement.to_json`), for the certificate.
+        cuda: Whether to run on a GPU; by default where one is there.
 
     Raises:
         BudgetExceeded: With the worst offence and what to do; the certificate is in it.
         ExportError: A model cannot be read, opened or run on the samples, or the two do not answer alike.
     """
     budget = budget or Budget()
-    model, content = load_model(candidate)
-    opened = probe(content)
-    arrays = [_array(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor | np.ndarray) else inputs)]
-    batches = _batches(model, arrays, batch_size)
-    rounded = round_every_node(model)
-    expected = _run(_reference_runner(reference), batches)
-    runs = {
-        "rounded": _run(onnx_runner(rounded, serialize(rounded), ROUNDED_LEVEL), batches),
-        "runtime": _run(onnx_runner(model, content, opened.level), batches),
-    }
-    samples = sum(len(batch[0]) for batch in batches)
+    opened = candidate if isinstance(candidate, ModelFile) else open_model(candidate)
+    wanted = inputs_of(opened.outline)
+    feeds = make_feeds(wanted, inputs, batch_size)
+    cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
+    with Children() as children:
+        comparison = Comparison(reference, opened, children, feeds, cases)
+        runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)
     certificate = Certificate(
         model=name,
-        onnx_sha256=hashlib.sha256(content).hexdigest(),
-        onnx_bytes=len(content),
-        reference_bytes=reference_bytes,
-        samples=samples,
+        onnx_sha256=opened.sha256,
+        onnx_bytes=opened.size_bytes,
+        graph_sha256=graph_sha256(opened),
+        reference_bytes=reference_bytes or comparison.reference_bytes,
+        samples=feeds.samples,
         budget=budget,
-        outputs=tuple(v for execution, run in runs.items() for v in _verdicts(model, execution, expected, run, budget)),
-        accuracy=None if labels is None else _accuracies(expected, runs, _array(labels)[:samples]),
-        probe=opened,
-        versions=_versions(),
+        accuracy=None if labels is None else _accuracies(comparison, runs, as_array(labels)[: feeds.samples]),
+        probe=runs.runtime.probe,
+        versions=versions(),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         conversion=None if conversion is None else conversion.to_json(),
+        levels=runs.runtime.levels,
+        accumulators=accumulators,
+        risks=runs.risks,
+        placement=None if placement is None else dict(placement),
+        **_judged(comparison, cases, runs, budget),
     )
     if not certificate.passed:
-        raise BudgetExceeded(_advice(certificate), certificate)
+        raise BudgetExceeded(advice(certificate), certificate)
     return certificate
 
 
-def _reference_runner(reference: nn.Module | ModelSource) -> Runner:
-    if isinstance(reference, nn.Module):
-        return torch_runner(reference)
-    model, content = load_model(reference)
-    return onnx_runner(model, content, probe(content).level)
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """The candidate's answers by way of execution, and what was seen on the way."""
+
+    answers: dict[str, Answer]
+    runtime: Runtime
+    risks: tuple[Risk, ...]
+    notes: tuple[str, ...]
 
 
-def _batches(model: onnx.ModelProto, arrays: list[Array], batch_size: int) -> list[list[Array]]:
-    counts = {len(array) for array in arrays if array.ndim}
-    if not arrays or len(counts) != 1 or 0 in counts or any(array.ndim == 0 for array in arrays):
-        shapes = ", ".join(str(list(array.shape)) for array in arrays) or "nothing"
-        raise ExportError(f"inputs: expected arrays with the same number of samples first, at least 1; got {shapes}")
-    count = counts.pop()
-    first = model.graph.input[0].type.tensor_type.shape.dim if model.graph.input else ()
-    fixed = first[0].dim_value if first else 0
-    size = fixed or min(batch_size, count)
-    if count < size:
-        raise ExportError(f"the model takes batches of exactly {size}, only {count} samples were given")
-    last = count - count % size if fixed else count
-    return [[array[start : min(start + size, last)] for array in arrays] for start in range(0, last, size)]
+def _run(comparison: Comparison, children: Children, budget: Budget, *, products: bool, cuda: bool | None) -> _Runs:
+    runtime = run_levels(comparison, children, budget)  # first: it says best what is wrong with a model that does not open
+    usual = len(comparison.expected)
+    simulated = run_simulated(comparison.candidate, children, comparison.staged, usual=usual, products=products)
+    answers, notes = {"rounded": simulated.answer, "runtime": runtime.answer}, []
+    if gpu_is_there() if cuda is None else cuda:
+        on_gpu = comparison.on_cuda()
+        if on_gpu is not None:
+            answers["cuda"] = on_gpu
+        elif cuda:
+            raise ExportError("ONNX Runtime cannot use a GPU here; install its CUDA libraries, or leave the GPU out")
+        else:
+            notes.append("there is a GPU, but ONNX Runtime cannot use it: its CUDA libraries are missing")
+    return _Runs(answers=answers, runtime=runtime, risks=simulated.risks, notes=tuple(notes))
 
 
-def _run(runner: Runner, batches: list[list[Array]]) -> list[Array]:
-    results = [runner(batch) for batch in batches]
-    return [np.concatenate([np.atleast_1d(part) for part in parts]) for parts in zip(*results, strict=True)]
+def _judged(comparison: Comparison, cases: Sequence[Case], runs: _Runs, budget: Budget) -> dict[str, Any]:
+    judged = [
+        judge(comparison.outputs, execution, comparison.expected, comparison.usual(execution, answer), budget)
+        for execution, answer in runs.answers.items()
+    ]
+    outputs = tuple(verdict for each in judged for verdict in each.verdicts)
+    answers = {execution: comparison.edge(answer) for execution, answer in runs.answers.items()}
+    lines = judge_cases(cases, comparison.expected_cases, answers, outputs, comparison.outputs, budget)
+    notes = (*runs.notes, *(note for each in judged for note in each.notes))
+    return {"outputs": outputs, "adversarial": lines, "headroom": headroom(lines), "notes": notes}
 
 
-def _verdicts(
-    model: onnx.ModelProto, execution: str, expected: list[Array], actual: list[Array], budget: Budget
-) -> list[OutputVerdict]:
-    names = [output.name for output in model.graph.output]
-    if len(expected) != len(actual):
-        raise ExportError(f"the reference has {len(expected)} outputs, the fp16 model {len(actual)}: {', '.join(names)}")
-    verdicts = []
-    for name, wanted, got in zip(names, expected, actual, strict=True):
-        try:
-            figures = compare(wanted, got)
-        except ValueError as error:
-            raise ExportError(f"output {name!r}: {error}; is this the model that was converted?") from error
-        broken = tuple(violations(figures, budget))
-        verdicts.append(OutputVerdict(name=name, execution=execution, figures=figures, violations=broken))
-    return verdicts
-
-
-def _accuracies(expected: list[Array], runs: dict[str, list[Array]], labels: Array) -> Accuracy:
+def _accuracies(comparison: Comparison, runs: _Runs, labels: Array) -> Accuracy:
+    rounded, runtime = (comparison.usual(execution, runs.answers[execution]) for execution in ("rounded", "runtime"))
     return Accuracy(
-        reference=_accuracy(expected[0], labels),
-        rounded=_accuracy(runs["rounded"][0], labels),
-        runtime=_accuracy(runs["runtime"][0], labels),
+        reference=_accuracy(comparison.expected, labels),
+        rounded=_accuracy(rounded, labels),
+        runtime=_accuracy(runtime, labels),
     )
 
 
-def _accuracy(output: Array, labels: Array) -> float:
-    if output.ndim < 2:
-        raise ExportError(f"labels need an output with a class axis; the first output has shape {list(output.shape)}")
-    chosen = output.argmax(1 if output.ndim > 3 else -1)
+def _accuracy(batches: Sequence[list[Value]], labels: Array) -> float:
+    firsts = [batch[0] for batch in batches if batch and isinstance(batch[0], np.ndarray)]
+    if not firsts or any(first.ndim < 2 for first in firsts):
+        shape = list(firsts[0].shape) if firsts else "no tensor"
+        raise ExportError(f"labels need an output with a class axis; the first output has shape {shape}")
+    chosen = np.concatenate([first.argmax(1 if first.ndim > 3 else -1) for first in firsts])
     if chosen.shape != labels.shape:
         raise ExportError(f"labels have shape {list(labels.shape)}, the first output's classes {list(chosen.shape)}")
     return float((chosen == labels).mean())
-
-
-def _advice(certificate: Certificate) -> str:
-    offences = certificate.violations
-    more = f" (and {len(offences) - 1} more over budget)" if len(offences) > 1 else ""
-    non_finite = any(verdict.figures.non_finite > certificate.budget.max_non_finite for verdict in certificate.outputs)
-    layers = "the layers that overflow" if non_finite else "sensitive layers"
-    return f"{offences[0]}{more}; keep {layers} in float32 (keep_fp32, --keep-fp32) or allow a larger difference"
-
-
-def _array(values: Tensor | Array) -> Array:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-
-
-def _versions() -> dict[str, str]:
-    libraries = {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__}
-    return {"halfserve": version("halfserve"), **libraries, "numpy": np.__version__}

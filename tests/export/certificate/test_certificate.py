@@ -13,7 +13,10 @@ from rich.console import Console
 
 from export.certificate.certificate import Accuracy, Certificate, read_certificate
 from export.certificate.table import certificate_table
+from export.certificate.verdicts import AdversarialVerdict, LevelVerdict
 from export.errors import ExportError
+from export.verification.accumulators import Risk
+from export.verification.budget import Budget
 from export.verification.metrics import compare
 from export.verification.sessions import Probe
 
@@ -32,6 +35,16 @@ def full(model: onnx.ModelProto, certify: Certify) -> Certificate:
         probe=Probe(level="ORT_ENABLE_EXTENDED", crashes=("ORT_ENABLE_ALL: killed by SIGSEGV",)),
         versions={"torch": "2"},
         conversion={"fp32_modules": ["norm"], "ledger": {"flushed": 3}, "tensors": []},
+        levels=(LevelVerdict(provider="CPU", level="ORT_ENABLE_ALL", max_scaled_error=float("inf")),),
+        adversarial=(
+            AdversarialVerdict(case="zeros", execution="rounded", output="y", figures=certificate.outputs[0].figures),
+            AdversarialVerdict(case="ones", execution="", output="", note="the reference fails on it"),
+            AdversarialVerdict(case="4 times larger", execution="rounded", output="y", violations=("NaN",), factor=4.0),
+        ),
+        headroom=1.0,
+        risks=(Risk(node="n", op_type="ReduceMean", what="sum of squares", reach=float("inf")),),
+        notes=("output 'z' was not compared",),
+        placement={"nodes": {"CPU": 3}},
     )
 
 
@@ -45,6 +58,51 @@ def test_nan_is_written_as_json_allows_and_reads_back(full: Certificate) -> None
     content = certificate.to_bytes()
     assert json.loads(content, parse_constant=pytest.fail)["outputs"][0]["figures"]["max_abs_error"] == "nan"
     assert np.isnan(read_certificate(content).outputs[0].figures.max_abs_error)
+
+
+def test_certificates_of_version_1_are_read(full: Certificate) -> None:
+    data = full.to_json()
+    added = ("graph_sha256", "levels", "adversarial", "headroom", "accumulators", "risks", "notes", "placement")
+    old = {name: value for name, value in data.items() if name not in added} | {"schema_version": 1}
+    for output in old["outputs"]:
+        del output["plot"], output["figures"]["floating"]
+    for limit in ("adversarial_factor", "min_headroom"):
+        del old["budget"][limit]
+    read = read_certificate(json.dumps(old))
+    assert read.outputs == full.outputs
+    assert read.adversarial == ()
+    assert read.violations == ["output 'y' (runtime): max abs error 2 (limit 1)"]
+
+
+def test_edge_cases_headroom_and_sums_count_where_the_budget_says_so(full: Certificate) -> None:
+    sound = replace(full, outputs=full.outputs[:1])
+    assert sound.passed
+    broken = AdversarialVerdict(case="zeros", execution="rounded", output="y", violations=("1 of 2 values are NaN",))
+    assert replace(sound, adversarial=(broken,)).violations == ["output 'y' on zeros (rounded): 1 of 2 values are NaN"]
+    assert replace(sound, budget=Budget(min_headroom=4)).violations == ["headroom 1 (least 4)"]
+    (text,) = replace(sound, accumulators="float16").violations
+    assert text == "ReduceMean 'n': its sum of squares reaches inf inside, over float16's 65504"
+
+
+def test_its_hash_covers_all_but_the_files_own(full: Certificate) -> None:
+    assert replace(full, onnx_sha256="other", onnx_bytes=7).sha256 == full.sha256
+    assert replace(full, samples=5).sha256 != full.sha256
+    assert read_certificate(full.to_bytes()).sha256 == full.sha256
+
+
+def test_names_with_brackets_are_no_markup(full: Certificate) -> None:
+    verdict = replace(full.outputs[0], name="a[/b] [red]x")
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(certificate_table(replace(full, model="m[/x]", outputs=(verdict,), notes=("[/y]",))))
+    text = console.export_text()
+    assert all(part in text for part in ("m[/x]", "a[/b] [red]x", "note      [/y]"))
+
+
+def test_kept_nodes_are_named_and_not_all_of_many(full: Certificate) -> None:
+    kept = [{"name": f"node{number}"} for number in range(9)]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(certificate_table(replace(full, conversion={"kept": kept, "fp32_modules": [], "ledger": {}})))
+    assert "kept fp32 node0, node1, node2, node3, node4 and 4 more" in console.export_text()
 
 
 def test_the_verdict_is_the_outputs(full: Certificate) -> None:
@@ -70,7 +128,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is no JSON"),
         (lambda _: b"[]", "no halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "no halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 or 2"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: KeyError 'outputs'"),
         (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data.pop("onnx_sha256")), "incomplete or damaged: TypeError"),

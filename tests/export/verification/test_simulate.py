@@ -86,6 +86,96 @@ g (float16[N] x, bool flag) => (float16[N] y) {
 """
 
 
+LOOP = """
+<ir_version: 10, opset_import: ["":20]>
+g (float16[N] x, int64 turns, bool go) => (float16[N] y, float16[K,N] seen) {
+    y, seen = Loop (turns, go, x) <body = b (int64 i, bool c, float16[N] h) => (bool d, float16[N] k, float16[N] out) {
+        d = Identity(c)  k = Mul(h, x)  out = Sub(k, x)
+    }>
+}
+"""
+
+
+def test_bodies_of_loops_round_in_every_turn() -> None:
+    model = parser.parse_model(LOOP)
+    x = np.array([1.3, 7.7, 40.1], np.float16)
+    feeds = {"x": x, "turns": np.array(3), "go": np.array(True)}
+    y, seen = run_session(open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC"), feeds).values()
+    state, wanted = x, []
+    with np.errstate(over="ignore"):
+        for _ in range(3):
+            state = state * x
+            wanted.append(state - x)
+    assert np.array_equal(y, state)
+    assert np.array_equal(seen, wanted)
+    assert np.isinf(y[2])
+
+
+MIXED = """
+<ir_version: 8, opset_import: ["":17, "local":1]>
+g (float16[N] x, double[N] d) => (float16[N] y, double[N] e, float16[N] z) {
+    s = SequenceConstruct(x, x)
+    c = Constant<value_int=1>()
+    a = SequenceAt(s, c)
+    y = local.cube(a)
+    w = Cast<to=11>(y)
+    e = Mul(w, d)
+    i, f = local.pair(x)
+    z = Add(i, f)
+}
+<domain: "local", opset_import: ["":17]> cube (x) => (y) { a = Mul(x, x)  y = Mul(a, x) }
+<domain: "local", opset_import: ["":17]> pair (x) => (a, b) { a = Mul(x, x)  b = Neg(a) }
+"""
+
+
+def test_functions_round_inside_and_sequences_and_doubles_stay_what_they_are() -> None:
+    x, d = np.array([45.0, 2.1], np.float16), np.array([1e-9, 1e-9])
+    session = open_session(serialize(round_every_node(parser.parse_model(MIXED))), "ORT_ENABLE_BASIC")
+    y, e, z = run_session(session, {"x": x, "d": d}).values()
+    with np.errstate(over="ignore"):
+        cube = x * x * x
+    assert np.array_equal(y, cube)
+    assert np.array_equal(e, cube.astype(np.float64) * d)
+    assert not z.any()
+
+
+CONTRIB = """
+<ir_version: 8, opset_import: ["":17, "com.microsoft":1]>
+g (float16[N,4] x) => (float16[N,4] y) { a = com.microsoft.Gelu(x)  b = Mul(a, a)  y = Sqrt(b) }
+"""
+
+
+def test_after_a_node_of_another_domain_rounding_goes_on() -> None:
+    x = np.full((1, 4), 300, np.float16)
+    assert np.isfinite(run(parser.parse_model(CONTRIB), x)).all()
+    assert np.isinf(run(round_every_node(parser.parse_model(CONTRIB)), x)).all()
+
+
+REDUCTIONS = {
+    "ReduceSumSquare<axes=[1], keepdims=0>(x)": lambda x: np.square(x).sum(1, dtype=np.float32),
+    "ReduceSumSquare(x)": lambda x: np.square(x).sum(dtype=np.float32, keepdims=True),
+    "ReduceLogSum<axes=[1]>(x)": lambda x: np.log(x.sum(1, dtype=np.float32, keepdims=True).astype(np.float16)),
+    "ReduceLogSumExp<axes=[1], keepdims=0>(x)": lambda x: np.log(np.exp(x.astype(np.float32)).sum(1)),
+}
+
+
+@pytest.mark.parametrize("opset", [12, 17, 20])
+@pytest.mark.parametrize("text", REDUCTIONS)
+def test_reductions_that_round_inside_do_so_at_every_opset(text: str, opset: int) -> None:
+    x = np.random.default_rng(0).uniform(0.5, 9, (3, 5)).astype(np.float16)
+    header = f'<ir_version: 8, opset_import: ["":{opset}]> g (float16[N,5] x) => (y) '
+    model = parser.parse_model(header.replace("(y)", "(float16[] y)") + "{ y = " + text + " }")
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    if opset >= 18:
+        attribute = next((a for a in model.graph.node[0].attribute if a.name == "axes"), None)
+        if attribute is not None:
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(attribute.ints), "axes"))
+            model.graph.node[0].input.append("axes")
+            model.graph.node[0].attribute.remove(attribute)
+    answer = run(round_every_node(model), x)
+    assert np.allclose(answer, REDUCTIONS[text](x), rtol=2e-3)
+
+
 def test_bodies_of_branches_round_too() -> None:
     model = parser.parse_model(BRANCHES)
     session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")

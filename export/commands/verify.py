@@ -1,0 +1,153 @@
+"""`halfserve verify`: is this fp16 ONNX model still the float32 one it was made from?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from export.atomic_write import write_atomically
+from export.certificate.certificate import BudgetExceeded, Certificate
+from export.certificate.html import certificate_page
+from export.certificate.table import certificate_table
+from export.errors import ExportError
+from export.model_file import ModelFile, open_model
+from export.sample_files import load_samples
+from export.verification.budget import Budget
+from export.verification.labels_file import load_labels
+from export.verification.synthetic import synthesize
+from export.verification.verify import verify as verify_models
+
+if TYPE_CHECKING:
+    from export.verification.metrics import Array
+
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
+
+
+def verify(
+    reference: Annotated[Path, typer.Argument(help="The float32 ONNX model.", show_default=False)],
+    candidate: Annotated[Path, typer.Argument(help="The float16 ONNX model made from it.", show_default=False)],
+    samples: Annotated[
+        Path | None, typer.Option(help="An .npz with an array per input, samples first; by default inputs are made up.")
+    ] = None,
+    labels: Annotated[Path | None, typer.Option(help="An .npy with the true class of every sample, for the accuracy.")] = None,
+    dim: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of a variable dimension, as NAME=SIZE or INPUT.AXIS=SIZE: of made-up inputs, or the longest that given "
+            "samples are repeated to; may be repeated."
+        ),
+    ] = None,
+    max_abs_error: Annotated[
+        float | None, typer.Option(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
+    ] = None,
+    max_scaled_error: Annotated[
+        float, typer.Option(help="Largest error of an output, as a share of its largest magnitude.")
+    ] = 0.01,
+    min_agreement: Annotated[float, typer.Option(help="Least share of samples with the reference's argmax.")] = 0.995,
+    max_non_finite: Annotated[int, typer.Option(help="How many NaN or infinite values the reference need not have.")] = 0,
+    min_headroom: Annotated[
+        float, typer.Option(help="How many times larger than the samples inputs must be able to grow; 1 asks for nothing.")
+    ] = 1.0,
+    adversarial: Annotated[
+        bool, typer.Option(help="Try zeros, extremes, masked rows and the like too, made of the samples.")
+    ] = True,
+    accumulators: Annotated[
+        Literal["float32", "float16"],
+        typer.Option(help="In what the target sums: ONNX Runtime in float32, strongly typed TensorRT perhaps in float16."),
+    ] = "float32",
+    batch_size: Annotated[int, typer.Option(min=1, help="How many samples run at once.")] = 32,
+    provider: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Where to run beside the simulation: auto takes a GPU where there is one."),
+    ] = "auto",
+    html: Annotated[Path | None, typer.Option(help="Write the verdict as an HTML page with plots.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Write the verdict as JSON.")] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Compare a float16 ONNX model with the float32 one it was made from.
+
+    Both run in child processes, the float16 one at every optimisation level of ONNX Runtime and simulated as a GPU computes it.
+    The exit code is 0 within the budget, 3 over it, 1 where they cannot be compared; --html and --certificate are written
+    either way.
+
+    Example: halfserve verify model.onnx model.fp16.onnx --samples samples.npz --html verdict.html
+    """
+    stderr = Console(stderr=True)
+    budget = Budget(
+        max_abs_error=max_abs_error,
+        max_scaled_error=max_scaled_error,
+        min_agreement=min_agreement,
+        max_non_finite=max_non_finite,
+        min_headroom=min_headroom,
+    )
+    for path in (html, certificate):
+        _require_writable(path)
+    sizes = sizes_of(dim or ())
+    wide, half = open_model(reference), open_model(candidate)
+    arrays, made_up = _inputs(wide, samples, sizes)
+    try:
+        with stderr.status("verifying"):
+            verdict = verify_models(
+                wide,
+                half,
+                arrays,
+                budget=budget,
+                labels=None if labels is None else load_labels(labels),
+                batch_size=batch_size,
+                name=candidate.stem,
+                adversarial=adversarial,
+                longest=None if made_up else sizes,
+                accumulators=accumulators,
+                cuda=None if provider == "auto" else provider == "cuda",
+            )
+    except BudgetExceeded as error:
+        _show(error.certificate, html, certificate, as_json=as_json)
+        raise
+    except ExportError as error:
+        if made_up and "fails on the samples" in str(error):
+            raise ExportError(f"{error}; the inputs were made up: give --samples, or sizes with --dim NAME=SIZE") from error
+        raise
+    _show(verdict, html, certificate, as_json=as_json)
+
+
+def sizes_of(entries: Sequence[str]) -> dict[str, int]:
+    """Sizes of dimensions by name, from NAME=SIZE.
+
+    Raises:
+        ExportError: An entry is not of that form.
+    """
+    sizes = {}
+    for entry in entries:
+        name, _, size = entry.rpartition("=")
+        if not name or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            raise ExportError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _inputs(model: ModelFile, samples: Path | None, sizes: dict[str, int]) -> tuple[list[Array], bool]:
+    if samples is None:
+        return synthesize(model, dims=sizes), True
+    return load_samples(samples, model), False
+
+
+def _require_writable(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ExportError(f"cannot write {path}: expected a file in a folder that exists")
+
+
+def _show(verdict: Certificate, html: Path | None, certificate: Path | None, *, as_json: bool) -> None:
+    if certificate is not None:
+        write_atomically(certificate, verdict.to_bytes())
+    if html is not None:
+        write_atomically(html, certificate_page(verdict).encode())
+    if as_json:
+        typer.echo(json.dumps(verdict.to_json()))
+    else:
+        Console().print(certificate_table(verdict))

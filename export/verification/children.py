@@ -1,0 +1,228 @@
+"""Models run in a child process, so that a crash, a hang or a model that the runtime refuses is an answer and no accident."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from export.errors import ExportError
+from export.verification.metrics import Array
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+WORKER = Path(__file__).with_name("worker.py")
+SILENCE_SECONDS = 600.0
+
+Value: TypeAlias = Array | list[Array] | None
+Feed: TypeAlias = dict[str, Array]
+StagedFeed: TypeAlias = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What became of a model in a child process.
+
+    Attributes:
+        batches: For each batch that was reached: its outputs in the model's order, or the text of the error that it ended in.
+        refusal: Why the runtime would not open the model.
+        crash: What ended the process, such as "killed by SIGSEGV"; batches before it are there.
+        providers: The execution providers that the session really has.
+    """
+
+    batches: tuple[list[Value] | str, ...] = ()
+    refusal: str | None = None
+    crash: str | None = None
+    providers: tuple[str, ...] = ()
+
+    @property
+    def trouble(self) -> str | None:
+        """The crash or the refusal, where there is one."""
+        return self.crash or self.refusal
+
+
+class Children:
+    """Child processes, one at a time, and the folder of files they share with us; both are gone on exit.
+
+    One process serves model after model, since starting it costs more than most models do. What crashes a process that had
+    served others before is tried again in a fresh one, so that no model answers for another's damage.
+    """
+
+    def __init__(self, *, worker: Path = WORKER, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self._command = [sys.executable, "-P", str(worker)]
+        self._silence_seconds = silence_seconds
+        self._process: _Process | None = None
+        self._folder = Path()
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="halfserve-verify-"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def new_folder(self) -> Path:
+        """An empty folder that lives as long as this."""
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        return folder
+
+    def stage(self, feeds: Sequence[Mapping[str, Array]]) -> list[StagedFeed]:
+        """Write batches to files, once for all the models that run on them.
+
+        Raises:
+            ExportError: The disk is full.
+        """
+        folder = self.new_folder()
+        staged: list[StagedFeed] = []
+        try:
+            for number, feed in enumerate(feeds):
+                staged.append({name: str(folder / f"{number}-{index}.npy") for index, name in enumerate(feed)})
+                for name, array in feed.items():
+                    np.save(staged[-1][name], array, allow_pickle=False)
+        except OSError as error:
+            raise ExportError(f"cannot write the samples to {folder}: {error.strerror or error}") from error
+        return staged
+
+    def run(
+        self,
+        model: Path,
+        batches: Sequence[StagedFeed],
+        *,
+        level: str,
+        provider: str = CPU,
+        weights: Sequence[Mapping[str, Any]] = (),
+    ) -> Answer:
+        """Open a model and run batches, if any.
+
+        Args:
+            model: The file.
+            batches: What `stage` gave.
+            level: The optimisation level, a name in `onnxruntime.GraphOptimizationLevel`.
+            provider: The execution provider.
+            weights: Initializers that lie in other files than the model says (see `export.verification.worker`).
+        """
+        folder = self.new_folder()
+        request = {"model": str(model.absolute()), "level": level, "provider": provider, "batches": list(batches)}
+        request["weights"] = list(weights)
+        line = json.dumps({**request, "folder": str(folder)})
+        shared = self._process is not None
+        answer = self._ask(line)
+        if answer.crash is not None and shared:
+            answer = self._ask(line)
+        shutil.rmtree(folder, ignore_errors=True)
+        return answer
+
+    def _ask(self, line: str) -> Answer:
+        process = self._process or _Process([*self._command, str(self._folder)], self._folder / "errors.txt")
+        self._process = process
+        answer = process.ask(line, self._silence_seconds)
+        if answer.crash is not None:
+            self._end()
+        return answer
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+class _Process:
+    """One child; its answers come through a thread, so that waiting for them can end."""
+
+    def __init__(self, command: list[str], errors: Path) -> None:
+        self._errors = errors
+        with errors.open("wb") as stderr:
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def ask(self, line: str, silence_seconds: float) -> Answer:
+        batches: list[list[Value] | str] = []
+        providers: tuple[str, ...] = ()
+        try:
+            self._send(line)
+            while True:
+                answer = self._next(silence_seconds)
+                if answer is None:
+                    return Answer(batches=tuple(batches), crash=self._end_in_words(), providers=providers)
+                stage = answer["stage"]
+                if stage == "refused":
+                    return Answer(refusal=answer["error"])
+                if stage == "done":
+                    return Answer(batches=tuple(batches), providers=providers)
+                if stage == "opened":
+                    providers = tuple(answer["providers"])
+                else:
+                    batches.append(answer["error"] if stage == "failed" else [_loaded(spec) for spec in answer["outputs"]])
+        except queue.Empty:
+            text = f"no answer within {silence_seconds:g} s"
+            return Answer(batches=tuple(batches), crash=text, providers=providers)
+
+    def end(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        self._reader.join()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                _close(pipe)
+
+    def _send(self, line: str) -> None:
+        if self._child.stdin is None:
+            raise ValueError(line)
+        try:
+            self._child.stdin.write(line + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            return  # it has died: the answers end, and the exit status says why
+
+    def _next(self, silence_seconds: float) -> dict[str, Any] | None:
+        text = self._answers.get(timeout=silence_seconds)
+        answer: dict[str, Any] | None = None if text is None else json.loads(text)
+        return answer
+
+    def _read(self) -> None:
+        for line in self._child.stdout or ():
+            if not line.endswith("\n"):
+                break  # half an answer: it died while it wrote
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def _end_in_words(self) -> str:
+        status = self._child.wait()
+        if status < 0:
+            name = signal.Signals(-status).name
+            return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        return f"ended with exit status {status}" + (f": {lines[-1]}" if lines else "")
+
+
+def _close(pipe: Any) -> None:
+    with suppress(BrokenPipeError):  # a request was still unsent when the child died
+        pipe.close()
+
+
+def _loaded(spec: dict[str, Any]) -> Value:
+    if spec["kind"] == "tensor":
+        loaded: Array = np.load(spec["file"], allow_pickle=False)
+        return loaded
+    if spec["kind"] == "sequence":
+        return [np.load(item["file"], allow_pickle=False) for item in spec["items"]]
+    return None

@@ -1,0 +1,116 @@
+"""One reference and one candidate, their batches in files, and the reference's answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+
+from export.errors import ExportError
+from export.model_file import ModelFile, ModelSource, open_model
+from export.verification.adversarial import Case
+from export.verification.children import CUDA, Answer, Children, Feed, StagedFeed, Value
+from export.verification.data_dependence import data_dependent_values
+from export.verification.executions import on_disk, open_reference
+from export.verification.feeds import Feeds
+from export.verification.interface import inputs_of
+from export.verification.judging import Output
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Comparison:
+    """The batches of the user come first, adversarial ones after them; every execution answers to all in this order.
+
+    Attributes:
+        candidate: The candidate.
+        path: Where children find it.
+        staged: All batches.
+        outputs: The candidate's outputs.
+        expected: The reference's answers to the user's batches.
+        expected_cases: Its answers to the adversarial ones, or the errors they end in.
+        reference_bytes: Size of the reference, where it is ONNX.
+    """
+
+    def __init__(
+        self,
+        reference: nn.Module | ModelSource | ModelFile,
+        candidate: ModelFile,
+        children: Children,
+        feeds: Feeds,
+        cases: Sequence[Case],
+    ) -> None:
+        self.candidate = candidate
+        self._children = children
+        self._usual = len(feeds.batches)
+        batches = [*feeds.batches, *(case.feed for case in cases)]
+        self.path = on_disk(candidate, children)
+        self.staged = children.stage(batches)
+        self.outputs = _outputs(candidate.outline.graph)
+        self.reference_bytes: int | None = None
+        answers = self._reference_answers(reference, batches)
+        self.expected = whole(answers[: self._usual], "the reference model")
+        self.expected_cases = tuple(answers[self._usual :])
+
+    def usual(self, execution: str, answer: Answer) -> list[list[Value]]:
+        """An execution's answers to the user's batches.
+
+        Raises:
+            ExportError: It crashed, was refused, or failed on one.
+        """
+        if answer.trouble is not None and len(answer.batches) < self._usual:
+            raise ExportError(f"the fp16 model ({execution}) cannot be run: {answer.trouble}")
+        return whole(answer.batches[: self._usual], f"the fp16 model ({execution})")
+
+    def edge(self, answer: Answer) -> tuple[list[Value] | str, ...]:
+        """An execution's answers to the adversarial batches; what a crash cut off is an error with its text."""
+        reached = answer.batches[self._usual :]
+        missing = len(self.staged) - self._usual - len(reached)
+        return (*reached, *([answer.trouble or "not run"] * missing))
+
+    def on_cuda(self) -> Answer | None:
+        """The candidate's answers on a GPU; None where ONNX Runtime cannot use one."""
+        answer = self._children.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
+        return answer if CUDA in answer.providers or answer.crash else None
+
+    def _reference_answers(
+        self, reference: nn.Module | ModelSource | ModelFile, batches: Sequence[Feed]
+    ) -> Sequence[list[Value] | str]:
+        if isinstance(reference, ModelFile):
+            return self._onnx_answers(reference)
+        if isinstance(reference, onnx.ModelProto | bytes | str | Path):
+            return self._onnx_answers(open_model(reference))
+        from export.verification.torch_reference import run_torch  # noqa: PLC0415  (torch is slow to import)
+
+        return run_torch(reference, batches)
+
+    def _onnx_answers(self, reference: ModelFile) -> Sequence[list[Value] | str]:
+        self.reference_bytes = reference.size_bytes
+        theirs = [value.name for value in inputs_of(reference.outline)]
+        ours = [value.name for value in inputs_of(self.candidate.outline)]
+        if len(theirs) != len(ours):
+            both = f"{len(theirs)} inputs ({', '.join(theirs)}), the fp16 model {len(ours)} ({', '.join(ours)})"
+            raise ExportError(f"the reference takes {both}; is this the model that was converted?")
+        names = dict(zip(ours, ours if set(theirs) == set(ours) else theirs, strict=True))
+        staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in self.staged]
+        return open_reference(on_disk(reference, self._children), self._children, staged)
+
+
+def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
+    """Answers none of which may be an error.
+
+    Raises:
+        ExportError: One is; the text says whose.
+    """
+    for answer in answers:
+        if isinstance(answer, str):
+            raise ExportError(f"{who} fails on the samples: {answer}")
+    return [answer for answer in answers if not isinstance(answer, str)]
+
+
+def _outputs(graph: onnx.GraphProto) -> list[Output]:
+    dependent = data_dependent_values(graph)
+    return [Output(name=value.name, data_dependent=value.name in dependent) for value in graph.output]

@@ -1,0 +1,127 @@
+"""From two models' answers to verdicts, output by output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from export.certificate.certificate import OutputVerdict
+from export.certificate.verdicts import Plot
+from export.errors import ExportError
+from export.verification.budget import Budget, violations
+from export.verification.children import Value
+from export.verification.metrics import FP16_SMALLEST_NORMAL, Array, Figures, compare_parts
+
+PLOT_POINTS = 300
+PLOT_EDGES = tuple(-7 + 0.25 * step for step in range(33))  # errors of 1e-7 to 10 times the output's scale
+PLOTTED_OUTPUTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """An output of the candidate: its name, and whether its shape depends on the values that go in, as of a NonZero."""
+
+    name: str
+    data_dependent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The verdicts of one execution, and what could not be compared."""
+
+    verdicts: tuple[OutputVerdict, ...]
+    notes: tuple[str, ...]
+
+
+def judge(
+    outputs: Sequence[Output], execution: str, expected: Sequence[list[Value]], actual: Sequence[list[Value]], budget: Budget
+) -> Judged:
+    """Compare the answers to all batches.
+
+    Raises:
+        ExportError: The two do not answer alike: another number of outputs, or other shapes.
+    """
+    verdicts: list[OutputVerdict] = []
+    notes: list[str] = []
+    for wanted, got in zip(expected, actual, strict=True):
+        if len(wanted) != len(got):
+            names = ", ".join(output.name for output in outputs)
+            raise ExportError(f"the reference has {len(wanted)} outputs, the fp16 model {len(got)}: {names}")
+    for index, output in enumerate(outputs):
+        pairs, differing = _pairs(output, [(w[index], g[index]) for w, g in zip(expected, actual, strict=True)])
+        if not pairs and not differing:
+            notes.append(f"output {output.name!r} ({execution}) is no tensor, or absent, and was not compared")
+            continue
+        broken: tuple[str, ...] = ()
+        if differing:
+            text = f"in {len(differing)} of {len(expected)} batches the fp16 model gives {differing[0]}"
+            notes.append(f"output {output.name!r} ({execution}): {text}; what both have was compared")
+            broken = (text,) if len(differing) > (1 - budget.min_agreement) * len(expected) else ()
+        if pairs:
+            figures = _figures(output, pairs)
+            plot = plot_of(pairs, figures.scale) if index < PLOTTED_OUTPUTS and figures.floating else None
+            broken = tuple(violations(figures, budget)) + broken
+            verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))
+    return Judged(verdicts=tuple(verdicts), notes=tuple(notes))
+
+
+def plot_of(pairs: Sequence[tuple[Array, Array]], scale: float) -> Plot | None:
+    """What the plots of one output are drawn from; None where no number is finite."""
+    reference, candidate = (
+        np.concatenate([np.asarray(side, np.float64).ravel() for side in sides]) for sides in zip(*pairs, strict=True)
+    )
+    finite = np.isfinite(reference) & np.isfinite(candidate)
+    reference, candidate = reference[finite], candidate[finite]
+    if not reference.size:
+        return None
+    error = np.abs(candidate - reference) / max(scale, FP16_SMALLEST_NORMAL)  # as `Figures.max_scaled_error`
+    logarithms = np.log10(np.maximum(error, 10.0 ** PLOT_EDGES[0]))
+    counts = np.histogram(np.minimum(logarithms, PLOT_EDGES[-1]), PLOT_EDGES)[0]
+    chosen = _telling(reference, error)
+    return Plot(
+        reference=tuple(float(f"{value:.6g}") for value in reference[chosen]),
+        candidate=tuple(float(f"{value:.6g}") for value in candidate[chosen]),
+        edges=PLOT_EDGES,
+        counts=tuple(int(count) for count in counts),
+    )
+
+
+def _telling(reference: Array, error: Array) -> Array:
+    """Places of the largest errors, of the largest values, and evenly spread ones, in order."""
+    if reference.size <= PLOT_POINTS:
+        return np.arange(reference.size)
+    share = PLOT_POINTS // 3
+    largest = [np.argpartition(values, -share)[-share:] for values in (error, np.abs(reference))]
+    even = np.linspace(0, reference.size - 1, PLOT_POINTS - 2 * share).astype(int)
+    places: Array = np.unique(np.concatenate([*largest, even]))
+    return places
+
+
+def _figures(output: Output, pairs: Sequence[tuple[Array, Array]]) -> Figures:
+    try:
+        return compare_parts(pairs)
+    except ValueError as error:
+        raise ExportError(f"output {output.name!r}: {error}; is this the model that was converted?") from error
+
+
+def _pairs(output: Output, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:
+    """What can be compared, and how the fp16 model's answer differs in shape where the data decide it."""
+    pairs: list[tuple[Array, Array]] = []
+    differing: list[str] = []
+    for wanted, got in values:
+        if isinstance(wanted, list) or isinstance(got, list):
+            wanted_items, got_items = (item if isinstance(item, list) else [] for item in (wanted, got))
+            if len(wanted_items) != len(got_items):
+                differing.append(f"{len(got_items)} items, the reference {len(wanted_items)}")
+            pairs += zip(wanted_items, got_items, strict=False)
+        elif wanted is None or got is None:
+            continue
+        elif output.data_dependent and wanted.shape != got.shape and wanted.ndim == got.ndim:
+            differing.append(f"shape {list(got.shape)}, the reference {list(wanted.shape)}")
+            common = tuple(slice(min(sizes)) for sizes in zip(wanted.shape, got.shape, strict=True))
+            pairs.append((wanted[common], got[common]))
+        else:
+            pairs.append((wanted, got))
+    return pairs, differing

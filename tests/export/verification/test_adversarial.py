@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import TensorProto
+
+from export.verification.adversarial import FACTORS, ROWS, Case, adversarial_cases, is_mask
+from export.verification.interface import Input
+from export.verification.metrics import Array
+
+X = Input(name="x", elem_type=TensorProto.FLOAT16, dims=("batch", "length"))
+IDS = Input(name="ids", elem_type=TensorProto.INT64, dims=("batch", "length"))
+POSITIONS = Input(name="position_ids", elem_type=TensorProto.INT64, dims=("batch", "length"))
+MASK = Input(name="attention_mask", elem_type=TensorProto.INT64, dims=("batch", "length"))
+
+floats = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 4)), elements=st.floats(-100, 100, width=32))
+
+
+def by_name(cases: list[Case]) -> dict[str, Case]:
+    assert len({case.name for case in cases}) == len(cases)
+    return {case.name: case for case in cases}
+
+
+@given(floats)
+def test_cases_are_finite_within_the_users_range_or_scaled_from_it(x: Array) -> None:
+    cases = adversarial_cases([X], [{"x": x}], resizable=True)
+    for case in cases:
+        array = case.feed["x"]
+        assert array.dtype == x.dtype
+        assert np.isfinite(array).all()
+        assert array.shape[1:] == x.shape[1:]
+        assert np.abs(array).max() <= max(float(np.abs(x).max()), 1.0) * (case.factor or 1.0)
+
+
+@given(floats)
+def test_cases_are_the_same_every_time_and_no_two_are_equal(x: Array) -> None:
+    one, two = (adversarial_cases([X], [{"x": x}], resizable=True) for _ in range(2))
+    assert [case.name for case in one] == [case.name for case in two]
+    assert all(np.array_equal(a.feed["x"], b.feed["x"]) for a, b in zip(one, two, strict=True))
+    assert len({(case.feed["x"].tobytes(), case.feed["x"].shape) for case in one}) == len(one)
+
+
+def test_floating_inputs_meet_zeros_extremes_and_larger_values() -> None:
+    x = np.array([[1.0, -3.0], [2.0, 0.5], [0.25, 7.0]], np.float32)
+    cases = by_name(adversarial_cases([X], [{"x": x}], resizable=True))
+    assert not cases["zeros"].feed["x"].any()
+    assert (np.abs(cases["largest"].feed["x"]) == 7).all()
+    assert cases["constant rows"].feed["x"].tolist() == [[-1, -1]]
+    assert cases["batch of one"].feed["x"].shape == (1, 2)
+    assert np.array_equal(cases["duplicates"].feed["x"], np.repeat(x[:1], ROWS, axis=0))
+    for factor in FACTORS:
+        assert np.array_equal(cases[f"{factor:g} times larger"].feed["x"], x[:1] * factor)
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1, 5.0), (-1, -5.0)])
+def test_the_largest_keeps_the_users_sign(sign: int, expected: float) -> None:
+    x = sign * np.array([[1.0, 5.0]], np.float32)
+    assert (by_name(adversarial_cases([X], [{"x": x}], resizable=True))["largest"].feed["x"] == expected).all()
+
+
+def test_a_mask_has_a_row_fully_masked_and_tokens_take_the_largest_seen() -> None:
+    feed = {"ids": np.array([[3, 9], [4, 5], [1, 1]]), "attention_mask": np.ones((3, 2), np.int64)}
+    cases = by_name(adversarial_cases([IDS, MASK], [feed], resizable=True))
+    assert cases["masked row"].feed["attention_mask"].tolist() == [[0, 0], [1, 1]]
+    assert np.array_equal(cases["masked row"].feed["ids"], feed["ids"][:2])
+    assert (cases["largest integers"].feed["ids"] == 9).all()
+    assert "zeros" not in cases
+
+
+def test_a_floating_mask_is_masked_with_its_lowest_value() -> None:
+    mask = Input(name="mask", elem_type=TensorProto.FLOAT, dims=("batch", 2))
+    feed = {"mask": np.array([[0.0, -1e4], [0.0, 0.0]], np.float32)}
+    cases = by_name(adversarial_cases([mask], [feed], resizable=True))
+    assert cases["masked row"].feed["mask"].tolist() == [[-1e4, -1e4], [0, 0]]
+
+
+def test_what_masks_is_told_by_values_and_names() -> None:
+    assert is_mask(MASK, [{"attention_mask": np.array([[1, 0]])}])
+    assert not is_mask(IDS, [{"ids": np.array([[1, 2]])}])
+    assert not is_mask(X, [{"x": np.array([[0.0, 1.0]])}])
+    assert is_mask(Input(name="b", elem_type=TensorProto.BOOL, dims=(1,)), [{"b": np.array([True])}])
+
+
+def test_the_longest_sequence_repeats_the_samples_and_counts_positions_on() -> None:
+    feed = {"ids": np.array([[7, 8]]), "position_ids": np.array([[0, 1]])}
+    cases = by_name(adversarial_cases([IDS, POSITIONS], [feed], resizable=True, longest={"length": 5}))
+    assert cases["longest"].feed["ids"].tolist() == [[7, 8, 7, 8, 7]]
+    assert cases["longest"].feed["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_a_model_of_fixed_sizes_keeps_them() -> None:
+    x = np.ones((5, 2), np.float32)
+    cases = adversarial_cases([X], [{"x": x}], resizable=False)
+    assert cases
+    assert all(case.feed["x"].shape == (5, 2) for case in cases)
+
+
+def test_nothing_comes_of_nothing() -> None:
+    assert adversarial_cases([], [{}], resizable=False) == []
