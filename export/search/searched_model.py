@@ -1,0 +1,114 @@
+"""The model that is searched: repaired, every node named and every type known, as the converter sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import onnx
+import onnx_ir
+
+from export.model_file import open_model
+from export.onnx_fp16.graph_walk import all_graphs, bodies, is_float
+from export.onnx_fp16.prepare import prepare, repair_model
+from export.onnx_fp16.reporting import float_nodes
+from export.onnx_fp16.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedNode:
+    """A node of the main graph that computes on floats; with the bodies that it may hold it counts as one.
+
+    Attributes:
+        name: Its name.
+        op_type: Its operator, with its domain unless that is ONNX's own.
+        module: The torch module that it comes from, where the model says so.
+        source: The source line that it comes from, where the model says so.
+        op: The torch operation that it comes from, such as "aten::linear", where the model says so.
+        weight_bytes: How much smaller its float32 weights would be in float16.
+        inner: Names of the nodes in its bodies.
+    """
+
+    name: str
+    op_type: str
+    module: str | None
+    source: str | None
+    op: str | None
+    weight_bytes: int
+    inner: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedModel:
+    """A float32 model, ready to be searched.
+
+    Attributes:
+        original: The model as it was given; conversions start from it.
+        prepared: The repaired model, whose nodes the search speaks of.
+        floats: Names of all float32 tensors in `prepared`, those in bodies included.
+        nodes: The main graph's float nodes by name, in its order.
+        settings: What the user asked for.
+    """
+
+    original: onnx.ModelProto
+    prepared: onnx.ModelProto
+    floats: frozenset[str]
+    nodes: dict[str, SearchedNode] = field(default_factory=dict)
+    settings: Settings
+
+
+def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -> SearchedModel:
+    """Prepare a model as `convert` does before it converts; what was given stays as it is.
+
+    Raises:
+        ExportError: It is no sound ONNX model, too large for one message, or cannot be prepared.
+    """
+    original = open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto
+    prepared = onnx_ir.from_proto(original)
+    if settings.repair:
+        repair_model(prepared, settings)
+    else:
+        prepare(prepared, settings)
+    main = {node.name for node in prepared.graph}
+    nodes = [_searched(node) for node in float_nodes(prepared) if node.name in main]
+    nodes += [_searched(node) for node in prepared.graph if any(bodies(node)) and node.name not in {n.name for n in nodes}]
+    return SearchedModel(
+        original=original,
+        prepared=onnx_ir.to_proto(prepared),
+        floats=frozenset(_float_names(prepared)),
+        nodes=_in_order({node.name: node for node in nodes}, [node.name or "" for node in prepared.graph]),
+        settings=settings,
+    )
+
+
+def _in_order(nodes: dict[str, SearchedNode], order: Collection[str]) -> dict[str, SearchedNode]:
+    return {name: nodes[name] for name in order if name in nodes}
+
+
+def _searched(node: onnx_ir.Node) -> SearchedNode:
+    props = node.metadata_props
+    weights = {value for value in node.inputs if value is not None and value.is_initializer() and is_float(value)}
+    sizes = [value.const_value.size for value in weights if value.const_value is not None]
+    return SearchedNode(
+        name=node.name or "",
+        op_type=f"{node.domain}:{node.op_type}" if node.domain else node.op_type,
+        module=props.get("halfserve.module"),
+        source=props.get("halfserve.source"),
+        op=props.get("halfserve.op"),
+        weight_bytes=2 * sum(sizes),
+        inner=frozenset(inner.name or "" for body in bodies(node) for inner in _nodes_within(body)),
+    )
+
+
+def _nodes_within(graph: onnx_ir.Graph) -> list[onnx_ir.Node]:
+    return [found for node in graph for found in (node, *(n for body in bodies(node) for n in _nodes_within(body)))]
+
+
+def _float_names(model: onnx_ir.Model) -> set[str]:
+    names: set[str] = set()
+    for graph in all_graphs(model):
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+        names |= {
+            value.name for value in values if value.name and is_float(value) and isinstance(value.type, onnx_ir.TensorType)
+        }
+    return names

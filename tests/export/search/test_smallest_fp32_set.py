@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from export.errors import ExportError
+from export.onnx_fp16.convert import convert
+from export.search.result import SearchResult
+from export.search.smallest_fp32_set import find_fp32_nodes
+from export.verification.budget import Budget
+from export.verification.metrics import compare
+from export.verification.simulate import round_every_node
+from tests.export.search.nets import Net, planted, samples
+
+BUDGET = Budget(max_scaled_error=0.02, min_agreement=0)
+NEEDED = {
+    "overflow": {"far", "back"},
+    "cancel": {"add", "sub"},
+    "variance": {"square", "mean_square", "mean", "square_mean", "variance"},
+    "epsilon": {"square", "mean"},
+    "exponential": {"exp", "log"},
+    "sum": {"sum"},
+}
+
+
+def search(model: onnx.ModelProto | onnx_ir.Model, **changed: Any) -> SearchResult:
+    given_: dict[str, Any] = {"budget": BUDGET, "adversarial": False, "repair": False, **changed}
+    return find_fp32_nodes(model, given_.pop("inputs", samples()), **given_)
+
+
+def within_budget(model: onnx.ModelProto, blocked: set[str]) -> bool:
+    """The same question, asked without the search's own machinery."""
+    import onnxruntime  # noqa: PLC0415  (only this oracle runs models in this process)
+
+    def run(proto: onnx.ModelProto) -> Any:
+        session_options = onnxruntime.SessionOptions()
+        session_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        return onnxruntime.InferenceSession(proto.SerializeToString(), session_options).run(None, {"x": samples()[0]})[0]
+
+    converted = convert(onnx_ir.from_proto(model), node_block_list=blocked, repair=False)
+    figures = compare(run(model), run(round_every_node(onnx_ir.to_proto(converted.model))))
+    return figures.non_finite == 0 and figures.max_scaled_error <= BUDGET.max_scaled_error
+
+
+def test_a_model_that_bears_float16_keeps_nothing() -> None:
+    found = search(planted(4, {}))
+    assert (found.node_block_list, found.passed, found.minimal, found.runs, found.kept) == ((), True, True, 1, ())
+
+
+@pytest.mark.parametrize("kind", NEEDED)
+def test_a_plant_is_found_and_nothing_else(kind: str) -> None:
+    found = search(planted(4, {1: kind}))
+    assert found.passed
+    assert found.minimal
+    assert {name.partition("/")[0] for name in found.node_block_list} == {f"{kind}_1"}
+    assert NEEDED[kind] <= {name.partition("/")[2] for name in found.node_block_list}
+
+
+@pytest.mark.parametrize("kind", ["overflow", "cancel", "epsilon"])
+def test_no_smaller_set_will_do(kind: str) -> None:
+    model = planted(2, {0: kind})
+    found = search(model)
+    names = [node.name for node in model.graph.node if node.op_type != "Identity"]
+    assert within_budget(model, set(found.node_block_list))
+    for smaller in itertools.combinations(names, len(found.node_block_list) - 1):
+        assert not within_budget(model, set(smaller)), smaller
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(st.dictionaries(st.integers(0, 7), st.sampled_from(sorted(NEEDED)), min_size=1, max_size=3), st.integers(0, 99))
+def test_plants_anywhere_are_found_and_no_member_can_be_left_out(plants: dict[int, str], seed: int) -> None:
+    model = planted(8, plants, seed)
+    found = search(model)
+    assert found.passed
+    assert found.minimal
+    assert {name.partition("/")[0] for name in found.node_block_list} <= {f"{kind}_{place}" for place, kind in plants.items()}
+    assert within_budget(model, set(found.node_block_list)) or not found.node_block_list
+    for name in found.node_block_list:
+        assert not within_budget(model, {*found.node_block_list} - {name})
+
+
+@pytest.mark.parametrize("layers", [8, 64, 120])
+def test_runs_grow_at_most_with_the_logarithm_of_the_model(layers: int) -> None:
+    found = search(planted(layers, {layers // 2: "overflow"}))
+    assert set(found.node_block_list) == {f"overflow_{layers // 2}/far", f"overflow_{layers // 2}/back"}
+    assert found.runs <= math.log2(found.candidates) + len(found.node_block_list) + 2
+
+
+def test_ten_plants_among_a_hundred_nodes() -> None:
+    kinds = itertools.cycle(["overflow", "cancel"])
+    plants = {4 * place: next(kinds) for place in range(10)}
+    found = search(planted(40, plants))
+    assert found.passed
+    assert found.minimal
+    assert {name.partition("/")[0] for name in found.node_block_list} == {f"{kind}_{place}" for place, kind in plants.items()}
+    assert len(found.node_block_list) == 20
+    assert found.runs <= len(found.node_block_list) + 3 * math.log2(found.candidates)
+
+
+def test_the_same_set_every_time_and_the_model_untouched() -> None:
+    model = planted(4, {1: "cancel", 2: "exponential"})
+    before = model.SerializeToString(deterministic=True)
+    first, second = search(model), search(model)
+    assert first == second
+    assert model.SerializeToString(deterministic=True) == before
+
+
+def test_an_ir_model_is_taken_too() -> None:
+    model = planted(3, {1: "overflow"})
+    assert search(onnx_ir.from_proto(model)) == search(model)
+
+
+def test_each_kept_node_says_where_it_comes_from_and_what_it_costs() -> None:
+    model = planted(3, {1: "overflow"})
+    far = next(node for node in model.graph.node if node.name == "overflow_1/far")
+    far.metadata_props.add(key="halfserve.source", value="net/model.py:42")
+    first, second = search(model).kept
+    assert (first.node, first.op_type, first.module, first.source) == ("overflow_1/far", "Mul", "overflow_1", "net/model.py:42")
+    assert first.reason.startswith("its output overflows: ")
+    assert first.local_error == math.inf
+    assert first.propagated_error == math.inf
+    assert first.cost.weight_bytes == 2
+    assert first.cost.casts == 0  # the cast behind it would only stand before it
+    assert second.reason.startswith("its input 'v6' overflows: ")
+    assert second.source is None
+
+
+def test_what_is_blocked_already_stays_blocked_and_is_not_found_again() -> None:
+    model = planted(4, {0: "overflow", 2: "cancel"})
+    found = search(model, node_block_list=["overflow_0/*"])
+    assert set(found.node_block_list) == {"cancel_2/add", "cancel_2/sub"}
+    by_operator = search(model, op_block_list=["Mul"])
+    assert set(by_operator.node_block_list) == {"cancel_2/add", "cancel_2/sub"}
+
+
+def test_a_budget_that_float16_inputs_alone_exceed_is_explained() -> None:
+    found = search(planted(2, {}), budget=Budget(max_abs_error=1e-7, min_agreement=0), keep_io_types=False)
+    assert not found.passed
+    assert not found.minimal
+    assert found.violations
+    assert "even with all 4 nodes in float32: output 'y': max abs error" in found.explanation
+    assert found.explanation.endswith("let them keep their types (keep_io_types)")
+    assert all(output.figures.elements for output in found.outputs)
+
+
+def test_a_tight_budget_keeps_everything_that_counts() -> None:
+    found = search(planted(2, {}), budget=Budget(max_abs_error=0, min_agreement=0))
+    assert found.passed
+    assert set(found.node_block_list) == {"MatMul_1", "Min_2", "MatMul_3", "Min_4"}
+
+
+def test_runs_that_end_early_give_a_set_that_passed() -> None:
+    model = planted(6, {2: "variance"})
+    enough = search(model)
+    few = search(model, max_runs=5)
+    assert few.passed
+    assert not few.minimal
+    assert few.runs <= 5
+    assert len(few.node_block_list) >= len(enough.node_block_list)
+    assert "the runs ended after 5: a smaller set may do" in few.explanation
+    assert within_budget(model, set(few.node_block_list))
+
+
+def test_too_few_runs_are_refused() -> None:
+    with pytest.raises(ExportError, match="max_runs is 1; expected at least 2: one with all nodes in float16, one with none"):
+        search(planted(1, {}), max_runs=1)
+
+
+def test_what_does_not_fit_is_refused_in_a_line() -> None:
+    model = planted(2, {})
+    with pytest.raises(ExportError, match=r"input 'x': expected float \[N, 8\], got float32 \[4, 9\]"):
+        search(model, inputs=[np.zeros((4, 9), np.float32)])
+    with pytest.raises(ExportError, match=r"the model takes 1 inputs \(x\), 2 were given"):
+        search(model, inputs=[*samples(), *samples()])
+    with pytest.raises(ExportError, match="node_block_list: the node 'MatMul_2' matches no node"):
+        search(model, node_block_list=["MatMul_2"])
+
+
+def test_an_overflow_inside_a_branch_keeps_the_branch() -> None:
+    net = Net().layers(1)
+    wide, narrow = net.constant(3e6), net.constant(1 / 3e6)
+    out = helper.make_tensor_value_info("branch_out", TensorProto.FLOAT, None)
+    inner = [
+        helper.make_node("Mul", [net.x, wide], ["huge"], name="huge"),
+        helper.make_node("Mul", ["huge", narrow], ["branch_out"], name="small"),
+    ]
+    then = helper.make_graph(inner, "then", [], [out])
+    other = helper.make_graph([helper.make_node("Neg", [net.x], ["other_out"], name="neg")], "other", [], [out_of("other_out")])
+    flag = net.add("Cast", net.add("ReduceMax", net.add("Abs", net.x), keepdims=0), to=TensorProto.BOOL)
+    net.x = net.add("If", flag, name="branch", then_branch=then, else_branch=other)
+    model = net.layers(2).model()
+    for tensor in model.graph.initializer:
+        if tensor.name in (wide, narrow):
+            assert tensor.data_type == TensorProto.FLOAT
+    found = search(model)
+    assert found.passed
+    assert found.minimal
+    assert found.node_block_list == ("branch",)
+
+
+def test_an_error_inside_a_loop_keeps_the_loop() -> None:
+    net = Net().layers(1)
+    offset = net.constant(3e3)
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go_in"], ["go_out"]),
+            helper.make_node("Add", ["state_in", offset], ["far"], name="far"),
+            helper.make_node("Sub", ["far", offset], ["state_out"], name="back"),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_in", TensorProto.BOOL, []),
+            out_of("state_in"),
+        ],
+        [helper.make_tensor_value_info("go_out", TensorProto.BOOL, []), out_of("state_out")],
+    )
+    count = net.shape(2)
+    net.x = net.add("Loop", count, "", net.x, name="loop", body=body)
+    found = search(net.layers(1).model())
+    assert found.passed
+    assert found.node_block_list == ("loop",)
+    assert found.kept[0].op_type == "Loop"
+
+
+def out_of(name: str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+
+
+def test_a_choice_that_flips_is_traced_to_what_flips_it() -> None:
+    net = Net().layers(2).plant("cancel").layers(1)
+    net.nodes.append(helper.make_node("ArgMax", [net.x], ["choice"], name="choose", axis=1, keepdims=0))
+    model = net.model()
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_value_info("choice", TensorProto.INT64, None))
+    found = search(model, budget=Budget(min_agreement=1))
+    assert found.passed
+    assert set(found.node_block_list) == {"cancel/add", "cancel/sub"}
+
+
+def test_a_mask_that_overflows_on_its_way_into_a_softmax_is_no_suspect() -> None:
+    net = Net().layers(1)
+    blocked = net.constant(np.r_[np.zeros(6), np.ones(2)])
+    masked = net.add("Add", net.x, net.add("Mul", blocked, net.constant(-1e9), name="mask"), name="masked")
+    net.x = net.add("Softmax", masked, axis=-1, name="softmax")
+    found = search(net.layers(1).plant("cancel").layers(1).model())
+    assert found.passed
+    assert set(found.node_block_list) == {"cancel/add", "cancel/sub"}
+    assert found.runs <= 5
+
+
+@pytest.mark.parametrize("opset", [8, 11, 21])
+def test_old_and_new_opsets(opset: int) -> None:
+    net = Net().layers(2).plant("overflow").layers(1)
+    assert set(search(net.model(opset)).node_block_list) == {"overflow/far", "overflow/back"}
+
+
+def test_progress_is_told() -> None:
+    told: list[str] = []
+    search(planted(2, {0: "overflow"}), progress=told.append)
+    assert told[0] == "searching: preparing the model"
+    assert "searching: run 1, 0 of 8 nodes in float32" in told
+    assert "searching: measuring 8 nodes" in told
+
+
+def test_sums_that_outgrow_float16_count_where_the_runtime_sums_in_it() -> None:
+    net = Net().layers(1)
+    large = net.add("Mul", net.x, net.constant(1.5e4), name="large")
+    net.x = net.add(
+        "Mul", net.add("ReduceMean", net.add("Abs", large), axes=[1], name="mean"), net.constant(1e-4), name="small"
+    )
+    model = net.model()
+    assert search(model).node_block_list == ()
+    found = search(model, accumulators="float16")
+    assert found.passed
+    assert found.node_block_list == ("mean",)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from export.search.smallest_fp32_set import find_fp32_nodes
+from export.search.table import search_table
+from export.verification.budget import Budget
+from tests.export.search.nets import planted, samples
+
+
+def shown(width: int = 200, **changed: object) -> tuple[str, dict[str, object]]:
+    arguments: dict[str, object] = {
+        "budget": Budget(max_scaled_error=0.02, min_agreement=0),
+        "adversarial": False,
+        "repair": False,
+    }
+    result = find_fp32_nodes(planted(2, {0: "overflow"}), samples(), **{**arguments, **changed})  # type: ignore[arg-type]  # (the test's own)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(search_table(result))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue(), json.loads(json.dumps(result.to_json(), allow_nan=False))
+
+
+def test_the_table_names_node_module_reason_and_cost() -> None:
+    text, plain = shown()
+    assert "2 nodes to keep in float32" in text
+    row = next(line for line in text.splitlines() if line.startswith(" overflow_0/far"))
+    assert all(part in row for part in ("Mul", "overflow_0", "its output overflows: ", "NaN or inf", "+0"))
+    assert "searched  8 nodes in 4 runs: 2 must stay float32" in text
+    assert plain["node_block_list"] == ["overflow_0/far", "overflow_0/back"]
+    kept = plain["kept"]
+    assert isinstance(kept, list)
+    assert kept[0]["local_error"] == "inf"
+
+
+def test_a_failure_says_what_is_over_budget_and_why() -> None:
+    text, plain = shown(budget=Budget(max_abs_error=1e-9, min_agreement=0), keep_io_types=False, width=400)
+    assert "none is enough; the best attempt keeps " in text
+    assert "over      output 'y': max abs error" in text
+    assert "note      even with all 8 nodes in float32" in text
+    assert plain["passed"] is False
