@@ -43,6 +43,24 @@ STAGES = {
     "export": Stage(
         module="export.commands.export", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"
     ),
+    "convert": Stage(
+        module="export.commands.convert",
+        function="convert",
+        help="Turn an ONNX model into a proven fp16 one.",
+        extra="export",
+    ),
+    "verify": Stage(
+        module="export.commands.verify",
+        function="verify",
+        help="Compare an fp16 ONNX model with its float32 one.",
+        extra="export",
+    ),
+    "check": Stage(
+        module="export.commands.check",
+        function="check",
+        help="Find where a PyTorch model leaves its dtype.",
+        extra="export",
+    ),
     "serve": Stage(module="serve.cli", function="serve", help="Serve models over gRPC in batches."),
     "models": Stage(module="serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="serve.client.cli", function="infer", help="Ask a running server for a prediction."),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
+    from export.certificate.embed import check_embedded, embed
+    from export.certificate.html import certificate_page
     from export.dtype_inheritance import (
         causal_mask,
         finfo,
@@ -26,7 +28,14 @@ if TYPE_CHECKING:
     )
     from export.errors import ExportError
     from export.halving.to_half import to_half
+    from export.inherit_dtype_mode import inherit_dtype
+    from export.leaks.finder import find_dtype_leaks
+    from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+    from export.onnx_fp16.model_files import convert_file
+    from export.placement.audit import audit_placement
+    from export.placement.predict_cuda import predict_cuda
     from export.repository.model_version_writer import write_model_version
+    from export.search.smallest_fp32_set import find_fp32_nodes
     from export.to_onnx.export_onnx import export_onnx
     from export.verification.budget import Budget
     from export.verification.verify import verify
@@ -36,9 +45,18 @@ __all__ = [
     "BudgetExceeded",
     "Certificate",
     "ExportError",
+    "audit_placement",
     "causal_mask",
+    "certificate_page",
+    "check_embedded",
+    "convert_file",
+    "convert_float_to_float16",
+    "embed",
     "export_onnx",
+    "find_dtype_leaks",
+    "find_fp32_nodes",
     "finfo",
+    "inherit_dtype",
     "mask_value",
     "new_arange",
     "new_empty",
@@ -48,6 +66,7 @@ __all__ = [
     "new_ones",
     "new_tensor",
     "new_zeros",
+    "predict_cuda",
     "read_certificate",
     "to_half",
     "verify",
@@ -56,9 +75,18 @@ __all__ = [
 
 _HOMES = {
     "certificate.certificate": {"BudgetExceeded", "Certificate", "read_certificate"},
+    "certificate.embed": {"check_embedded", "embed"},
+    "certificate.html": {"certificate_page"},
     "errors": {"ExportError"},
     "halving.to_half": {"to_half"},
+    "inherit_dtype_mode": {"inherit_dtype"},
+    "leaks.finder": {"find_dtype_leaks"},
+    "onnx_fp16.convert_float_to_float16": {"convert_float_to_float16"},
+    "onnx_fp16.model_files": {"convert_file"},
+    "placement.audit": {"audit_placement"},
+    "placement.predict_cuda": {"predict_cuda"},
     "repository.model_version_writer": {"write_model_version"},
+    "search.smallest_fp32_set": {"find_fp32_nodes"},
     "to_onnx.export_onnx": {"export_onnx"},
     "verification.budget": {"Budget"},
     "verification.verify": {"verify"},

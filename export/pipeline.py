@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amp_core.checkpoint import load_checkpoint
 from amp_core.policy import Policy
+from amp_core.recorder import Record
+from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
-from export.halving.to_half import to_half
-from export.repository.model_version_writer import write_model_version
+from export.file_conversion import Accumulators, Converted, Options, Verification, convert_verified
+from export.float32_parts import float32_parts, mark_float32
 from export.samples import Samples, take_samples
-from export.to_onnx.export_onnx import export_onnx, serialize
-from export.verification.verify import verify
+from export.to_onnx.traced import traced_model
+from export.to_onnx.write_onnx import write_onnx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from torch import Tensor, nn
+    from torch import nn
 
     from amp_core.checkpoint import Checkpoint
-    from export.certificate.certificate import Certificate
     from export.verification.budget import Budget
 
 GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
@@ -30,41 +31,49 @@ EXAMPLES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
-    """A version that was written.
+class Wishes:
+    """What a user wants of an export, beside where it goes.
 
     Attributes:
-        path: Its folder.
-        certificate: Its certificate.
+        budget: How much the float16 model may differ.
+        keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        samples: How many held-out samples to verify on, at most.
+        search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
+        adversarial: Whether to try samples at the edge of the given ones too.
+        accumulators: In which type the target runtime sums.
     """
 
-    path: Path
-    certificate: Certificate
+    budget: Budget
+    keep_fp32: Sequence[str] = ()
+    samples: int = 1024
+    search: bool = True
+    adversarial: bool = True
+    accumulators: Accumulators = "float32"
 
 
 def export_checkpoint(
     path: Path,
     repository: Path,
     *,
-    budget: Budget,
+    wishes: Wishes,
     name: str | None = None,
     version: int | None = None,
     max_batch_size: int = 32,
-    keep_fp32: Sequence[str] = (),
-    samples: int = 1024,
+    fp32_twin: bool = False,
     progress: Callable[[str], None],
-) -> Exported:
+) -> Converted:
     """Convert a checkpoint's model to fp16, verify it on held-out samples, and write it to a repository if it passes.
+
+    What the training policy added to float32, and what the training record shows over float16's range, stays float32.
 
     Args:
         path: The checkpoint.
         repository: The model repository.
-        budget: How much the fp16 model may differ.
+        wishes: What is wanted.
         name: The model's name; by default from the checkpoint's factory (see `model_name`).
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
-        keep_fp32: Names to keep in float32 (see `export.halving.to_half.to_half`).
-        samples: How many held-out samples to verify on, at most.
+        fp32_twin: Whether the float32 model goes along, for a server that answers from it where float16 fails.
         progress: Is told each step before it begins.
 
     Raises:
@@ -74,29 +83,33 @@ def export_checkpoint(
     """
     progress("reading the checkpoint")
     checkpoint = load_checkpoint(path)
-    model, held_out, policy = _rebuilt(checkpoint, samples)
-    name = name or model_name(checkpoint.model)
-    examples = tuple(tensor[:EXAMPLES] for tensor in held_out.inputs)
-    progress("converting to float16")
-    half = to_half(model, policy=policy, keep_fp32=keep_fp32)
-    metadata = {"halfserve.model": checkpoint.model}
-    progress("exporting to ONNX")
-    exported = export_onnx(half.module, [_halved(tensor) for tensor in examples], metadata=metadata)
-    reference_bytes = len(serialize(export_onnx(model, examples, metadata=metadata)))
-    progress(f"verifying on {len(held_out.inputs[0])} held-out samples")
-    certificate = verify(
-        model,
-        exported,
-        held_out.inputs,
-        budget=budget,
-        labels=held_out.labels,
-        name=name,
-        reference_bytes=reference_bytes,
-        conversion=half.report,
+    model, held_out = _rebuilt(checkpoint, wishes.samples)
+    policy, record = _training(checkpoint)
+    target = RepositoryTarget(
+        repository=repository,
+        name=name or model_name(checkpoint.model),
+        version=version,
+        max_batch_size=max_batch_size,
+        fp32_twin=fp32_twin,
     )
-    progress("writing the version")
-    written = write_model_version(repository, name, exported, certificate, version=version, max_batch_size=max_batch_size)
-    return Exported(path=written, certificate=certificate)
+    with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
+        progress("exporting to ONNX")
+        source = Path(folder) / "model.onnx"
+        kept = float32_parts(model, keep_fp32=wishes.keep_fp32, policy=policy, record=record)
+        _write_float32(model, held_out, source, checkpoint.model, kept, policy)
+        verification = Verification(
+            samples=lambda _: [tensor.numpy() for tensor in held_out.inputs],
+            budget=wishes.budget,
+            adversarial=wishes.adversarial,
+            accumulators=wishes.accumulators,
+            search=wishes.search,
+            reference=model,
+            labels=None if held_out.labels is None else held_out.labels.numpy(),
+            record=record,
+        )
+        return convert_verified(
+            source, target, options=Options(keep_io_types=False), verification=verification, progress=progress
+        )
 
 
 def model_name(factory: str) -> str:
@@ -109,16 +122,27 @@ def model_name(factory: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", telling[-1] if telling else function)
 
 
-def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples, Policy]:
+def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
     # Factories are the user's code: amp_core raises ValueErrors of several kinds, each with one clear line.
     try:
         model = checkpoint.build_model()
         held_out = checkpoint.build_data()[1]
-        policy = Policy.parse(checkpoint.policy)
     except ValueError as error:
         raise ExportError(str(error)) from error
-    return model, take_samples(held_out, samples), policy
+    return model, take_samples(held_out, samples)
 
 
-def _halved(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
+def _training(checkpoint: Checkpoint) -> tuple[Policy, Record | None]:
+    try:
+        return Policy.parse(checkpoint.policy), Record.from_dict(checkpoint.record) if checkpoint.record else None
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+
+
+def _write_float32(
+    model: nn.Module, held_out: Samples, path: Path, made_by: str, kept: Mapping[str, str], policy: Policy
+) -> None:
+    examples = tuple(tensor[:EXAMPLES] for tensor in held_out.inputs)
+    traced = traced_model(model, examples, metadata={"halfserve.model": made_by}, policy=policy)
+    mark_float32(traced, kept)
+    write_onnx(traced, path)

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from amp_core.checkpoint import CheckpointError
 from export.certificate.certificate import BudgetExceeded
-from export.certificate.table import certificate_table
+from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
 from export.errors import ExportError
-from export.pipeline import Exported, export_checkpoint
+from export.file_conversion import Accumulators
+from export.pipeline import Wishes, export_checkpoint
 from export.verification.budget import Budget
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1, CheckpointError: 1}
@@ -33,43 +34,56 @@ def export(
         list[str] | None, typer.Option(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
     samples: Annotated[int, typer.Option(help="How many held-out samples to verify on, at most.")] = 1024,
+    search: Annotated[
+        bool, typer.Option(help="Find the fewest nodes to keep in float32 where the result is over budget.")
+    ] = True,
+    adversarial: Annotated[bool, typer.Option(help="Verify on samples at the edge of the held-out ones too.")] = True,
+    accumulators: Annotated[
+        Accumulators, typer.Option(help="In which type the target sums: float16 for runtimes such as TensorRT.")
+    ] = "float32",
+    fp32_twin: Annotated[bool, typer.Option("--fp32-twin", help="Put the float32 model beside the float16 one too.")] = False,
+    certificate: Annotated[Path | None, typer.Option(help="Write the verdict to this JSON file too.")] = None,
+    html: Annotated[bool, typer.Option("--html", help="Write it as an HTML page beside --certificate too.")] = False,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Convert a checkpoint's model to fp16, verify it, and add it to a model repository.
 
-    The fp16 model is compared with the float32 one on held-out samples; when it differs by more than the budget allows,
-    nothing is written and the exit code is 3.
+    The fp16 model is compared with the float32 one on held-out samples; where it differs by more than the budget allows, the
+    fewest nodes that have to stay float32 are searched for, and if that is not enough nothing is written and the exit code
+    is 3. What the training policy added to float32, and what the training record shows over float16's range, stays float32.
 
     Example: halfserve export runs/digits/checkpoint.pt --repository models
     """
+    if html and certificate is None:
+        raise ExportError("--html writes its page beside the certificate; give --certificate PATH too")
     stderr = Console(stderr=True)
-    budget = Budget(max_abs_error=max_abs_error, min_agreement=min_agreement)
+    wishes = Wishes(
+        budget=Budget(max_abs_error=max_abs_error, min_agreement=min_agreement),
+        keep_fp32=keep_fp32 or (),
+        samples=samples,
+        search=search,
+        adversarial=adversarial,
+        accumulators=accumulators,
+    )
     try:
         with stderr.status("starting") as status:
             done = export_checkpoint(
                 checkpoint,
                 repository,
-                budget=budget,
+                wishes=wishes,
                 name=name,
                 version=version,
                 max_batch_size=max_batch_size,
-                keep_fp32=keep_fp32 or (),
-                samples=samples,
+                fp32_twin=fp32_twin,
                 progress=status.update,
             )
     except BudgetExceeded as error:
-        stderr.print(certificate_table(error.certificate))
+        explain(stderr, error)
         raise
-    _print(done, as_json=as_json)
-
-
-def _print(done: Exported, *, as_json: bool) -> None:
+    if certificate is not None:
+        write_certificate(done, certificate, html=html)
     if as_json:
-        typer.echo(
-            json.dumps({"path": str(done.path), "version": int(done.path.name), "certificate": done.certificate.to_json()})
-        )
-        return
-    console = Console()
-    console.print(certificate_table(done.certificate))
-    console.print(f"written   {done.path}", highlight=False, soft_wrap=True)
+        typer.echo(json.dumps({**as_plain(done), "version": int(done.path.name)}))
+    else:
+        print_conversion(done)

@@ -72,12 +72,37 @@ def test_json_is_one_object_and_nothing_else(save: Save, tmp_path: Path, capfd: 
 
 def test_over_budget_writes_nothing_and_exits_with_3(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     repository = tmp_path / "models"
-    assert run(save("overflowing", "rows"), "--repository", repository, "--json") == 3
+    assert run(save("peaking", "rows"), "--repository", repository, "--no-search", "--json") == 3
     out, err = capfd.readouterr()
     assert out == ""
     assert "halfserve export: output 'output' (rounded): " in err
     assert "are NaN or infinite (limit 0)" in err
     assert not repository.exists()
+
+
+def test_what_overflows_is_found_and_kept_in_float32(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(save("peaking", "rows"), "--repository", tmp_path / "models", "--json") == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["search"]["passed"]
+    assert {node["name"] for node in answer["conversion"]["kept"]} >= set(answer["search"]["node_block_list"])
+    assert answer["certificate"]["passed"]
+
+
+def test_what_leaves_the_range_and_comes_back_needs_no_search(
+    save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(save("overflowing", "rows"), "--repository", tmp_path / "models", "--no-search", "--json") == 0
+    repairs = json.loads(capfd.readouterr().out)["conversion"]["repairs"]
+    assert {repair["pass_name"] for repair in repairs} == {"keep-fragile"}
+
+
+def test_the_certificate_and_the_twin_are_written_where_asked_for(save: Save, tmp_path: Path) -> None:
+    where = tmp_path / "verdict.json"
+    arguments = ("--repository", tmp_path / "models", "--fp32-twin", "--certificate", where, "--html")
+    assert run(save("cnn", "images"), *arguments) == 0
+    assert read_certificate(where.read_bytes()).passed
+    assert "<html" in where.with_suffix(".html").read_text()
+    assert (tmp_path / "models" / "export" / "1" / "fp32" / "model.onnx").exists()
 
 
 def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,54 @@
+"""ONNX Runtime on the CPU, for models whose inputs and outputs may be arrays, sequences and optionals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from benchmarks.converters.cases import Value
+
+_FLOATS = {"float": np.float32, "float16": np.float16, "double": np.float64}
+
+
+class Session:
+    """A model, opened on the CPU with all of the runtime's optimisations.
+
+    Raises:
+        Exception: Whatever ONNX Runtime raises when it refuses the model.
+    """
+
+    def __init__(self, model: bytes, level: str = "ORT_ENABLE_ALL") -> None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        self._session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def run(self, inputs: dict[str, Value]) -> list[Value]:
+        """Run once; floating inputs are cast to the floating type that the model declares for them."""
+        declared = {value.name: value.type for value in self._session.get_inputs()}
+        feeds = {name: _fitting(value, declared.get(name, "")) for name, value in inputs.items()}
+        outputs: list[Value] = self._session.run(None, feeds)
+        return outputs
+
+
+def _fitting(value: Value, declared: str) -> Value:
+    if isinstance(value, list):
+        return [_fitting(part, declared) for part in value]
+    wanted = next((dtype for name, dtype in _FLOATS.items() if f"({name})" in declared), None)
+    if wanted is None or not isinstance(value, np.ndarray) or value.dtype not in (np.float16, np.float32, np.float64):
+        return value
+    with np.errstate(over="ignore"):
+        return value.astype(wanted)
+
+
+def rounded(value: Value) -> Value:
+    """A float32 value, or a sequence of them, as float16 can hold it."""
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        with np.errstate(over="ignore"):
+            return value.astype(np.float16).astype(np.float32)
+    return value

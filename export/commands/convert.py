@@ -1,0 +1,188 @@
+"""`halfserve convert`: from a float32 ONNX file to a verified float16 one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from export.certificate.certificate import BudgetExceeded
+from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
+from export.conversion_targets import FileTarget, RepositoryTarget, Target
+from export.errors import ExportError
+from export.file_conversion import Accumulators, Options, Verification, convert_verified
+from export.model_writer import ExternalData
+from export.sample_files import load_samples
+from export.verification.budget import Budget
+
+if TYPE_CHECKING:
+    from export.model_file import ModelFile
+    from export.verification.metrics import Array
+
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="The float32 ONNX model; its data files lie beside it.", show_default=False)],
+    target: Annotated[
+        Path | None, typer.Argument(help="The float16 ONNX model to write; or give --repository.", show_default=False)
+    ] = None,
+    keep_io_types: Annotated[
+        bool, typer.Option("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
+    ] = True,
+    block_op: Annotated[
+        list[str] | None, typer.Option(help="Operator to keep in float32, as a shell pattern; may be repeated.")
+    ] = None,
+    block_node: Annotated[
+        list[str] | None, typer.Option(help="Node to keep in float32, as a shell pattern; may be repeated.")
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option(help="Rewrite what float16 could not hold, such as large BatchNorm statistics.")
+    ] = True,
+    external_data: Annotated[
+        ExternalData, typer.Option(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
+    ] = "auto",
+    verify: Annotated[bool, typer.Option(help="Compare the result with the source before it is written.")] = True,
+    samples: Annotated[
+        Path | None, typer.Option(help="An .npz with an array per input to verify on; by default inputs are made up.")
+    ] = None,
+    dim: Annotated[
+        list[str] | None, typer.Option(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
+    ] = None,
+    max_abs_error: Annotated[
+        float | None, typer.Option(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
+    ] = None,
+    max_scaled_error: Annotated[
+        float, typer.Option(help="Largest error of an output, as a share of its largest magnitude.")
+    ] = 0.01,
+    min_agreement: Annotated[float, typer.Option(help="Least share of samples with the reference's argmax.")] = 0.995,
+    adversarial: Annotated[
+        bool, typer.Option(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")
+    ] = True,
+    accumulators: Annotated[
+        Accumulators, typer.Option(help="In which type the runtime sums: float32 as ONNX Runtime, or float16 as TensorRT.")
+    ] = "float32",
+    search: Annotated[
+        bool, typer.Option(help="Find the fewest nodes to keep in float32 where the result is over budget.")
+    ] = True,
+    certificate: Annotated[Path | None, typer.Option(help="Write the verdict to this JSON file too.")] = None,
+    html: Annotated[bool, typer.Option("--html", help="Write it as an HTML page beside --certificate too.")] = False,
+    placement: Annotated[
+        bool, typer.Option("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
+    ] = False,
+    repository: Annotated[
+        Path | None, typer.Option(help="Add a version to this model repository instead of writing a file.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name there; by default the source's.")] = None,
+    version: Annotated[int | None, typer.Option(help="The version there; the next free one by default.")] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Largest batch that the server may form; 0 for none.")] = 32,
+    fp32_twin: Annotated[
+        bool, typer.Option("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there already.")] = False,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Convert a float32 ONNX model to float16, verify it, and write it.
+
+    The float16 model is compared with the float32 one; where it differs by more than the budget allows, the fewest nodes that
+    have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3. Models of any
+    size are converted weight by weight.
+
+    Example: halfserve convert model.onnx model.fp16.onnx --samples samples.npz
+
+    Example: halfserve convert model.onnx --repository models --fp32-twin
+    """
+    stderr = Console(stderr=True)
+    budget = Budget(max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
+    options = Options(
+        keep_io_types=keep_io_types,
+        op_block_list=block_op or (),
+        node_block_list=block_node or (),
+        repair=repair,
+        external_data=external_data,
+    )
+    place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)
+    _require_sense(verify=verify, samples=samples, certificate=certificate, html=html, repository=repository)
+    inputs, verification = _inputs(samples, _sizes(dim or ())), None
+    if verify:
+        verification = Verification(
+            samples=inputs, budget=budget, adversarial=adversarial, accumulators=accumulators, search=search
+        )
+    try:
+        with stderr.status("starting") as status:
+            done = convert_verified(source, place, options=options, verification=verification, progress=status.update)
+    except BudgetExceeded as error:
+        explain(stderr, error)
+        raise
+    if certificate is not None and done.certificate is not None:
+        write_certificate(done, certificate, html=html)
+    if as_json:
+        typer.echo(json.dumps(as_plain(done)))
+    else:
+        print_conversion(done, in_full=placement)
+
+
+def _target(
+    source: Path,
+    target: Path | None,
+    repository: Path | None,
+    name: str | None,
+    version: int | None,
+    max_batch_size: int,
+    *,
+    fp32_twin: bool,
+    overwrite: bool,
+) -> Target:
+    if (target is None) == (repository is None):
+        raise ExportError("give either the file to write or --repository, one of the two")
+    if target is not None:
+        if name is not None or version is not None or fp32_twin:
+            raise ExportError("--name, --version and --fp32-twin belong to --repository; leave the file to write out")
+        return FileTarget(path=target, overwrite=overwrite)
+    if overwrite:
+        raise ExportError("a version in a repository is never replaced; leave --overwrite out")
+    return RepositoryTarget(
+        repository=repository or Path(),
+        name=name or source.stem,
+        version=version,
+        max_batch_size=max_batch_size,
+        fp32_twin=fp32_twin,
+    )
+
+
+def _require_sense(
+    *, verify: bool, samples: Path | None, certificate: Path | None, html: bool, repository: Path | None
+) -> None:
+    needing = [
+        option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value
+    ]
+    if not verify and needing:
+        raise ExportError(f"--{needing[0]} needs verification; leave --no-verify out")
+    if html and certificate is None:
+        raise ExportError("--html writes its page beside the certificate; give --certificate PATH too")
+    if certificate and (certificate.is_dir() or not certificate.absolute().parent.is_dir()):
+        raise ExportError(f"cannot write the certificate {certificate}: expected a file in a folder that exists")
+
+
+def _sizes(entries: Sequence[str]) -> dict[str, int]:
+    sizes = {}
+    for entry in entries:
+        name, _, size = entry.rpartition("=")
+        if not name or not size.isdigit() or int(size) < 1:
+            raise ExportError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:
+    def made_up(model: ModelFile) -> Sequence[Array]:
+        from export.verification.synthetic import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
+
+        return synthesize(model, dims=sizes)
+
+    return made_up if samples is None else lambda model: load_samples(samples, model)

@@ -1,0 +1,248 @@
+"""An ONNX file's way to float16: converted, verified, searched for what must stay float32, and only then put into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from export.certificate.certificate import BudgetExceeded, Certificate
+from export.conversion_targets import Target
+from export.errors import ExportError
+from export.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
+from export.model_writer import ExternalData
+from export.onnx_fp16.model_files import StagedConversion, staged_conversion
+from export.onnx_fp16.report import ConversionReport
+from export.placement.audit import Placement, audit_placement
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from amp_core.recorder.record import Record
+    from export.search.result import SearchResult
+    from export.verification.budget import Budget
+    from export.verification.metrics import Array
+
+
+Accumulators: TypeAlias = Literal["float32", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to convert. See `export.onnx_fp16.model_files.convert_file`."""
+
+    keep_io_types: bool = True
+    op_block_list: Collection[str] = ()
+    node_block_list: Collection[str] = ()
+    repair: bool = True
+    external_data: ExternalData = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """How to verify. See `export.verification.verify.verify`.
+
+    Attributes:
+        samples: Gives the samples for a model.
+        budget: How much the float16 model may differ.
+        reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
+        labels: The true classes of the samples.
+        adversarial: Whether to try samples at the edge of the given ones too.
+        accumulators: In which type the target runtime sums.
+        search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
+        record: What was recorded while the model was trained, to begin the search with.
+    """
+
+    samples: Callable[[ModelFile], Sequence[Array]]
+    budget: Budget
+    reference: nn.Module | ModelSource | ModelFile | None = None
+    labels: Array | None = None
+    adversarial: bool = True
+    accumulators: Accumulators = "float32"
+    search: bool = True
+    record: Record | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A model that was written.
+
+    Attributes:
+        path: Its file, or its version's folder in a repository.
+        source_bytes: Size of the float32 model, data files included.
+        size_bytes: Its size, likewise.
+        report: What the conversion did.
+        certificate: The verdict; None where it was not asked for.
+        placement: Where ONNX Runtime puts its nodes, or why it cannot say.
+        search: What was found to need float32; None where nothing was searched for.
+        superseded: Data files beside it that only the model before it used.
+    """
+
+    path: Path
+    source_bytes: int
+    size_bytes: int
+    report: ConversionReport
+    certificate: Certificate | None
+    placement: Placement | str
+    search: SearchResult | None
+    superseded: tuple[str, ...]
+
+
+class SearchFailed(BudgetExceeded):
+    """The float16 model differs too much, and no set of float32 nodes was found that mends it.
+
+    Attributes:
+        search: The best attempt, and why it is not enough.
+    """
+
+    def __init__(self, error: BudgetExceeded, search: SearchResult) -> None:
+        why = f": {search.explanation}" if search.explanation else ""
+        super().__init__(
+            f"{error}; the search for nodes to keep in float32 found no set that is enough{why}", error.certificate
+        )
+        self.search = search
+
+
+def convert_verified(
+    source: Path,
+    target: Target,
+    *,
+    options: Options,
+    verification: Verification | None,
+    progress: Callable[[str], None],
+) -> Converted:
+    """Convert a file, verify the result where it waits, and put it into place if it passes.
+
+    Args:
+        source: The float32 model.
+        target: Where the float16 model goes.
+        options: How to convert.
+        verification: How to verify; None not to.
+        progress: Is told each step before it begins.
+
+    Raises:
+        BudgetExceeded: The float16 model differs too much; nothing was written.
+        ExportError: Any other reason for which it cannot be done; nothing was written.
+    """
+    progress("reading the model")
+    opened = open_model(source)
+    target.check(opened)
+    arrays = None if verification is None else verification.samples(opened)
+    with target.file() as file, ExitStack() as stack:
+        attempt = _attempt(stack, opened, file, options, progress)
+        certificate, found = None, None
+        if verification is not None and arrays is not None:
+            try:
+                certificate = _verified(attempt, arrays, verification, target.model_name, progress)
+            except BudgetExceeded as error:
+                stack.close()
+                if not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
+                    raise
+                found = _searched(opened, options, arrays, verification, error, progress)
+                blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
+                attempt = _attempt(stack, opened, file, blocked, progress)
+                certificate = _verified(attempt, arrays, verification, target.model_name, progress)
+        return _put(target, attempt, certificate, found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    done: StagedConversion
+    placement: Placement | str
+
+
+def _attempt(stack: ExitStack, source: ModelFile, file: Path, options: Options, progress: Callable[[str], None]) -> _Attempt:
+    progress("converting to float16")
+    done = stack.enter_context(
+        staged_conversion(
+            source,
+            file,
+            keep_io_types=options.keep_io_types,
+            op_block_list=options.op_block_list,
+            node_block_list=options.node_block_list,
+            repair=options.repair,
+            external_data=options.external_data,
+            overwrite=True,  # that it may be replaced was checked first
+        )
+    )
+    progress("asking ONNX Runtime for the placement")
+    return _Attempt(done=done, placement=_placement(done))
+
+
+def _verified(
+    attempt: _Attempt, arrays: Sequence[Array], verification: Verification, name: str, progress: Callable[[str], None]
+) -> Certificate:
+    # Slow to import, and not needed without verification.
+    from export.certificate.embed import embed_in_file  # noqa: PLC0415  (see above)
+    from export.verification.verify import verify  # noqa: PLC0415  (see above)
+
+    progress("verifying")
+    done, placement = attempt.done, attempt.placement
+    certificate = verify(
+        done.source if verification.reference is None else verification.reference,
+        done.staged.path,
+        list(arrays),
+        budget=verification.budget,
+        labels=verification.labels,
+        name=name,
+        reference_bytes=done.source.size_bytes,
+        conversion=done.conversion.report,
+        adversarial=verification.adversarial,
+        accumulators=verification.accumulators,
+        placement=None if isinstance(placement, str) else placement.to_json(),
+    )
+    return embed_in_file(done.staged.path, certificate)
+
+
+def _searched(
+    source: ModelFile,
+    options: Options,
+    arrays: Sequence[Array],
+    verification: Verification,
+    error: BudgetExceeded,
+    progress: Callable[[str], None],
+) -> SearchResult:
+    from export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
+
+    progress("searching for what must stay float32")
+    found = find_fp32_nodes(
+        source.proto,
+        list(arrays),
+        budget=verification.budget,
+        keep_io_types=options.keep_io_types,
+        op_block_list=options.op_block_list,
+        node_block_list=options.node_block_list,
+        repair=options.repair,
+        record=verification.record,
+        adversarial=verification.adversarial,
+        accumulators=verification.accumulators,
+        progress=progress,
+    )
+    if not found.passed:
+        raise SearchFailed(error, found) from error
+    return found
+
+
+def _put(target: Target, attempt: _Attempt, certificate: Certificate | None, found: SearchResult | None) -> Converted:
+    source, staged = attempt.done.source, attempt.done.staged
+    size_bytes = open_model(staged.path).size_bytes
+    put = target.put(source, staged, certificate)
+    return Converted(
+        path=put.path,
+        source_bytes=source.size_bytes,
+        size_bytes=size_bytes,
+        report=attempt.done.conversion.report,
+        certificate=certificate,
+        placement=attempt.placement,
+        search=found,
+        superseded=put.superseded,
+    )
+
+
+def _placement(done: StagedConversion) -> Placement | str:
+    try:
+        return audit_placement(done.staged.path, reasons={node.name: node.reason for node in done.conversion.report.kept})
+    except ExportError as error:
+        return str(error)  # worth knowing, and no reason to refuse a model that another runtime may take

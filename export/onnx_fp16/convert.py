@@ -1,0 +1,111 @@
+"""The core converter: a float32 `onnx_ir.Model` becomes float16, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir
+
+from export.onnx_fp16.block_lists import Known, require_known
+from export.onnx_fp16.casting import Caster
+from export.onnx_fp16.cleanup import drop_idle_casts
+from export.onnx_fp16.containers import settle_containers
+from export.onnx_fp16.graph_walk import all_nodes
+from export.onnx_fp16.islands import close_islands
+from export.onnx_fp16.mark import is_marked, mark
+from export.onnx_fp16.plan import Plan, blank_plan
+from export.onnx_fp16.prepare import prepare, repair_model
+from export.onnx_fp16.reasons import keep_nodes
+from export.onnx_fp16.report import ConversionReport
+from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, report_of, report_unchanged
+from export.onnx_fp16.settings import settings_of
+from export.onnx_fp16.value_types import declared_values, forget_inferred
+from export.onnx_fp16.weight_range import WeightRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A converted model.
+
+    Attributes:
+        model: The model, the same object that was given.
+        report: What was done.
+    """
+
+    model: onnx_ir.Model
+    report: ConversionReport
+
+
+def convert(
+    model: onnx_ir.Model,
+    *,
+    keep_io_types: bool | Collection[str] = True,
+    op_block_list: Collection[str] = (),
+    node_block_list: Collection[str] = (),
+    repair: bool = True,
+) -> Conversion:
+    """Convert a float32 model to float16, in place.
+
+    Every node whose operator has float16 at the model's opset computes in it, except where float16 would break the model; each
+    exception is in the report with its reason. Casts stand where the two types meet. Weights that lie in files are rounded when
+    they are read, the others at once. Names, metadata and opsets stay; values of which the model said nothing carry no type in
+    the end. A model that this function converted before, with the same settings, stays as it is.
+
+    Args:
+        model: The model. Its tensors may lie in files.
+        keep_io_types: True: inputs and outputs keep their types, with casts behind and before them; False: they become float16;
+            or names and shell patterns of those that keep theirs.
+        op_block_list: Operators that stay float32, by name ("Softmax", "com.microsoft:Attention") or shell pattern.
+        node_block_list: Nodes that stay float32, by name or shell pattern; with a node, all that is in its bodies.
+        repair: Whether to rewrite first what float16 could not hold (`export.onnx_fp16.repair`).
+
+    Returns:
+        The model and the report.
+
+    Raises:
+        ExportError: A list names something that the model does not have, functions cannot be inlined, or a repair failed.
+    """
+    settings = settings_of(keep_io_types, op_block_list, node_block_list, repair)
+    if is_marked(model, settings):
+        return Conversion(model=model, report=report_unchanged(model))
+    known, casts, declared = Known(model), count_casts(model), declared_values(model)
+    if repair:
+        repairs = repair_model(model, settings)
+    else:
+        prepare(model, settings)
+        repairs = ()
+    known.add(model)
+    require_known(known, settings)
+    counted = float_nodes(model)
+    plan = blank_plan(model, settings)
+    ranges = _decide(plan)
+    caster = Caster(plan, ranges)
+    caster.apply()
+    drop_idle_casts(model)
+    _import_opset(model)
+    if holds_half(model):
+        mark(model, settings)
+    report = report_of(plan, counted, repairs, ranges, caster.halved, casts_before=casts)
+    forget_inferred(model, declared)
+    return Conversion(model=model, report=report)
+
+
+def _decide(plan: Plan) -> WeightRange:
+    keep_nodes(plan)
+    settle_containers(plan)
+    ranges = WeightRange(plan)
+    ranges.apply()
+    settle_containers(plan)  # again: a kept node may hold a sequence
+    close_islands(plan)
+    return ranges
+
+
+def _import_opset(model: onnx_ir.Model) -> None:
+    """Import ONNX's own operators where a model of another domain alone got casts."""
+    if "" in model.opset_imports or not any(node.domain == "" for node in all_nodes(model)):
+        return
+    version = model.ir_version or onnx.IR_VERSION
+    fitting = [row[2] for row in onnx.helper.VERSION_TABLE if row[1] <= version]
+    model.opset_imports[""] = max(fitting, default=onnx.defs.onnx_opset_version())

@@ -1,0 +1,110 @@
+"""Weights as float16: what rounding does to them, counted; the rounding itself, at once or when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir
+
+from export.onnx_fp16.graph_walk import FLOAT16
+from export.weight_ledger import FP16_MAX, Ledger, ledger_of
+
+Array: TypeAlias = np.ndarray[Any, Any]
+_CHUNK_ELEMENTS = 1 << 19  # 2 MB of float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightScan:
+    """What is known of a weight after one look at each element.
+
+    Attributes:
+        elements: How many there are.
+        ledger: What rounding does.
+        nonzero: Elements that are not zero.
+        largest: The largest finite magnitude; 0 where there is none.
+        smallest: The smallest magnitude above zero; 0 where there is none.
+    """
+
+    elements: int
+    ledger: Ledger
+    nonzero: int
+    largest: float
+    smallest: float
+
+    @property
+    def overflows(self) -> bool:
+        """Some finite element is beyond float16's range."""
+        return self.ledger.overflow > 0
+
+    @property
+    def vanishes(self) -> bool:
+        """All that is not zero becomes zero."""
+        return 0 < self.nonzero == self.ledger.flushed
+
+
+def scan(tensor: onnx_ir.TensorProtocol) -> WeightScan:
+    """Look at each element of a float32 tensor, a few megabytes at a time."""
+    total, nonzero, largest, smallest = Ledger(), 0, 0.0, np.inf
+    for chunk in _chunks(tensor.numpy()):
+        magnitude = np.abs(chunk)
+        positive = magnitude[magnitude > 0]  # NaN is not
+        finite = positive[np.isfinite(positive)]
+        nonzero += positive.size + int(np.isnan(magnitude).sum())
+        largest = max(largest, float(finite.max(initial=0.0)))
+        smallest = min(smallest, float(positive.min(initial=np.inf)))
+        total += ledger_of(chunk)
+    return WeightScan(
+        elements=tensor.size,
+        ledger=total,
+        nonzero=nonzero,
+        largest=largest,
+        smallest=smallest if np.isfinite(smallest) else 0.0,
+    )
+
+
+def halved(tensor: onnx_ir.TensorProtocol, *, saturate: bool) -> onnx_ir.TensorProtocol:
+    """The tensor in float16. One that lies in a file is read and rounded whenever it is asked for, and never kept.
+
+    Args:
+        tensor: A float32 tensor.
+        saturate: Whether finite values beyond float16's range become its largest number, instead of infinity.
+    """
+    if isinstance(tensor, onnx_ir.ExternalTensor):
+        return onnx_ir.LazyTensor(
+            partial(_rounded_tensor, tensor, saturate=saturate),
+            dtype=FLOAT16,
+            shape=onnx_ir.Shape(tensor.shape.numpy()),
+            cache=False,
+            name=tensor.name,
+            doc_string=tensor.doc_string,
+            metadata_props=dict(tensor.metadata_props),
+        )
+    return _rounded_tensor(tensor, saturate=saturate)
+
+
+def _rounded_tensor(tensor: onnx_ir.TensorProtocol, *, saturate: bool) -> onnx_ir.TensorProtocol:
+    return onnx_ir.Tensor(
+        rounded(tensor.numpy(), saturate=saturate),
+        dtype=FLOAT16,
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        metadata_props=dict(tensor.metadata_props),
+    )
+
+
+def rounded(values: Array, *, saturate: bool = False) -> Array:
+    """float32 numbers as the nearest float16 ones, ties to even."""
+    if saturate:
+        values = np.where(np.isfinite(values), np.clip(values, -FP16_MAX, FP16_MAX), values)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.asarray(values).astype(np.float16)
+
+
+def _chunks(values: Array) -> Iterator[Array]:
+    flat = np.ravel(values)
+    for start in range(0, flat.size, _CHUNK_ELEMENTS):
+        yield flat[start : start + _CHUNK_ELEMENTS]

@@ -1,0 +1,171 @@
+"""What repairs share: constants to read and to make, who reads a value, and how one value takes another's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir
+
+from export.onnx_fp16.graph_walk import FLOAT, constant_of
+from export.onnx_fp16.reasons import KEEP
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def is_op(node: onnx_ir.Node | None, *types: str) -> bool:
+    """Whether a node is one of these of ONNX's own operators."""
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in types
+
+
+def is_kept(*nodes: onnx_ir.Node) -> bool:
+    """Whether one of these nodes is to stay float32 as it is, because a user says so."""
+    return any(KEEP in node.metadata_props for node in nodes)
+
+
+def opset_of(model: onnx_ir.Model) -> int:
+    """The version of ONNX's operators that a model uses."""
+    return model.opset_imports.get("", 1)
+
+
+def array_of(value: onnx_ir.Value | None) -> Array | None:
+    """A float32 constant's numbers in float64; None for any other value."""
+    tensor = constant_of(value)
+    return tensor.numpy().astype(np.float64) if tensor is not None and tensor.dtype == FLOAT else None
+
+
+def number_of(value: onnx_ir.Value | None) -> float | None:
+    """The number of a float32 constant with one element; None for any other value."""
+    tensor = constant_of(value)
+    if tensor is None or tensor.dtype != FLOAT or tensor.size != 1:
+        return None
+    return float(tensor.numpy().reshape(()))
+
+
+def integers_of(value: onnx_ir.Value | None) -> list[int] | None:
+    """A constant's whole numbers; None for any other value."""
+    tensor = constant_of(value)
+    if tensor is None or tensor.dtype not in (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32):
+        return None
+    return [int(number) for number in tensor.numpy().reshape(-1)]
+
+
+def axes_of(node: onnx_ir.Node) -> list[int] | None:
+    """The axes of a reduction, from its attribute or its constant input; None where they are not known, or all are meant."""
+    attribute = node.attributes.get("axes")
+    if attribute is not None:
+        return list(attribute.as_ints())
+    return integers_of(node.inputs[1]) if len(node.inputs) > 1 else None
+
+
+def keeps_axes(node: onnx_ir.Node) -> bool:
+    """Whether a reduction leaves the axes that it reduces, with size 1."""
+    attribute = node.attributes.get("keepdims")
+    return attribute is None or attribute.as_int() == 1
+
+
+def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
+    """The node that alone reads a value, once; None where others do, or the graph gives the value out."""
+    uses = value.uses()
+    if len(uses) != 1 or value.is_graph_output():
+        return None
+    return next(iter(uses)).node
+
+
+def readers(value: onnx_ir.Value) -> list[onnx_ir.Node]:
+    """The nodes that read a value, each once, in the order in which they began to."""
+    return list(dict.fromkeys(use.node for use in value.uses()))
+
+
+def other_input(node: onnx_ir.Node, value: onnx_ir.Value) -> onnx_ir.Value | None:
+    """Of a node with two inputs, the one that is not `value`."""
+    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+
+
+class Maker:
+    """Makes nodes and constants in one model, with names that are free and the same every time."""
+
+    def __init__(self, model: onnx_ir.Model) -> None:
+        self._main = model.graph
+        graphs = [model.graph, *model.graph.subgraphs()]
+        self._taken = {value.name for graph in graphs for value in (*graph.inputs, *graph.initializers.values())}
+        for node in model.graph.all_nodes():
+            self._taken.update([node.name, *(output.name for output in node.outputs)])
+
+    def name(self, stem: str) -> str:
+        """A free name that begins with `stem`."""
+        stems = (f"{stem}_{number}" if number else stem for number in count())
+        free = next(name for name in stems if name not in self._taken)
+        self._taken.add(free)
+        return free
+
+    def constant(self, stem: str, array: Array) -> onnx_ir.Value:
+        """A float32 (or int64) constant of the main graph, where bodies see it too."""
+        kind = np.float32 if np.issubdtype(array.dtype, np.floating) else array.dtype
+        name = self.name(stem)
+        tensor = onnx_ir.tensor(np.ascontiguousarray(array, kind).reshape(array.shape), name=name)
+        shape, dtype = onnx_ir.Shape(array.shape), onnx_ir.TensorType(tensor.dtype)
+        value = onnx_ir.Value(name=name, shape=shape, type=dtype, const_value=tensor)
+        self._main.register_initializer(value)
+        return value
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[onnx_ir.Value | None],
+        like: onnx_ir.Node,
+        kind: onnx_ir.TypeProtocol | None = None,
+        *,
+        behind: bool = False,
+        **attributes: Any,
+    ) -> onnx_ir.Node:
+        """A node with one output, in front of `like` or behind it, whose origin it shares; float32 unless `kind` says else."""
+        name = self.name(f"{like.name}/{op_type}")
+        made = onnx_ir.node(op_type, inputs, attributes=attributes, name=name)
+        made.metadata_props.update(like.metadata_props)
+        output = made.outputs[0]
+        output.name, output.type = self.name(f"{name}_output"), kind or onnx_ir.TensorType(FLOAT)
+        if like.graph is None:
+            raise ValueError(like.name)
+        if behind:
+            like.graph.insert_after(like, made)
+        else:
+            like.graph.insert_before(like, made)
+        return made
+
+
+def take_place(new: onnx_ir.Value, old: onnx_ir.Value) -> None:
+    """Let `new` be read wherever `old` was, under the name of `old`; the node that made `old` is left without readers."""
+    name = old.name
+    new.type, new.shape = old.type, old.shape
+    onnx_ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    old.name = f"{name}/replaced"
+    new.name = name
+
+
+def drop(*nodes: onnx_ir.Node | None) -> None:
+    """Remove those of these nodes that nobody reads any more, and then the constants that only they read."""
+    waiting = [node for node in nodes if node is not None]
+    while idle := [node for node in waiting if not any(value.uses() or value.is_graph_output() for value in node.outputs)]:
+        for node in dict.fromkeys(idle):
+            inputs = list(dict.fromkeys(node.inputs))
+            if node.graph is not None:
+                node.graph.remove(node, safe=True)
+            for value in inputs:
+                if value is not None:
+                    drop_constant(value)
+        waiting = [node for node in waiting if node not in idle]
+
+
+def drop_constant(value: onnx_ir.Value) -> None:
+    """Remove a constant that nobody reads any more; any other value stays."""
+    if value.uses() or value.is_graph_output():
+        return
+    maker, graph = value.producer(), value.graph
+    if maker is not None:
+        if is_op(maker, "Constant"):
+            drop(maker)
+    elif graph is not None and value.name is not None and value.is_initializer() and not value.is_graph_input():
+        del graph.initializers[value.name]

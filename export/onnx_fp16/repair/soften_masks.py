@@ -1,0 +1,169 @@
+"""Masks that are added to scores before a Softmax: numbers that float16 does not have become places that it can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir
+
+from export.onnx_fp16.graph_walk import FLOAT, all_nodes
+from export.onnx_fp16.op_sets import MOVERS
+from export.onnx_fp16.reasons import KEEP
+from export.onnx_fp16.repair.edits import Array, Maker, array_of, drop_constant, is_kept, is_op, opset_of, readers
+from export.onnx_fp16.repair.fragile_chains import factor_of
+from export.onnx_fp16.report import Repair
+from export.weight_ledger import FP16_MAX
+
+SOFTMAX = ("LogSoftmax", "Softmax")
+THROUGH = frozenset({"Add", "Cast", "Mul", "Neg", "Sub", "Where"}) | MOVERS
+FIRST_OPSET = 9  # Where
+SOFT = FP16_MAX / 2  # so that two masks added are still a number
+HIDDEN = SOFT / 2  # what is over it hides; no score that counts is
+TEMPERATURES = (2.0**-6, 2.0)  # factors between the addition and the Softmax after which what is hidden stays so
+# Beside such a number a float32 score is lost, so it can be nothing but a mask; a smaller one may scale a penalty.
+SURELY_A_MASK = 1e8
+REASON = "a penalty whose factor float16 cannot hold"
+
+
+class SoftenMasks:
+    """scores + mask, with a mask of -1e9, hides a place; the score is lost in the sum, so a row that is hidden from end to end
+    comes out even.
+
+    In float16 the sum is -infinity in some places of such a row and not in others, or everywhere, which is NaN. So a mask's
+    numbers become -32,752, and where it hides, its number takes the place of the sum. What may be a penalty instead, a factor
+    of -1e5 on something that need not be 0 or 1, is kept in float32 up to the Softmax.
+    """
+
+    name = "soften-masks"
+
+    def requires(self, model: onnx_ir.Model) -> None:
+        """Nothing."""
+
+    def call(self, model: onnx_ir.Model) -> list[Repair]:
+        """Rewrite every such mask."""
+        maker, repairs = Maker(model), []
+        for addition, index, mask in _masked_additions(model):
+            largest = max(float(np.abs(array[np.isfinite(array)]).max()) for array in mask.constants.values())
+            if mask.is_sure:
+                for constant, array in mask.constants.items():
+                    _soften(constant, array, {*mask.nodes, addition}, maker)
+                _settle(addition, index, maker)
+                text = f"{largest:.3g} becomes {SOFT:g}, and takes the place of the scores that it hides"
+            else:
+                for node in (*mask.nodes, addition, *_way_to_softmax(addition.outputs[0])):
+                    node.metadata_props.setdefault(KEEP, REASON)
+                text = f"kept in float32: {REASON}"
+            repairs.append(Repair(pass_name=self.name, nodes=(addition.name or "",), text=text))
+        return repairs
+
+    def ensures(self, model: onnx_ir.Model) -> None:
+        """No such mask is left."""
+        if left := _masked_additions(model):
+            raise ValueError(f"the mask of {left[0][0].name} was not rewritten")
+
+
+@dataclass
+class _Mask:
+    """What a mask is made of.
+
+    Attributes:
+        constants: Those that float16 cannot hold, with their numbers.
+        nodes: That compute it.
+        chosen: Whether it comes from booleans and whole numbers, and from no other floats.
+    """
+
+    constants: dict[onnx_ir.Value, Array] = field(default_factory=dict)
+    nodes: dict[onnx_ir.Node, None] = field(default_factory=dict)
+    chosen: bool = True
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it cannot be anything but a mask."""
+        finite = [array[np.isfinite(array)] for array in self.constants.values()]
+        return self.chosen or all(np.abs(array).max() >= SURELY_A_MASK for array in finite)
+
+
+def _masked_additions(model: onnx_ir.Model) -> list[tuple[onnx_ir.Node, int, _Mask]]:
+    """The last additions (or subtractions) before a Softmax one side of which is a mask, that side's index, and the mask."""
+    if opset_of(model) < FIRST_OPSET:
+        return []
+    found = []
+    for node in all_nodes(model):
+        if is_op(node, "Add", "Sub") and not is_kept(node) and _way_to_softmax(node.outputs[0]):
+            sides = range(2) if is_op(node, "Add") else range(1, 2)
+            masks = [(index, mask) for index in sides if (mask := _mask_of(node.inputs[index])).constants]
+            if len(masks) == 1:
+                found.append((node, *masks[0]))
+    return found
+
+
+def _way_to_softmax(value: onnx_ir.Value) -> list[onnx_ir.Node]:
+    """The nodes between a value and the Softmax, which included, if it goes nowhere else; empty where it does."""
+    if value.is_graph_output() or not value.uses():
+        return []
+    way = []
+    for node in readers(value):
+        beyond = [] if is_op(node, *SOFTMAX) else _way_to_softmax(node.outputs[0])
+        if not is_op(node, *SOFTMAX) and not (beyond and (is_op(node, *MOVERS) or _is_temperature(node))):
+            return []
+        way += [node, *beyond]
+    return way
+
+
+def _is_temperature(node: onnx_ir.Node) -> bool:
+    factor = factor_of(node)
+    return factor is not None and TEMPERATURES[0] <= factor <= TEMPERATURES[1]
+
+
+def _mask_of(value: onnx_ir.Value | None) -> _Mask:
+    """A mask comes from constants, integers, booleans and inputs by nothing but additions, products, choices and moves."""
+    mask, waiting, seen = _Mask(), [value], set[onnx_ir.Value]()
+    while waiting:
+        current = waiting.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        array = array_of(current)
+        maker = current.producer()
+        if array is not None:
+            finite = array[np.isfinite(array)]
+            if finite.size and np.abs(finite).max() > FP16_MAX:
+                mask.constants[current] = array
+        elif current.type is not None and current.dtype != FLOAT:
+            continue
+        elif maker is None:
+            mask.chosen = False
+        elif is_op(maker, *THROUGH):
+            mask.nodes[maker] = None
+            waiting += maker.inputs
+        else:
+            return _Mask()
+    return mask
+
+
+def _soften(value: onnx_ir.Value, array: Array, nodes: set[onnx_ir.Node], maker: Maker) -> None:
+    """Let the mask read a constant that float16 holds, and leave the old one to others."""
+    inside = [use for use in value.uses() if use.node in nodes]
+    if not inside:
+        return  # another Softmax shares the mask
+    large = np.isfinite(array) & (np.abs(array) > FP16_MAX)
+    soft = maker.constant(f"{value.name}/softened", np.where(large, np.sign(array) * SOFT, array))
+    for use in inside:
+        use.node.replace_input_with(use.idx, soft)
+    drop_constant(value)
+
+
+def _settle(addition: onnx_ir.Node, index: int, maker: Maker) -> None:
+    total, uses, mask = addition.outputs[0], list(addition.outputs[0].uses()), addition.inputs[index]
+    last = addition
+    if is_op(addition, "Sub"):
+        last = maker.node("Neg", [mask], last, behind=True)
+        mask = last.outputs[0]
+    bound = maker.constant(f"{addition.name}/bound", np.array(-HIDDEN))
+    lowest = maker.constant(f"{addition.name}/lowest", np.array(-FP16_MAX))
+    hidden = maker.node("Less", [mask, bound], last, onnx_ir.TensorType(onnx_ir.DataType.BOOL), behind=True)
+    number = maker.node("Max", [mask, lowest], hidden, behind=True)
+    settled = maker.node("Where", [hidden.outputs[0], number.outputs[0], total], number, behind=True)
+    for use in uses:
+        use.node.replace_input_with(use.idx, settled.outputs[0])

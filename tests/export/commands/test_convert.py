@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import typer
+from onnx import TensorProto, helper, numpy_helper
+from typer.testing import CliRunner, Result
+
+from export.certificate.certificate import BudgetExceeded, read_certificate
+from export.certificate.embed import check_embedded
+from export.commands.convert import EXIT_CODES, convert
+from export.errors import ExportError
+from export.file_conversion import SearchFailed
+from export.model_file import open_model
+from tests.export.onnx_files import in_one_file, sums, with_data_files
+
+Run = Callable[..., Result]
+
+
+def overflowing() -> onnx.ModelProto:
+    """x [n, 4] -> log(exp(30 x)) / 30: in float16 the exponential overflows from 0.37 on."""
+    constants = {"large": 30.0, "small": 1 / 30}
+    nodes = [
+        helper.make_node("Mul", ["x", "large"], ["a"], name="up"),
+        helper.make_node("Exp", ["a"], ["b"], name="exp"),
+        helper.make_node("Log", ["b"], ["c"], name="log"),
+        helper.make_node("Mul", ["c", "small"], ["y"], name="down"),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y")]
+    tensors = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "overflowing", values[:1], values[1:], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command in a folder with `in.onnx` (sums), `over.onnx` (overflowing) and samples for both."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    in_one_file(overflowing(), tmp_path / "over.onnx")
+    model = sums(2, 512)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim.insert(0, onnx.TensorShapeProto.Dimension(dim_param="n"))
+    in_one_file(model, tmp_path / "in.onnx")
+    rng = np.random.default_rng(0)
+    np.savez("in.npz", x=rng.normal(size=(8, 512)).astype(np.float32))
+    np.savez("over.npz", x=np.linspace(0.5, 1.5, 32, dtype=np.float32).reshape(8, 4))
+    app = typer.Typer()
+    app.command()(convert)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_file_becomes_a_verified_float16_file(run: Run) -> None:
+    result = run("in.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "verdict.json")
+    assert result.exit_code == 0, result.output
+    for line in ("float16   3 of 3 nodes", "rounding  0 overflow", "placement ", "within budget", "written   "):
+        assert line in result.stdout
+    written = open_model("out.onnx")
+    assert {tensor.data_type for tensor in written.proto.graph.initializer} == {TensorProto.FLOAT16}
+    certificate = read_certificate(Path("verdict.json").read_bytes())
+    assert (certificate.model, certificate.passed) == ("out", True)
+    assert certificate.samples >= 8
+    assert certificate.reference_bytes == Path("in.onnx").stat().st_size
+    assert certificate.onnx_sha256 == open_model("out.onnx").sha256
+    assert certificate.placement is not None
+    check_embedded("out.onnx", certificate)
+
+
+def test_a_converted_model_can_be_converted_and_certified_again(run: Run) -> None:
+    for source, target in (("in.onnx", "out.onnx"), ("out.onnx", "again.onnx")):
+        result = run(source, target, "--samples", "in.npz", "--certificate", f"{target}.json")
+        assert result.exit_code == 0, result.output
+    check_embedded("again.onnx", read_certificate(Path("again.onnx.json").read_bytes()))
+    assert open_model("again.onnx").proto.graph == open_model("out.onnx").proto.graph
+
+
+def test_json_is_one_object_and_nothing_else(run: Run) -> None:
+    result = run(
+        "in.onnx", "out.onnx", "--samples", "in.npz", "--json", "--float16-io", "--block-node", "add[0]", "--no-adversarial"
+    )
+    answer = json.loads(result.stdout)
+    assert Path(answer["path"]).samefile("out.onnx")
+    assert answer["certificate"]["passed"] is True
+    assert [node["name"] for node in answer["conversion"]["kept"]] == ["add0"]
+    assert answer["placement"]["islands"][0]["nodes"] == ["add0"]
+    assert answer["size_bytes"] == Path("out.onnx").stat().st_size
+    assert open_model("out.onnx").outline.graph.input[0].type.tensor_type.elem_type == TensorProto.FLOAT16
+
+
+def test_without_samples_inputs_are_made_up(run: Run) -> None:
+    result = run("in.onnx", "out.onnx", "--json", "--dim", "n=3")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["certificate"]["samples"] >= 3
+
+
+def test_without_verification_nothing_is_run(run: Run) -> None:
+    result = run("over.onnx", "out.onnx", "--no-verify", "--placement")
+    assert result.exit_code == 0, result.output
+    assert "verdict   none: not verified" in result.stdout
+    assert "placement by ONNX Runtime" in result.stdout
+    assert Path("out.onnx").exists()
+
+
+def test_over_budget_explains_and_writes_nothing(run: Run) -> None:
+    result = run("over.onnx", "out.onnx", "--samples", "over.npz", "--no-search", "--certificate", "verdict.json")
+    assert isinstance(result.exception, BudgetExceeded)
+    assert EXIT_CODES[BudgetExceeded] == 3
+    assert "are NaN or infinite" in result.stderr
+    assert sorted(path.name for path in Path().iterdir()) == ["in.npz", "in.onnx", "over.npz", "over.onnx"]
+
+
+def test_what_must_stay_float32_is_found(run: Run) -> None:
+    result = run("over.onnx", "out.onnx", "--samples", "over.npz", "--json", "--no-adversarial")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["search"]["passed"] is True
+    kept = {node["name"] for node in answer["conversion"]["kept"]}
+    assert kept == set(answer["search"]["node_block_list"]) >= {"exp"}
+    assert answer["certificate"]["passed"] is True
+
+
+def test_where_no_float32_node_helps_that_is_explained(run: Run) -> None:
+    result = run("in.onnx", "out.onnx", "--samples", "in.npz", "--max-abs-error", "0", "--float16-io")
+    assert isinstance(result.exception, SearchFailed)
+    assert "the search for nodes to keep in float32 found no set that is enough" in str(result.exception)
+    assert "searched  " in result.stderr
+    assert not Path("out.onnx").exists()
+
+
+def test_what_a_user_blocks_mends_it_and_is_listed(run: Run) -> None:
+    result = run("over.onnx", "out.onnx", "--samples", "over.npz", "--block-node", "exp", "--block-op", "Log")
+    assert result.exit_code == 0, result.output
+    assert "2 nodes in float32" in result.stdout
+    assert all(name in result.stdout for name in ("exp", "log", "within budget"))
+
+
+def test_data_files_stay_data_files_and_old_ones_are_named(run: Run, tmp_path: Path) -> None:
+    with_data_files(sums(), tmp_path / "data.onnx", files=2)
+    assert run("data.onnx", "out.onnx", "--no-verify").exit_code == 0
+    first = open_model("out.onnx").locations
+    assert len(first) == 2
+    result = run("data.onnx", "out.onnx", "--no-verify", "--overwrite", "--block-node", "add0")
+    assert result.exit_code == 0, result.output
+    assert f"left over {first[0]}: only the model before used it" in result.stdout
+    assert run("data.onnx", "one.onnx", "--no-verify", "--external-data", "no").exit_code == 0
+    assert open_model("one.onnx").locations == ()
+
+
+def test_a_file_becomes_a_version_in_a_repository_with_its_twin(run: Run) -> None:
+    arguments = ("in.onnx", "--repository", "models", "--name", "sums", "--samples", "in.npz", "--fp32-twin", "--json")
+    result = run(*arguments, "--max-batch-size", 8)
+    assert result.exit_code == 0, result.output
+    written = Path(json.loads(result.stdout)["path"])
+    assert written == Path("models/sums/1")
+    certificate = read_certificate((written / "certificate.json").read_bytes())
+    assert certificate.model == "sums"
+    check_embedded(written / "model.onnx", certificate)
+    assert open_model(written / "fp32" / "model.onnx").sha256 == open_model("in.onnx").sha256
+    config = (written.parent / "config.pbtxt").read_text()
+    assert "max_batch_size: 8" in config
+    assert "halfserve.fp32_twin" in config
+    second = run(*arguments)
+    assert Path(json.loads(second.stdout)["path"]) == Path("models/sums/2")
+
+
+def test_a_verified_model_keeps_its_data_files(run: Run, tmp_path: Path) -> None:
+    with_data_files(onnx.load("in.onnx"), tmp_path / "data.onnx", files=2)
+    result = run("data.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "c.json", "--html")
+    assert result.exit_code == 0, result.output
+    certificate = read_certificate(Path("c.json").read_bytes())
+    assert certificate.onnx_sha256 == open_model("out.onnx").sha256
+    check_embedded("out.onnx", certificate)
+    assert len(open_model("out.onnx").locations) == 2
+    assert "<html" in Path("c.html").read_text()
+
+
+def test_over_budget_makes_no_repository(run: Run) -> None:
+    result = run("over.onnx", "--repository", "models", "--samples", "over.npz", "--no-search")
+    assert isinstance(result.exception, BudgetExceeded)
+    assert sorted(path.name for path in Path().iterdir()) == ["in.npz", "in.onnx", "over.npz", "over.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("in.onnx",), "give either the file to write or --repository, one of the two"),
+        (("in.onnx", "out.onnx", "--repository", "models"), "give either the file to write or --repository"),
+        (("in.onnx", "out.onnx", "--fp32-twin"), "--fp32-twin belong to --repository; leave the file to write out"),
+        (("in.onnx", "--repository", "models", "--overwrite"), "a version in a repository is never replaced"),
+        (("in.onnx", "--repository", "models", "--no-verify"), "--repository needs verification; leave --no-verify out"),
+        (("in.onnx", "--repository", "models", "--name", "../x"), "'../x' is no model name"),
+        (("in.onnx", "--repository", "models", "--version", "0"), "0 is no model version"),
+        (("in.onnx", "--repository", "in.npz"), "cannot write to the repository in.npz"),
+        (("none.onnx", "out.onnx"), "cannot read the model none.onnx: No such file or directory"),
+        (("in.npz", "out.onnx"), "in.npz is not an ONNX model or is damaged: it is a zip archive"),
+        ((".", "out.onnx"), "cannot read the model .: Is a directory; give the .onnx file in it"),
+        (("in.onnx", "none/out.onnx"), "cannot write none/out.onnx: there is no folder"),
+        (("in.onnx", "in.onnx"), "in.onnx is the model to convert itself; give another name, or --overwrite"),
+        (("in.onnx", "over.onnx"), "over.onnx exists; give another name, or --overwrite to replace it"),
+        (("in.onnx", "out.onnx", "--samples", "over.npz"), r"over.npz: 'x' has shape \[8, 4\], the model takes \[n, 512\]"),
+        (("in.onnx", "out.onnx", "--samples", "none.npz"), "cannot read the samples none.npz: No such file"),
+        (("in.onnx", "out.onnx", "--samples", "in.npz", "--no-verify"), "--samples needs verification; leave --no-verify out"),
+        (("in.onnx", "out.onnx", "--certificate", "c.json", "--no-verify"), "--certificate needs verification"),
+        (("in.onnx", "out.onnx", "--html"), "--html writes its page beside the certificate; give --certificate PATH too"),
+        (("in.onnx", "out.onnx", "--dim", "n"), "--dim 'n' is not of the form NAME=SIZE"),
+        (("in.onnx", "out.onnx", "--dim", "n=0"), "--dim 'n=0' is not of the form NAME=SIZE"),
+        (
+            ("in.onnx", "out.onnx", "--no-verify", "--block-node", "ad0"),
+            "'ad0' matches no node of the model; did you mean 'add0'",
+        ),
+        (("in.onnx", "out.onnx", "--no-verify", "--block-op", "MatMull"), "MatMull"),
+        (("in.onnx", "out.onnx", "--min-agreement", "2"), "min_agreement is 2.0; expected a share from 0 to 1"),
+        (
+            ("in.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "none/c.json"),
+            "cannot write the certificate none/c.json: expected a file",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_change_nothing(arguments: tuple[str, ...], message: str, run: Run) -> None:
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    result = run(*arguments)
+    assert isinstance(result.exception, ExportError), result.output
+    with pytest.raises(ExportError, match=message):
+        raise result.exception
+    assert "\n" not in str(result.exception)
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_converting_without_verification_does_not_import_torch(run: Run) -> None:
+    program = (
+        "import sys; from pathlib import Path; from export.commands.convert import convert\n"
+        "convert(Path('in.onnx'), Path('out.onnx'), verify=False); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

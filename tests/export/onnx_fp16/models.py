@@ -1,0 +1,99 @@
+"""Small models as text, converted and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+from numpy.typing import ArrayLike
+
+from benchmarks.converters.cases import Case
+from benchmarks.converters.judge import Verdict, judge
+from benchmarks.converters.runtime import Session
+from export.onnx_fp16.convert import convert
+from export.onnx_fp16.report import ConversionReport
+
+FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
+CLEAN = Verdict(ok=True)
+
+
+def parse(text: str, *, opset: int = 20, ir: int = 9, imports: str = "", **weights: ArrayLike) -> onnx.ModelProto:
+    """A model from ONNX's text form; weights by name, and nodes named after their first output."""
+    model = onnx.parser.parse_model(f'<ir_version: {ir}, opset_import: ["": {opset}{imports}]>\n{text}')
+    for name, values in weights.items():
+        array = np.asarray(values)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    for node in model.graph.node:
+        node.name = node.name or node.output[0]
+    return model
+
+
+def halve(
+    model: onnx.ModelProto,
+    *,
+    keep_io_types: bool | Collection[str] = True,
+    op_block_list: Collection[str] = (),
+    node_block_list: Collection[str] = (),
+    repair: bool = False,
+) -> tuple[onnx.ModelProto, ConversionReport]:
+    """Convert without repairs, which are tested elsewhere."""
+    source = onnx.ModelProto()
+    source.CopyFrom(model)
+    done = convert(
+        onnx_ir.from_proto(source),
+        keep_io_types=keep_io_types,
+        op_block_list=op_block_list,
+        node_block_list=node_block_list,
+        repair=repair,
+    )
+    return onnx_ir.to_proto(done.model), done.report
+
+
+def judged(model: onnx.ModelProto, feeds: Mapping[str, Any], *, keep: bool = True, **settings: Any) -> onnx.ModelProto:
+    """Convert, and fail the test unless the result is clean: checked, loaded, of the right types, close to float32."""
+    converted, _ = halve(model, keep_io_types=keep, **settings)
+    case = Case(kind="own", name="own", model=model.SerializeToString(), inputs=(dict(feeds),))
+    assert judge(case, converted.SerializeToString(), keep) == CLEAN, onnx.printer.to_text(converted)
+    return converted
+
+
+def clean_both_ways(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> onnx.ModelProto:
+    """Convert with and without keeping the types of inputs and outputs; both must be clean.
+
+    Returns:
+        The one that keeps them.
+    """
+    judged(model, feeds, keep=False)
+    return judged(model, feeds, keep=True)
+
+
+def run(model: onnx.ModelProto, **feeds: ArrayLike) -> list[Any]:
+    """The outputs, by ONNX Runtime on the CPU."""
+    return Session(model.SerializeToString()).run({name: np.asarray(value) for name, value in feeds.items()})
+
+
+def ops(model: onnx.ModelProto) -> list[str]:
+    """Operators of the main graph, in order."""
+    return [node.op_type for node in model.graph.node]
+
+
+def types(model: onnx.ModelProto) -> dict[str, int]:
+    """Element types by name: of inputs, outputs, initializers and everything between."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    known = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.output, *graph.value_info)}
+    return known | {tensor.name: tensor.data_type for tensor in graph.initializer}
+
+
+def reasons(report: ConversionReport) -> dict[str, str]:
+    """Why nodes were kept, by name."""
+    return {node.name: node.reason for node in report.kept}
+
+
+def normal(*shape: int, scale: float = 1.0) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Normally distributed numbers, the same ones each time."""
+    return (np.random.default_rng(0).standard_normal(shape) * scale).astype(np.float32)

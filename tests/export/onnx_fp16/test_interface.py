@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from export.errors import ExportError
+from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, judged, normal, ops, parse, run, types
+
+LINEAR = "g (float[N, 4] x) => (float[N, 3] y) { p = MatMul (x, w) y = Add (p, b) }"
+
+
+@pytest.fixture
+def linear() -> onnx.ModelProto:
+    return parse(LINEAR, w=normal(4, 3), b=normal(3))
+
+
+def test_inputs_and_outputs_keep_names_and_types_behind_casts(linear: onnx.ModelProto) -> None:
+    converted = judged(linear, {"x": normal(2, 4)})
+    assert ops(converted) == ["Cast", "MatMul", "Add", "Cast"]
+    known = types(converted)
+    assert (known["x"], known["y"], known["w"], known["b"]) == (FLOAT, FLOAT, FLOAT16, FLOAT16)
+    assert [node.name for node in converted.graph.node if node.op_type != "Cast"] == ["p", "y"]
+
+
+def test_inputs_and_outputs_become_float16_without_casts(linear: onnx.ModelProto) -> None:
+    converted = judged(linear, {"x": normal(2, 4)}, keep=False)
+    assert ops(converted) == ["MatMul", "Add"]
+    assert {types(converted)[name] for name in "xy"} == {FLOAT16}
+    shape = converted.graph.input[0].type.tensor_type.shape
+    assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["N", 4]
+
+
+@pytest.mark.parametrize("kept", [["x"], ["y"], ["[xq]"], ["x", "y"]])
+def test_single_inputs_and_outputs_keep_their_types(linear: onnx.ModelProto, kept: list[str]) -> None:
+    converted, _ = halve(linear, keep_io_types=kept)
+    onnx.checker.check_model(converted, full_check=True)
+    named = {name[1] if name.startswith("[") else name for name in kept}
+    assert {name for name in "xy" if types(converted)[name] == FLOAT} == named
+
+
+def test_an_unknown_name_to_keep_is_an_error(linear: onnx.ModelProto) -> None:
+    with pytest.raises(ExportError, match="keep_io_types: the input or output 'z' matches no input or output of the model"):
+        halve(linear, keep_io_types=["z"])
+
+
+def test_the_given_model_stays_as_it_is(linear: onnx.ModelProto) -> None:
+    before = linear.SerializeToString(deterministic=True)
+    convert_float_to_float16(linear, keep_io_types=False)
+    assert linear.SerializeToString(deterministic=True) == before
+
+
+def test_bytes_paths_and_messages_are_taken(linear: onnx.ModelProto, tmp_path: object) -> None:
+    path = f"{tmp_path}/model.onnx"
+    onnx.save(linear, path)
+    results = [convert_float_to_float16(source) for source in (linear, linear.SerializeToString(), path)]
+    assert len({result.SerializeToString(deterministic=True) for result in results}) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_anything_else_is_an_error(wrong: object) -> None:
+    with pytest.raises(ExportError, match="expected an onnx.ModelProto, the bytes of one or a path, not"):
+        convert_float_to_float16(wrong)  # type: ignore[arg-type]  # (that is the test)
+
+
+def test_an_input_that_is_an_output() -> None:
+    clean_both_ways(
+        parse("g (float[3] x) => (float[3] x, float[3] y) { y = Relu (x) }"), {"x": np.array([-1, 0.5, 2], np.float32)}
+    )
+
+
+def test_an_initializer_that_is_an_output_and_a_weight() -> None:
+    model = parse("g (float[3] x) => (float[3] w, float[3] y) { y = Mul (x, w) }", w=[1.0, 2, 3])
+    kept = clean_both_ways(model, {"x": normal(3)})
+    assert types(kept)["w"] == FLOAT
+
+
+def test_an_output_that_is_read_inside_and_given_twice() -> None:
+    model = parse("g (float[3] x) => (float[3] y, float[3] z) { y = Relu (x) z = Neg (y) }")
+    kept = clean_both_ways(model, {"x": normal(3)})
+    assert ops(kept).count("Cast") == 3
+
+
+def test_weights_listed_as_inputs_in_the_oldest_format_are_weights() -> None:
+    model = parse("g (float[2, 4] x, float[4, 3] w) => (float[2, 3] y) { y = MatMul (x, w) }", ir=3, opset=9, w=normal(4, 3))
+    converted = judged(model, {"x": normal(2, 4)})
+    assert types(converted)["w"] == FLOAT16
+    assert [value.name for value in converted.graph.input] == ["x", "w"]
+    kept, _ = halve(model, keep_io_types=["w"])
+    assert types(kept)["w"] == FLOAT
+
+
+def test_inputs_with_a_default_are_inputs() -> None:
+    model = parse("g (float[2, 4] x, float[4] w) => (float[2, 4] y) { y = Mul (x, w) }", w=normal(4))
+    converted, _ = halve(model)
+    assert types(converted)["w"] == FLOAT
+    feeds = {"x": normal(2, 4), "w": np.full(4, 3, np.float32)}
+    np.testing.assert_allclose(run(converted, **feeds)[0], run(model, **feeds)[0], rtol=2e-3)
+    assert types(halve(model, keep_io_types=False)[0])["w"] == FLOAT16
+
+
+def test_an_input_that_only_takes_float32_stays() -> None:
+    model = parse(
+        'g (float[1, 1, 2, 2] x, float[4] s) => (float[A, B, C, D] y) { y = Resize <mode = "nearest"> (x, , s) }', opset=13
+    )
+    converted = judged(model, {"x": normal(1, 1, 2, 2), "s": np.array([1, 1, 1.7, 2], np.float32)}, keep=False)
+    assert (types(converted)["x"], types(converted)["s"]) == (FLOAT16, FLOAT)
+
+
+def test_metadata_documentation_and_annotations_stay() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { r = Relu (x) y = Neg (r) }")
+    model.producer_name, model.producer_version, model.doc_string, model.domain = "p", "1", "about", "d"
+    model.model_version = 7
+    model.metadata_props.add(key="author", value="me")
+    model.graph.node[0].doc_string = "positive part"
+    model.graph.node[0].metadata_props.add(key="halfserve.module", value="act")
+    model.graph.output[0].doc_string = "the result"
+    annotation = model.graph.quantization_annotation.add(tensor_name="r")
+    annotation.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="s")
+    model.training_info.add().algorithm.name = "step"
+    converted = convert_float_to_float16(model)
+    assert (converted.producer_name, converted.producer_version, converted.doc_string, converted.domain) == (
+        "p", "1", "about", "d",
+    )  # fmt: skip
+    assert converted.model_version == 7
+    props = {entry.key: entry.value for entry in converted.metadata_props}
+    assert props["author"] == "me"
+    assert props["halfserve.converted"] == "float16"
+    relu = next(node for node in converted.graph.node if node.op_type == "Relu")
+    assert (relu.doc_string, relu.metadata_props[0].value) == ("positive part", "act")
+    assert converted.graph.output[0].doc_string == "the result"
+    assert converted.graph.quantization_annotation[0].tensor_name == "r"
+    assert converted.training_info[0].algorithm.name == "step"
+    assert converted.opset_import[0].version == model.opset_import[0].version
+
+
+def test_names_that_the_converter_would_give_are_taken_already() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { x_float16 = Relu (x) y_float16 = Neg (x_float16) y = Abs (y_float16) }")
+    model.graph.node[0].name = "Cast_x_float16"
+    clean_both_ways(model, {"x": normal(3)})
+
+
+def test_unnamed_nodes_get_names_and_named_ones_keep_theirs() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) b = Relu (a) y = Neg (b) }")
+    for node, name in zip(model.graph.node, ["", "Relu_0", ""], strict=True):
+        node.name = name
+    converted, _ = halve(model, keep_io_types=False)
+    assert [node.name for node in converted.graph.node] == ["Relu_0_2", "Relu_0", "Neg_2"]
+
+
+def test_values_of_which_the_model_says_nothing_stay_so() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
+    assert [info.name for info in halve(model, keep_io_types=False)[0].graph.value_info] == []
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", FLOAT, [3]))
+    assert [info.name for info in halve(model, keep_io_types=False)[0].graph.value_info] == ["a"]
+
+
+def test_value_info_that_contradicts_is_replaced() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", onnx.TensorProto.DOUBLE, [5]))
+    converted, _ = halve(model, keep_io_types=False)
+    onnx.checker.check_model(converted, full_check=True)
+    (info,) = converted.graph.value_info
+    assert (info.type.tensor_type.elem_type, info.type.tensor_type.shape.dim[0].dim_value) == (FLOAT16, 3)
+
+
+def test_a_model_of_integers_stays_as_it_is() -> None:
+    model = parse("g (int64[3] x) => (int64[3] y) { y = Neg (x) }")
+    converted, report = halve(model)
+    assert (report.float_nodes, report.share) == (0, 1.0)
+    assert "halfserve.converted" not in {entry.key for entry in converted.metadata_props}
+    assert ops(converted) == ["Neg"]
+
+
+def test_a_model_in_float16_stays_as_it_is() -> None:
+    model = parse("g (float16[3] x) => (float16[3] y) { y = Neg (x) }")
+    converted, report = halve(model)
+    assert (report.float_nodes, report.fp16_nodes, report.casts_added) == (1, 1, 0)
+    assert ops(converted) == ["Neg"]
+
+
+def test_doubles_bfloats_and_eight_bits_stay() -> None:
+    model = parse(
+        """g (double[3] d, bfloat16[3] b, float[3] x) => (double[3] e, bfloat16[3] c, float8e4m3fn[3] q, float[3] y) {
+        e = Mul (d, dw) c = Neg (b) q = Cast <to = 17> (x) f = Cast <to = 1> (d) y = Add (f, x) }""",
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1e300, 1, 2]), "dw"))
+    converted, _ = halve(model)
+    onnx.checker.check_model(converted, full_check=True)
+    known = types(converted)
+    assert (known["dw"], known["e"]) == (onnx.TensorProto.DOUBLE, onnx.TensorProto.DOUBLE)
+    assert (known["c"], known["q"]) == (onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT8E4M3FN)
