@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def bisected(searched: SearchedModel) -> tuple[int, int]:
-    """The shortest run of nodes that passes, cut from the end first, then from the front: its length, and how many were tried."""
+    """The shortest run of nodes that passes, cut from the end first, then from the front: its length, and the runs it took."""
     names = list(searched.nodes)
     with Children() as children:
         trials = Trials(

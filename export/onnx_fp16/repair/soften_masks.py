@@ -23,7 +23,7 @@ HIDDEN = SOFT / 2  # what is over it hides; no score that counts is
 TEMPERATURES = (2.0**-6, 2.0)  # factors between the addition and the Softmax after which what is hidden stays so
 # Beside such a number a float32 score is lost, so it can be nothing but a mask; a smaller one may scale a penalty.
 SURELY_A_MASK = 1e8
-REASON = "a penalty whose factor float16 cannot hold"
+REASON = "a mask or penalty whose numbers float16 cannot hold"
 
 
 class SoftenMasks:
@@ -43,9 +43,11 @@ class SoftenMasks:
     def call(self, model: onnx_ir.Model) -> list[Repair]:
         """Rewrite every such mask."""
         maker, repairs = Maker(model), []
-        for addition, index, mask in _masked_additions(model):
+        found = _masked_additions(model)
+        inside = {node for addition, _, mask in found for node in (*mask.nodes, addition)}
+        for addition, index, mask in found:
             largest = max(float(np.abs(array[np.isfinite(array)]).max()) for array in mask.constants.values())
-            if mask.is_sure:
+            if mask.is_sure and _is_private(mask, inside):
                 for constant, array in mask.constants.items():
                     _soften(constant, array, {*mask.nodes, addition}, maker)
                 _settle(addition, index, maker)
@@ -96,6 +98,12 @@ def _masked_additions(model: onnx_ir.Model) -> list[tuple[onnx_ir.Node, int, _Ma
             if len(masks) == 1:
                 found.append((node, *masks[0]))
     return found
+
+
+def _is_private(mask: _Mask, inside: set[onnx_ir.Node]) -> bool:
+    """Whether nobody else sees the numbers of a mask: its constants stand for what nobody may rely on."""
+    values = [value for node in mask.nodes for value in node.outputs]
+    return not any(value.is_graph_output() or set(readers(value)) - inside for value in values)
 
 
 def _way_to_softmax(value: onnx_ir.Value) -> list[onnx_ir.Node]:

@@ -104,7 +104,7 @@ def test_a_penalty_is_no_mask() -> None:
     )
     after = same(model, SoftenMasks(), {"x": np.zeros((3, 8), np.float32), "distance": np.full((3, 8), 1e-5, np.float32)})
     marks = {node.name: "".join(entry.value for entry in node.metadata_props) for node in after.graph.node}
-    assert marks == dict.fromkeys("psy", "a penalty whose factor float16 cannot hold")
+    assert marks == dict.fromkeys("psy", "a mask or penalty whose numbers float16 cannot hold")
 
 
 def test_a_mask_that_two_share_is_softened_once() -> None:
@@ -118,3 +118,14 @@ def test_a_mask_that_two_share_is_softened_once() -> None:
     after = same(model, SoftenMasks(), {"x": np.ones((3, 8), np.float32), "mask": mask})
     read = {name for node in after.graph.node for name in node.input}
     assert {tensor.name for tensor in after.graph.initializer} <= read
+
+
+def test_a_mask_that_the_model_gives_out_keeps_its_numbers() -> None:
+    model = parse(
+        """g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y, float[3, 8] p) {
+        h = Sub (one, mask) p = Mul (h, lowest) s = Add (x, p) y = Softmax <axis = -1> (s) }""",
+        one=np.array(1.0), lowest=np.array(-1e12),
+    )  # fmt: skip
+    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
+    after = same(model, SoftenMasks(), {"x": np.ones((3, 8), np.float32), "mask": mask})
+    assert all("halfserve.keep" in {entry.key for entry in node.metadata_props} for node in after.graph.node)
