@@ -74,6 +74,14 @@ def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
     return next(iter(uses)).node
 
 
+def made_for(reader: onnx_ir.Node, value: onnx_ir.Value | None, *types: str) -> onnx_ir.Node | None:
+    """The maker of a value if it is one of these operators, of the reader's graph, and made the value for this reader alone."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or not is_op(node, *types) or node.graph is not reader.graph:
+        return None
+    return node if only_reader(value) is reader else None
+
+
 def readers(value: onnx_ir.Value) -> list[onnx_ir.Node]:
     """The nodes that read a value, each once, in the order in which they began to."""
     return list(dict.fromkeys(use.node for use in value.uses()))
@@ -119,14 +127,15 @@ class Maker:
         kind: onnx_ir.TypeProtocol | None = None,
         *,
         behind: bool = False,
+        outputs: int = 1,
         **attributes: Any,
     ) -> onnx_ir.Node:
-        """A node with one output, in front of `like` or behind it, whose origin it shares; float32 unless `kind` says else."""
+        """A node in front of `like` or behind it, whose origin it shares; its outputs are float32 unless `kind` says else."""
         name = self.name(f"{like.name}/{op_type}")
-        made = onnx_ir.node(op_type, inputs, attributes=attributes, name=name)
+        made = onnx_ir.node(op_type, inputs, attributes=attributes, name=name, num_outputs=outputs)
         made.metadata_props.update(like.metadata_props)
-        output = made.outputs[0]
-        output.name, output.type = self.name(f"{name}_output"), kind or onnx_ir.TensorType(FLOAT)
+        for output in made.outputs:
+            output.name, output.type = self.name(f"{name}_output"), kind or onnx_ir.TensorType(FLOAT)
         if like.graph is None:
             raise ValueError(like.name)
         if behind:

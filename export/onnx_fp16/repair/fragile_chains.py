@@ -14,6 +14,7 @@ import onnx_ir
 from export.onnx_fp16.graph_walk import constant_of, is_float
 from export.onnx_fp16.op_sets import MOVERS, operators
 from export.onnx_fp16.repair.edits import is_op, number_of, other_input, readers
+from export.weight_ledger import FP16_MAX
 
 # These hand what they got on, scaled or summed.
 CARRIERS = MOVERS | operators(
@@ -60,8 +61,8 @@ def follow(opening: onnx_ir.Node) -> Chain | None:
             chain.reduced |= is_op(node, *REDUCTIONS)
             if is_op(node, *CLOSERS) or (inverse and is_op(node, "Mul")):
                 chain.closed = True
-            elif is_op(node, *ROOTS):
-                waiting += [(output, is_op(node, "Reciprocal")) for output in node.outputs]
+            elif is_root(node):
+                waiting += [(output, not is_op(node, "Sqrt")) for output in node.outputs]
             elif is_op(node, *CARRIERS):
                 waiting += [(output, inverse) for output in node.outputs]
             else:
@@ -88,6 +89,27 @@ def affine_tail(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
             return
         yield found[0]
         value = found[0].outputs[0]
+
+
+def is_root(node: onnx_ir.Node) -> bool:
+    """Whether a node takes a root or an inverse; a power of -0.5 is both."""
+    exponent = power_of(node)
+    return is_op(node, *ROOTS) or (exponent is not None and exponent < 0)
+
+
+def outgrows(node: onnx_ir.Node) -> bool:
+    """Whether the power that a node raises to can be beyond float16: not where a Clip in front keeps it from that."""
+    exponent, bound = power_of(node), _bound_of(node.inputs[0])
+    return bound is None or bound ** (2 if exponent is None else exponent) > FP16_MAX
+
+
+def _bound_of(value: onnx_ir.Value | None) -> float | None:
+    """The largest magnitude that a Clip lets through; None behind any other node."""
+    clip = value.producer() if value is not None else None
+    if clip is None or not is_op(clip, "Clip") or len(clip.inputs) < 3:
+        return None
+    known = [abs(bound) for bound in map(number_of, clip.inputs[1:3]) if bound is not None]
+    return max(known) if len(known) == 2 else None
 
 
 def squares(node: onnx_ir.Node) -> bool:

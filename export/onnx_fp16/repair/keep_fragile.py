@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph_walk import all_nodes
-from export.onnx_fp16.op_sets import operators
+from export.onnx_fp16.graph_walk import all_nodes, constant_of, is_float
+from export.onnx_fp16.op_sets import MOVERS, PERIODIC, operators
 from export.onnx_fp16.reasons import KEEP
-from export.onnx_fp16.repair.edits import array_of, is_op, readers
-from export.onnx_fp16.repair.fragile_chains import REDUCTIONS, ROOTS, Chain, affine_tail, factor_of, follow, sources, squares
+from export.onnx_fp16.repair.edits import is_op, readers
+from export.onnx_fp16.repair.fragile_chains import (
+    CLOSERS,
+    REDUCTIONS,
+    ROOTS,
+    Chain,
+    affine_tail,
+    factor_of,
+    follow,
+    is_root,
+    outgrows,
+    sources,
+    squares,
+)
+from export.onnx_fp16.repair.small_constants import constant_path
 from export.onnx_fp16.report import Repair
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 SQUARES = "a sum of squares can outgrow float16 before its root is taken"
 POWERS = "a power that only what follows brings back into float16's range"
 EPSILON = "float16 loses the epsilon {:.3g}"
+ANGLE = "an angle up to its sine or cosine"
 SCALES = "scaled by {:.3g} and back"
 # Before an epsilon: what computes a small number that is then guarded.
 GUARDED = operators("Abs Mul Neg Pow ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare Sqrt Sub")
 NORM = operators("Mul Pow ReduceMean Sub")
+ANGLES = MOVERS | operators("Add Cast Div Einsum Exp MatMul Mul Neg Sub")
 LARGE_FACTOR = 256.0
 
 
@@ -59,21 +73,21 @@ class KeepFragile:
 def _opened_by(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
     """The chain that a node opens, if it does, with the reason to keep it."""
     if squares(node) or is_op(node, "ReduceSumSquare", "ReduceL2"):
-        return _of_squares(node)
+        return _of_squares(node) if outgrows(node) else None
     if is_op(node, "Exp"):
-        summed = [reader for reader in readers(node.outputs[0]) if is_op(reader, "ReduceSum")]
-        chain = follow(node) if summed else None
-        return (POWERS, chain.nodes) if chain is not None and chain.closed else None
+        return _of_exponential(node)
+    if is_op(node, *PERIODIC):
+        return _of_angle(node)
     epsilon = _epsilon_of(node)
     if epsilon is not None:
-        return _of_epsilon(node, epsilon)
+        return _of_epsilon(node, *epsilon)
     factor = factor_of(node)
     return _of_scales(node, factor) if factor is not None and abs(factor) >= LARGE_FACTOR else None
 
 
 def _of_squares(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
     chain = follow(node)
-    roots = chain is not None and any(is_op(one, *ROOTS) for one in chain.nodes)
+    roots = chain is not None and any(map(is_root, chain.nodes))
     if chain is None or not (chain.closed or (chain.reduced and roots)):
         return None
     if not chain.reduced:
@@ -87,24 +101,51 @@ def _tails(chain: Chain) -> list[onnx_ir.Node]:
     return [tail for one in chain.nodes if is_op(one, "Div", "Mul") for tail in affine_tail(one)]
 
 
-def _epsilon_of(node: onnx_ir.Node) -> float | None:
-    if not is_op(node, "Add", "Sub", "Max", "Clip"):
+def _of_exponential(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+    """exp(12) is infinite: that does harm in a sum, before a logarithm, and on both sides of a division (inf / inf)."""
+    chain = follow(node)
+    if chain is None or not chain.closed:
         return None
-    values = node.inputs[1:2] if is_op(node, "Clip") else node.inputs
-    for array in map(array_of, values):
-        if array is not None and array.size:
-            largest = float(np.abs(array).max())
-            if 0 < largest < FP16_SMALLEST_NORMAL:
-                return largest
+    made = {output for one in chain.nodes if not is_op(one, *CLOSERS) for output in one.outputs}
+    ratio = any(is_op(one, "Div") and made.issuperset(one.inputs) for one in chain.nodes)
+    summed = any(is_op(reader, "ReduceSum") for reader in readers(node.outputs[0]))
+    logarithm = any(is_op(one, "Log") for one in chain.nodes)
+    return (POWERS, chain.nodes) if ratio or summed or logarithm else None
+
+
+def _of_angle(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+    """The sine of what is computed from the model's inputs and constants alone: positions, or a diffusion model's time."""
+    path, waiting = {node: None}, list(node.inputs)
+    while waiting:
+        value = waiting.pop()
+        if value is None or value.producer() is None or constant_of(value) is not None:
+            continue
+        maker = value.producer()
+        if maker is None or not is_op(maker, *ANGLES):
+            return None
+        if maker not in path:
+            path[maker] = None
+            waiting += [one for one in maker.inputs if is_float(one)]
+    return (ANGLE, path) if len(path) > 1 else None
+
+
+def _epsilon_of(node: onnx_ir.Node) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
+    """The small constant that a node guards with, and the nodes that hand it on."""
+    if not is_op(node, "Add", "Sub", "Max", "Clip", "Where"):
+        return None
+    values = {"Clip": node.inputs[1:2], "Where": node.inputs[1:]}.get(node.op_type, node.inputs)
+    for found in map(constant_path, values):
+        if found is not None and 0 < found[0] < FP16_SMALLEST_NORMAL:
+            return found
     return None
 
 
-def _of_epsilon(node: onnx_ir.Node, epsilon: float) -> tuple[str, Iterable[onnx_ir.Node]] | None:
+def _of_epsilon(node: onnx_ir.Node, epsilon: float, path: Iterable[onnx_ir.Node]) -> tuple[str, Iterable[onnx_ir.Node]] | None:
     chain = follow(node)
     guards = chain is not None and any(is_op(one, "Div", "Log", "Pow", *ROOTS) for one in chain.nodes)
     if chain is None or not guards:
         return None
-    return EPSILON.format(epsilon), [*sources(node, GUARDED), *chain.nodes, *_tails(chain)]
+    return EPSILON.format(epsilon), [*path, *sources(node, GUARDED), *chain.nodes, *_tails(chain)]
 
 
 def _of_scales(node: onnx_ir.Node, factor: float) -> tuple[str, Iterable[onnx_ir.Node]] | None:

@@ -35,7 +35,7 @@ SHARED: Weights = {
 
 
 def _layer_norm(x: str, y: str, p: str, random: np.random.Generator) -> tuple[str, Weights]:
-    square = random.choice([f"Mul ({p}d, {p}d)", f"Pow ({p}d, two)"])
+    square = (f"Mul ({p}d, {p}d)", f"Pow ({p}d, two)")[random.integers(2)]
     text = f"""{p}m = ReduceMean (x_, last) {p}d = Sub (x_, {p}m) {p}q = {square} {p}v = ReduceMean ({p}q, last)
     {p}e = Add ({p}v, {p}eps) {p}s = Sqrt ({p}e) {p}n = Div ({p}d, {p}s) {p}g = Mul ({p}n, {p}gain) y_ = Add ({p}g, {p}bias)"""
     weights = {"eps": np.array(10.0 ** -random.integers(3, 13)), "gain": random.uniform(0.5, 2, SIZE), "bias": np.ones(SIZE)}
@@ -56,7 +56,7 @@ def _softmax(x: str, y: str, p: str, random: np.random.Generator) -> tuple[str, 
 
 def _masked_softmax(x: str, y: str, p: str, random: np.random.Generator) -> tuple[str, Weights]:
     text = f"{p}h = Sub (one, mask) {p}p = Mul ({p}h, {p}low) {p}s = Add (x_, {p}p) y_ = Softmax <axis = -1> ({p}s)"
-    return _named(text, x, y), {f"{p}low": np.array(random.choice([-1e5, -1e9, -1e12, np.finfo(np.float32).min]))}
+    return _named(text, x, y), {f"{p}low": np.array((-1e5, -1e9, -1e12, float(np.finfo(np.float32).min))[random.integers(4)])}
 
 
 def _gelu(x: str, y: str, p: str, random: np.random.Generator) -> tuple[str, Weights]:
@@ -106,7 +106,8 @@ PIECES: tuple[Piece, ...] = (
 
 def put_together(pieces: list[Piece], given_out: set[int], seed: int, opset: int = 20) -> onnx.ModelProto:
     """One piece behind the other; what the pieces in `given_out` give is an output of the graph as well."""
-    random, text, weights, outputs = np.random.default_rng(seed), [], dict[str, Array](), ["y"]
+    random, text, outputs = np.random.default_rng(seed), [], ["y"]
+    weights: dict[str, Any] = {}
     for index, piece in enumerate(pieces):
         made, more = piece("x" if index == 0 else f"v{index - 1}", f"v{index}", f"p{index}_", random)
         text.append(made)
@@ -191,13 +192,13 @@ def test_in_the_branch_of_an_if_they_change_no_answer_either(piece: Piece) -> No
     branch = onnx.GraphProto.FromString(model.graph.SerializeToString())
     for field in ("input", "initializer", "output"):
         branch.ClearField(field)
-    branch.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None))
+    branch.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [3, SIZE]))
     branch.name = "then"
     other = onnx.helper.make_graph(
         [onnx.helper.make_node("Neg", ["x"], ["negative"], name="negative")],
         "else",
         [],
-        [onnx.helper.make_tensor_value_info("negative", onnx.TensorProto.FLOAT, None)],
+        [onnx.helper.make_tensor_value_info("negative", onnx.TensorProto.FLOAT, [3, SIZE])],
     )
     outer.graph.ClearField("node")
     outer.graph.input.append(onnx.helper.make_tensor_value_info("chosen", onnx.TensorProto.BOOL, []))
@@ -205,7 +206,7 @@ def test_in_the_branch_of_an_if_they_change_no_answer_either(piece: Piece) -> No
         onnx.helper.make_node("If", ["chosen"], ["result"], name="if", then_branch=branch, else_branch=other)
     )
     outer.graph.ClearField("output")
-    outer.graph.output.append(onnx.helper.make_tensor_value_info("result", onnx.TensorProto.FLOAT, None))
+    outer.graph.output.append(onnx.helper.make_tensor_value_info("result", onnx.TensorProto.FLOAT, [3, SIZE]))
     work = onnx_ir.from_proto(onnx.ModelProto.FromString(outer.SerializeToString()))
     repair_model(work)
     after = onnx_ir.to_proto(work)
