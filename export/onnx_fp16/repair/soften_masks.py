@@ -45,9 +45,10 @@ class SoftenMasks:
         maker, repairs = Maker(model), []
         found = _masked_additions(model)
         inside = {node for addition, _, mask in found for node in (*mask.nodes, addition)}
-        for addition, index, mask in found:
+        alone = [mask.is_sure and _is_private(mask, inside) for _, _, mask in found]  # before anything reads them that is new
+        for (addition, index, mask), is_alone in zip(found, alone, strict=True):
             largest = max(float(np.abs(array[np.isfinite(array)]).max()) for array in mask.constants.values())
-            if mask.is_sure and _is_private(mask, inside):
+            if is_alone:
                 for constant, array in mask.constants.items():
                     _soften(constant, array, {*mask.nodes, addition}, maker)
                 _settle(addition, index, maker)
