@@ -113,6 +113,8 @@ def _way_to_softmax(value: onnx_ir.Value) -> list[onnx_ir.Node]:
         return []
     way = []
     for node in readers(value):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            continue  # dead
         beyond = [] if is_op(node, *SOFTMAX) else _way_to_softmax(node.outputs[0])
         if not is_op(node, *SOFTMAX) and not (beyond and (is_op(node, *MOVERS) or _is_temperature(node))):
             return []

@@ -130,3 +130,10 @@ def test_a_mask_that_the_model_gives_out_keeps_its_numbers() -> None:
     mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
     after = same(model, SoftenMasks(), {"x": np.ones((3, 8), np.float32), "mask": mask})
     assert all("halfserve.keep" in {entry.key for entry in node.metadata_props} for node in after.graph.node)
+
+
+def test_a_dead_reader_does_not_hide_the_mask() -> None:
+    model = masked()
+    model.graph.node.add(op_type="Relu", input=["s"], output=["dead"], name="dead")
+    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
+    assert "Where" in operators(same(model, SoftenMasks(), {"x": np.ones((3, 8), np.float32), "mask": mask}))
