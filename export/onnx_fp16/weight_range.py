@@ -118,25 +118,30 @@ class WeightRange:
     def _may_saturate(self, value: onnx_ir.Value) -> bool:
         """Whether a constant only masks what a Softmax takes; then float16's most negative number does as well as any."""
         known = self.scans[value]
-        if known.vanishes or not known.overflows or not _only_masks(value, set()):
+        if known.vanishes or not known.overflows or not _only_masks(value):
             return False
         self._plan.saturated.add(value)
         return True
 
 
-def _only_masks(value: onnx_ir.Value, seen: set[onnx_ir.Value]) -> bool:
-    if value in seen:
-        return True
-    seen.add(value)
-    if value.is_graph_output() or not value.uses():
-        return False
-    for node, index in value.uses():
-        if node.domain or (node.op_type == "Attention" and index != 3):
-            return False
-        if node.op_type in _SOFTMAX or node.op_type == "Attention":
+def _only_masks(value: onnx_ir.Value) -> bool:
+    """Whether all that is made of a constant ends in a Softmax, by nothing but what masks are made with."""
+    waiting, seen = [value], set[onnx_ir.Value]()
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
             continue
-        if node.op_type not in _MASKING or not all(_only_masks(output, seen) for output in node.outputs):
+        seen.add(current)
+        if current.is_graph_output() or not current.uses():
             return False
+        for node, index in current.uses():
+            if node.domain or (node.op_type == "Attention" and index != 3):
+                return False
+            if node.op_type in _SOFTMAX or node.op_type == "Attention":
+                continue
+            if node.op_type not in _MASKING:
+                return False
+            waiting += node.outputs
     return True
 
 

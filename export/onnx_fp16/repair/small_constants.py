@@ -9,11 +9,15 @@ from export.onnx_fp16.graph_walk import constant_of
 from export.onnx_fp16.op_sets import MOVERS
 from export.onnx_fp16.repair.edits import is_op
 
+MOST_PRODUCTS = 4
 THROUGH = MOVERS | {"Cast", "CastLike"}  # of their first input
 
 
-def constant_path(value: onnx_ir.Value | None) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
-    """The largest magnitude in a float constant, and the nodes that hand it on; None for what is no constant."""
+def constant_path(value: onnx_ir.Value | None, products: int = MOST_PRODUCTS) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
+    """The largest magnitude in a float constant, and the nodes that hand it on; None for what is no constant.
+
+    It may be the product of constants, `products` deep.
+    """
     path: list[onnx_ir.Node] = []
     while value is not None:
         tensor = constant_of(value)
@@ -25,18 +29,18 @@ def constant_path(value: onnx_ir.Value | None) -> tuple[float, tuple[onnx_ir.Nod
         if tensor is not None:
             return (_largest(tensor), tuple(path)) if tensor.dtype.is_floating_point() and tensor.size else None
         if maker is None or not is_op(maker, *THROUGH) or is_op(maker, "Concat"):
-            product = _product(maker) if maker is not None else None
+            product = _product(maker, products) if maker is not None and products else None
             return None if product is None else (product[0], (*path, *product[1]))
         path.append(maker)
         value = maker.inputs[0]
     return None
 
 
-def _product(node: onnx_ir.Node) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
+def _product(node: onnx_ir.Node, products: int) -> tuple[float, tuple[onnx_ir.Node, ...]] | None:
     """The same for the product of two constants."""
     if not is_op(node, "Mul"):
         return None
-    sides = [constant_path(value) for value in node.inputs]
+    sides = [constant_path(value, products - 1) for value in node.inputs]
     known = [side for side in sides if side is not None]
     if len(known) != len(sides):
         return None

@@ -21,6 +21,7 @@ FIRST_OPSET = 9  # Where
 SOFT = FP16_MAX / 2  # so that two masks added are still a number
 HIDDEN = SOFT / 2  # what is over it hides; no score that counts is
 TEMPERATURES = (2.0**-6, 2.0)  # factors between the addition and the Softmax after which what is hidden stays so
+LONGEST_WAY = 12  # nodes from the addition to the Softmax
 # Beside such a number a float32 score is lost, so it can be nothing but a mask; a smaller one may scale a penalty.
 SURELY_A_MASK = 1e8
 REASON = "a mask or penalty whose numbers float16 cannot hold"
@@ -107,16 +108,16 @@ def _is_private(mask: _Mask, inside: set[onnx_ir.Node]) -> bool:
     return not any(value.is_graph_output() or set(readers(value)) - inside for value in values)
 
 
-def _way_to_softmax(value: onnx_ir.Value) -> list[onnx_ir.Node]:
+def _way_to_softmax(value: onnx_ir.Value, longest: int = LONGEST_WAY) -> list[onnx_ir.Node]:
     """The nodes between a value and the Softmax, which included, if it goes nowhere else; empty where it does."""
-    if value.is_graph_output() or not value.uses():
+    if value.is_graph_output() or not longest:
         return []
     way = []
     for node in readers(value):
         if not any(output.uses() or output.is_graph_output() for output in node.outputs):
             continue  # dead
-        beyond = [] if is_op(node, *SOFTMAX) else _way_to_softmax(node.outputs[0])
-        if not is_op(node, *SOFTMAX) and not (beyond and (is_op(node, *MOVERS) or _is_temperature(node))):
+        beyond = _way_to_softmax(node.outputs[0], longest - 1) if is_op(node, *MOVERS) or _is_temperature(node) else []
+        if not beyond and not is_op(node, *SOFTMAX):
             return []
         way += [node, *beyond]
     return way
