@@ -15,6 +15,11 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name bytes by their length: each worker collects by itself, and some bytes hold the time (a gzip header does)."""
+    return f"{len(val)}bytes" if isinstance(val, bytes) else None
+
+
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listens on."""
