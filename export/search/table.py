@@ -12,6 +12,9 @@ from rich.text import Text
 from export.search.result import KeptNodeCost, SearchResult
 
 SHOWN = 40  # of a list; the rest is counted
+COLUMNS = ("operator", "alone", "at outputs", "casts", "bytes")
+NUMBERS = set(COLUMNS[1:])
+ALWAYS = {"operator"}
 
 
 def search_table(result: SearchResult) -> Group:
@@ -41,13 +44,16 @@ def _table(result: SearchResult) -> Table:
         padding=(0, 1),
         pad_edge=False,
     )
-    columns = ("node", "operator", "module", "source", "reason")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for column in ("alone", "at outputs", "casts", "bytes"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for kept in result.kept[:SHOWN]:
-        table.add_row(*(Text(cell) for cell in _cells(kept)))
+    rows = [_cells(kept) for kept in result.kept[:SHOWN]]
+    # A narrow terminal has no room for columns that say nothing.
+    told = [place for place, column in enumerate(COLUMNS) if column in ALWAYS or any(row[place] for row in rows)]
+    table.add_column("node and reason", overflow="fold")
+    for place in told:
+        table.add_column(COLUMNS[place], justify="right" if COLUMNS[place] in NUMBERS else "left", no_wrap=True)
+    for kept, row in zip(result.kept, rows, strict=False):
+        where = " ".join(part for part in (kept.module, kept.source) if part)
+        story = "\n  ".join(part for part in (kept.node, where, kept.reason) if part)
+        table.add_row(Text(story), *(Text(row[place]) for place in told))
     if len(result.kept) > SHOWN:
         table.caption = Text(f"and {len(result.kept) - SHOWN} more; --json lists all")
         table.caption_justify = "left"
@@ -55,17 +61,12 @@ def _table(result: SearchResult) -> Table:
 
 
 def _cells(kept: KeptNodeCost) -> tuple[str, ...]:
-    casts = "" if kept.cost.casts is None else f"{kept.cost.casts:+d}"
-    errors = (_error(kept.local_error), _error(kept.propagated_error))
     return (
-        kept.node,
         kept.op_type,
-        kept.module or "",
-        kept.source or "",
-        kept.reason,
-        *errors,
-        casts,
-        f"{kept.cost.weight_bytes:,}",
+        _error(kept.local_error),
+        _error(kept.propagated_error),
+        f"{kept.cost.casts:+d}" if kept.cost.casts else "",
+        f"{kept.cost.weight_bytes:,}" if kept.cost.weight_bytes else "",
     )
 
 
