@@ -20,7 +20,7 @@ class Datatype:
         onnx: the number of TensorProto.DataType.
         itemsize: bytes of one element on the wire; None for BYTES, whose elements carry their own length.
         numpy: the dtype of an array of such elements, little-endian; object for BYTES (each element is `bytes`), and None for
-            BF16, which numpy does not have.
+            BF16, which numpy does not have (see `array_dtype`).
         contents: the field of InferTensorContents that carries it; None for those that only travel raw.
     """
 
@@ -30,6 +30,16 @@ class Datatype:
     itemsize: int | None
     numpy: np.dtype[Any] | None
     contents: str | None
+
+    @property
+    def array_dtype(self) -> np.dtype[Any]:
+        """The dtype of an array of such elements. BF16 has one here too: ml_dtypes', imported when it is first asked for."""
+        if self.numpy is not None:
+            return self.numpy
+        import ml_dtypes  # noqa: PLC0415  (few models need it)
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
 
     @property
     def config_name(self) -> str:

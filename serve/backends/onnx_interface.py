@@ -63,7 +63,7 @@ def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
         raise ModelLoadError(f"{where} {value.name!r} is not a tensor; the wire carries tensors only")
     tensor = value.type.tensor_type
     datatype = BY_ONNX.get(tensor.elem_type)
-    if datatype is None or datatype.numpy is None:
+    if datatype is None:
         name = onnx.TensorProto.DataType.Name(tensor.elem_type)
         raise ModelLoadError(f"{where} {value.name!r} has the type {name}, which cannot be served; cast it inside the model")
     if not tensor.HasField("shape"):

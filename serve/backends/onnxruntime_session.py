@@ -5,41 +5,47 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnxruntime as ort
 
+from serve.backends.crash_probe import CrashProbe, Trial
 from serve.backends.cuda import device_count
-from serve.backends.onnx_interface import load_onnx, read_external_weights
-from serve.backends.upcast import computes_in_fp16, upcast_to_fp32
+from serve.backends.node_placement import RECORD_ENTRY
+from serve.backends.onnx_preparation import PreparedModel, prepared
+from serve.backends.optimization_level import OptimizationLevel
+from serve.backends.session_settings import SessionSettings
+from serve.backends.thread_choice import is_quick, may_be_quick
 from serve.engine.backend import Placement
 from serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-# A new input shape costs milliseconds instead of an exhaustive search's hundreds.
-CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC"}
-# protobuf serializes at most 2 GiB; a larger model goes to the runtime through a file.
-MAX_SERIALIZED_BYTES = 2**31 - 1
+CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 LOG_NOTHING_BUT_FATAL = 4  # what fails is raised, or said below in one line
+Providers = list[tuple[str, dict[str, str]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenSession:
     """A session, and what it computes in.
 
     Attributes:
         session: the runtime's own.
         precision: in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)".
+        level: how far the runtime was allowed to rewrite the model.
+        given_names: the session's names of inputs that are called otherwise in the model file.
+        records_graphs: it was opened to record CUDA graphs.
     """
 
     session: ort.InferenceSession
     precision: str
+    level: OptimizationLevel
+    given_names: Mapping[str, str] = field(default_factory=dict)
+    records_graphs: bool = False
 
     @property
     def provider(self) -> str:
@@ -47,30 +53,133 @@ class OpenSession:
         return str(self.session.get_providers()[0])
 
 
-def open_session(path: Path, placement: Placement) -> OpenSession:
-    """Open on the CUDA device where there is one and it may be used, and on the CPU otherwise.
+@dataclass(frozen=True, kw_only=True)
+class SessionOpener:
+    """Opens model files, each in the same way.
 
-    A device that the runtime cannot use (its libraries are missing, say) is named in a warning.
-
-    Raises:
-        ModelLoadError: the runtime refuses the model, or a GPU is required and cannot be used.
+    Attributes:
+        path: the model file.
+        placement: where it is to run.
+        settings: what its configuration says.
+        probe: finds out whether the model ends the process; None takes it that it does not.
+        rows: of the largest batch, which decides on threads where nobody else does; None leaves them to the runtime.
     """
-    ort.set_default_logger_severity(LOG_NOTHING_BUT_FATAL)
-    if not placement.use_gpu:
-        return _on_cpu(path, placement)
-    reason = _why_no_device(placement)
-    if reason is None:
-        missing = _preload_cuda()
-        opened = _on_gpu(path, placement)
-        if opened.provider == CUDA:
-            return opened
-        reason = f"ONNX Runtime cannot use CUDA device {placement.device_id} ({missing or 'it does not say why'})"
-    elif not placement.require_gpu:
-        return _on_cpu(path, placement)
-    if placement.require_gpu:
-        raise ModelLoadError(f"{path}: a GPU is required, but {reason}; pip install 'halfserve[cuda]' or allow the CPU")
-    logger.warning("%s: %s; it runs on the CPU. To use the GPU: pip install 'halfserve[cuda]'", path, reason)
-    return _on_cpu(path, placement)
+
+    path: Path
+    placement: Placement
+    settings: SessionSettings = field(default_factory=SessionSettings)
+    probe: CrashProbe | None = None
+    rows: int | None = None
+
+    def open(self) -> OpenSession:
+        """Open on the CUDA device where there is one and it may be used, and on the CPU otherwise.
+
+        A device that the runtime cannot use (its libraries are missing, say) is named in a warning.
+
+        Raises:
+            ModelLoadError: the runtime refuses the model, it ends the process, or a GPU is required and cannot be used.
+        """
+        ort.set_default_logger_severity(LOG_NOTHING_BUT_FATAL)
+        placement = self.placement
+        if not placement.use_gpu:
+            return self._on_cpu()
+        reason = _why_no_device(placement)
+        if reason is None:
+            missing = _preload_cuda()
+            opened = self._on_gpu()
+            if opened.provider != CPU:
+                return opened
+            reason = f"ONNX Runtime cannot use CUDA device {placement.device_id} ({missing or 'it does not say why'})"
+        elif not placement.require_gpu:
+            return self._on_cpu()
+        if placement.require_gpu:
+            raise ModelLoadError(
+                f"{self.path}: a GPU is required, but {reason}; pip install 'halfserve[cuda]' or allow the CPU"
+            )
+        logger.warning("%s: %s; it runs on the CPU. To use the GPU: pip install 'halfserve[cuda]'", self.path, reason)
+        return self._on_cpu()
+
+    def _on_gpu(self) -> OpenSession:
+        if self.settings.cuda_graphs and self.settings.accelerators.tensorrt is None:
+            try:
+                opened = self._on_cuda({"enable_cuda_graph": "1"})
+            except ModelLoadError as error:
+                logger.warning("%s; it runs without CUDA graphs, which take models that run on CUDA as a whole", error)
+            else:
+                return replace(opened, records_graphs=opened.provider == CUDA)
+        return self._on_cuda({})
+
+    def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
+        device = {"device_id": str(self.placement.device_id)}
+        accelerators = self.settings.accelerators
+        providers: Providers = [(CUDA, {**accelerators.cuda, **options, **device}), (CPU, {})]
+        if accelerators.tensorrt is not None:
+            providers.insert(0, (TENSORRT, {**accelerators.tensorrt, **device}))
+        opened = self._open(providers, for_gpu=True)
+        if accelerators.tensorrt is not None and opened.provider == CUDA:
+            logger.warning("%s: ONNX Runtime cannot use TensorRT (is it installed?); the model runs on CUDA", self.path)
+        return opened
+
+    def _on_cpu(self) -> OpenSession:
+        providers: Providers = [(CPU, {})]
+        if self.rows is not None and self.settings.intra_op_threads is None and may_be_quick(self.path, self.placement):
+            alone = replace(self, placement=replace(self.placement, threads=1))
+            opened = alone._open(providers, for_gpu=False)  # noqa: SLF001  (another opener of the same file)
+            if is_quick(opened.session, self.rows):
+                return opened
+        return self._open(providers, for_gpu=False)
+
+    def _open(self, providers: Providers, *, for_gpu: bool) -> OpenSession:
+        probe = None if self.settings.level is not None or providers[0][0] == TENSORRT else self.probe
+        trial = Trial(path=self.path, providers=providers, settings=self.settings)
+        if probe is not None:
+            probe.expect(trial)
+        with prepared(self.path, for_gpu=for_gpu) as model:
+            level = self.settings.level or OptimizationLevel.ALL
+            if probe is not None:
+                level = probe.safe_level(trial, model.source)
+            return OpenSession(
+                session=self._session(model, level, providers),
+                precision=model.precision,
+                level=level,
+                given_names=model.given_names,
+            )
+
+    def _session(self, model: PreparedModel, level: OptimizationLevel, providers: Providers) -> ort.InferenceSession:
+        options = self._options(level)
+        try:
+            session = ort.InferenceSession(
+                model.source,
+                options,
+                providers=[name for name, _ in providers],
+                provider_options=[choices for _, choices in providers],
+            )
+        except Exception as error:
+            # The runtime's exceptions have no common class of their own.
+            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {_first_line(error)}") from error
+        # Its own fall-back would print to stdout and go to the CPU, unsaid.
+        session.disable_fallback()
+        return session
+
+    def _options(self, level: OptimizationLevel) -> Any:
+        settings = self.settings
+        options = ort.SessionOptions()
+        options.log_severity_level = LOG_NOTHING_BUT_FATAL
+        options.graph_optimization_level = ort.GraphOptimizationLevel(level.value)
+        threads = settings.intra_op_threads
+        options.intra_op_num_threads = self.placement.threads if threads is None else threads
+        options.inter_op_num_threads = settings.inter_op_threads
+        if settings.parallel:
+            options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+        options.enable_cpu_mem_arena = settings.memory_arena
+        options.enable_mem_pattern = settings.memory_pattern and not settings.parallel
+        # Threads that spin while they wait take the core from the event loop.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+        options.add_session_config_entry(*RECORD_ENTRY)
+        for key, value in settings.session_entries.items():
+            options.add_session_config_entry(key, value)
+        return options
 
 
 def _why_no_device(placement: Placement) -> str | None:
@@ -90,36 +199,5 @@ def _preload_cuda() -> str:
     return printed.getvalue().strip().split("\n")[0]
 
 
-def _on_gpu(path: Path, placement: Placement) -> OpenSession:
-    providers = [(CUDA, {**CUDA_OPTIONS, "device_id": str(placement.device_id)}), CPU]
-    precision = "fp16" if computes_in_fp16(load_onnx(path)) else "fp32"
-    return OpenSession(_session(path, str(path), placement, providers), precision)
-
-
-def _on_cpu(path: Path, placement: Placement) -> OpenSession:
-    model = load_onnx(path)
-    if not computes_in_fp16(model):
-        return OpenSession(_session(path, str(path), placement, [CPU]), "fp32")
-    read_external_weights(model, path)
-    upcast_to_fp32(model)
-    precision = "fp32 (the fp16 model, upcast)"
-    if model.ByteSize() <= MAX_SERIALIZED_BYTES:
-        return OpenSession(_session(path, model.SerializeToString(), placement, [CPU]), precision)
-    with tempfile.TemporaryDirectory(prefix="halfserve-") as folder:
-        copy = Path(folder) / "model.onnx"
-        onnx.save(model, copy, save_as_external_data=True, location="weights.bin")
-        return OpenSession(_session(path, str(copy), placement, [CPU]), precision)
-
-
-def _session(path: Path, model: str | bytes, placement: Placement, providers: list[Any]) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = LOG_NOTHING_BUT_FATAL
-    options.intra_op_num_threads = placement.threads
-    # Threads that spin while they wait take the core from the event loop.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    try:
-        return ort.InferenceSession(model, options, providers=providers)
-    except Exception as error:
-        # The runtime's exceptions have no common class of their own.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelLoadError(f"{path}: ONNX Runtime refuses the model: {reason}") from error
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

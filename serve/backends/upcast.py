@@ -1,7 +1,7 @@
-"""Turn an fp16 ONNX model into one that computes in fp32, from the same (fp16) weights.
+"""Turn a half-precision ONNX model into one that computes in fp32, from the same (fp16 or bf16) weights.
 
-ONNX Runtime has CPU kernels in fp16 for few operators and surrounds the others with casts. Computing in fp32 throughout is as
-fast as an fp32 model there and closer to the truth than fp16 arithmetic.
+ONNX Runtime has CPU kernels in fp16 for few operators, in bf16 for fewer, and surrounds the others with casts. Computing in
+fp32 throughout is as fast as an fp32 model there and closer to the truth than half-precision arithmetic.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-FP16, FP32 = TensorProto.FLOAT16, TensorProto.FLOAT
+FP32 = TensorProto.FLOAT
+HALF_TYPES = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
 # Integer attributes that hold a tensor type, over all operators of the standard and of ONNX Runtime's own domain.
 TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
 
 
-def computes_in_fp16(model: ModelProto) -> bool:
-    """Whether any weight, input, output or cast of the model is fp16."""
-    return any(True for _ in _fp16_places(model))
+def half_types(model: ModelProto) -> frozenset[int]:
+    """The half-precision types that weights, inputs, outputs or casts of the model have; none for a model without."""
+    return frozenset(number for number in _types(model) if number in HALF_TYPES)
 
 
 def upcast_to_fp32(model: ModelProto) -> None:
-    """Change every fp16 type to fp32, in place: weights, constants, casts, inputs and outputs, subgraphs, functions."""
+    """Change every fp16 and bf16 type to fp32, in place: weights, constants, casts, inputs, outputs, subgraphs, functions."""
     for graph in _graphs(model):
         for tensor in graph.initializer:
             _upcast_tensor(tensor)
@@ -39,12 +40,12 @@ def upcast_to_fp32(model: ModelProto) -> None:
             _upcast_attribute(attribute)
 
 
-def _fp16_places(model: ModelProto) -> Iterator[object]:
+def _types(model: ModelProto) -> Iterator[int]:
     for graph in _graphs(model):
-        yield from (t for t in graph.initializer if t.data_type == FP16)
-        yield from (v for v in (*graph.input, *graph.output) if v.type.tensor_type.elem_type == FP16)
+        yield from (t.data_type for t in graph.initializer)
+        yield from (v.type.tensor_type.elem_type for v in (*graph.input, *graph.output))
     for node in _nodes(model):
-        yield from (a for a in node.attribute if a.t.data_type == FP16 or (a.name in TYPE_ATTRIBUTES and a.i == FP16))
+        yield from (a.i if a.name in TYPE_ATTRIBUTES else a.t.data_type for a in node.attribute)
 
 
 def _graphs(model: ModelProto) -> Iterator[GraphProto]:
@@ -66,7 +67,7 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
 
 
 def _upcast_attribute(attribute: AttributeProto) -> None:
-    if attribute.name in TYPE_ATTRIBUTES and attribute.i == FP16:
+    if attribute.name in TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
         attribute.i = FP32
     for tensor in (attribute.t, *attribute.tensors):
         _upcast_tensor(tensor)
@@ -75,7 +76,7 @@ def _upcast_attribute(attribute: AttributeProto) -> None:
 
 
 def _upcast_tensor(tensor: TensorProto) -> None:
-    if tensor.data_type == FP16:
+    if tensor.data_type in HALF_TYPES:
         array = numpy_helper.to_array(tensor).astype("float32")
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
@@ -84,7 +85,7 @@ def _upcast_type(proto: TypeProto) -> None:
     kind = proto.WhichOneof("value")
     if kind in {"tensor_type", "sparse_tensor_type"}:
         tensor = getattr(proto, kind)
-        if tensor.elem_type == FP16:
+        if tensor.elem_type in HALF_TYPES:
             tensor.elem_type = FP32
     elif kind in {"sequence_type", "optional_type"}:
         _upcast_type(getattr(proto, kind).elem_type)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnxruntime_backend import OnnxRuntime, OnnxRuntimeBackend
+from serve.backends.onnxruntime_session import OpenSession, SessionOpener
 from serve.engine.backend import Placement
 
 
-def load_backend(path: Path, placement: Placement) -> OnnxRuntimeBackend:
+def load_backend(path: Path, placement: Placement, config: ModelConfig | None = None) -> OnnxRuntimeBackend:
     runtime = OnnxRuntime()
-    return runtime.load(path, runtime.describe(path), placement)
+    return runtime.load(path, runtime.describe(path), placement, config or ModelConfig())
+
+
+def open_session(path: Path, placement: Placement) -> OpenSession:
+    return SessionOpener(path=path, placement=placement).open()

@@ -23,6 +23,6 @@ def test_it_is_served_on_the_cpu_with_the_fp32_models_answers(tmp_path: Path) ->
     (name,) = (spec.name for spec in OnnxRuntime().describe(path).inputs)
     with torch.no_grad():
         expected = model(samples).numpy()
-    answer = backend.run({name: samples.half().float().numpy()})["y"]
+    answer = backend.run({name: samples.half().numpy()})["y"]
     assert answer.dtype == np.float16
     np.testing.assert_allclose(answer.astype(np.float32), expected, atol=0.01)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -26,9 +27,9 @@ def expected_mlp(x: np.ndarray[tuple[int, int], np.dtype[np.float16]]) -> np.nda
 def test_the_cpu_computes_an_fp16_model_in_fp32_and_answers_in_fp16(tmp_path: Path) -> None:
     backend = load_backend(save_mlp(tmp_path / "m.onnx"), ON_CPU)
     assert (backend.provider, backend.precision) == ("CPUExecutionProvider", "fp32 (the fp16 model, upcast)")
-    assert backend.compute_dtype("x") == np.float32
+    assert backend.compute_dtype("x") == np.float16
     x = np.random.default_rng(2).standard_normal((7, 64)).astype(np.float16)
-    y = backend.run({"x": x.astype(np.float32)})["y"]
+    y = backend.run({"x": x})["y"]
     assert y.dtype == np.float16
     # Half a unit in the last place of fp16: nothing but the last rounding is lost.
     np.testing.assert_allclose(y.astype(np.float32), expected_mlp(x), rtol=2**-11, atol=1e-6)
@@ -37,7 +38,7 @@ def test_the_cpu_computes_an_fp16_model_in_fp32_and_answers_in_fp16(tmp_path: Pa
 def test_an_overflow_of_fp16_is_an_infinity_and_no_warning(tmp_path: Path) -> None:
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
     path = save_model(tmp_path / "m.onnx", nodes, [("x", FP16, ["batch", 1])], [("y", FP16, ["batch", 1])])
-    y = load_backend(path, ON_CPU).run({"x": np.array([[60000.0], [1.0]], np.float32)})["y"]
+    y = load_backend(path, ON_CPU).run({"x": np.array([[60000.0], [1.0]], np.float16)})["y"]
     assert y.tolist() == [[np.inf], [2.0]]
 
 
@@ -72,8 +73,8 @@ def test_a_request_that_the_model_cannot_compute_is_a_backend_error(tmp_path: Pa
     [
         (helper.make_tensor_sequence_value_info("y", 1, ["b"]), "output 'y' is not a tensor"),
         (
-            helper.make_tensor_value_info("y", TensorProto.BFLOAT16, ["b"]),
-            "output 'y' has the type BFLOAT16, which cannot be served",
+            helper.make_tensor_value_info("y", TensorProto.FLOAT8E4M3FN, ["b"]),
+            "output 'y' has the type FLOAT8E4M3FN, which cannot be served",
         ),
         (helper.make_tensor_value_info("y", 1, None), "output 'y' has no shape"),
     ],
@@ -92,6 +93,20 @@ def test_a_text_file_is_not_onnx(tmp_path: Path) -> None:
     (tmp_path / "empty.onnx").write_bytes(b"")
     with pytest.raises(ModelLoadError, match="no graph in it"):
         OnnxRuntime().describe(tmp_path / "empty.onnx")
+
+
+@pytest.mark.gpu
+def test_cuda_computes_in_bf16(tmp_path: Path) -> None:
+    if not device_count():
+        pytest.skip("no CUDA device")
+    bf16 = TensorProto.BFLOAT16
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    path = save_model(tmp_path / "m.onnx", nodes, [("x", bf16, ["batch", 1])], [("y", bf16, ["batch", 1])])
+    backend = load_backend(path, Placement(require_gpu=True))
+    assert (backend.provider, backend.precision) == ("CUDAExecutionProvider", "bf16")
+    y = backend.run({"x": np.array([[1.5], [3e38]], backend.compute_dtype("x"))})["y"]
+    assert y.dtype == ml_dtypes.bfloat16
+    assert y.astype(np.float32).tolist() == [[3.0], [np.inf]]
 
 
 @pytest.mark.gpu

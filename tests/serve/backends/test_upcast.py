@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from serve.backends.upcast import computes_in_fp16, upcast_to_fp32
+from serve.backends.upcast import half_types, upcast_to_fp32
 from tests.models import save_mlp
 
 FP16, FP32, BOOL, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64
@@ -30,8 +30,8 @@ def test_an_mlp_gives_the_fp16_models_answer_in_fp32(tmp_path: Path) -> None:
     fp16 = onnx.load(save_mlp(tmp_path / "mlp.onnx"))
     fp32 = onnx.load(tmp_path / "mlp.onnx")
     upcast_to_fp32(fp32)
-    assert computes_in_fp16(fp16)
-    assert not computes_in_fp16(fp32)
+    assert half_types(fp16) == {FP16}
+    assert not half_types(fp32)
     assert no_fp16_left(fp32)
     x = np.random.default_rng(1).standard_normal((5, 64)).astype(np.float16)
     (half,) = ReferenceEvaluator(fp16).run(None, {"x": x})
@@ -100,7 +100,7 @@ def test_an_fp32_model_is_left_as_it_is() -> None:
     )
     model = helper.make_model(graph)
     before = model.SerializeToString(deterministic=True)
-    assert not computes_in_fp16(model)
+    assert not half_types(model)
     upcast_to_fp32(model)
     assert model.SerializeToString(deterministic=True) == before
 

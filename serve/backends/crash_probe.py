@@ -1,0 +1,164 @@
+"""Find out whether a model ends the process that loads it, before it can end this one.
+
+ONNX Runtime is trusted with models from anywhere, and some make its graph optimizer crash. A child process loads and runs each
+model first, at the highest optimization level, and at lower ones where that ends it. Verdicts are kept; see crash_verdicts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from serve.backends.crash_verdicts import CrashVerdicts, Verdict, verdict_key
+from serve.backends.optimization_level import KEY, OptimizationLevel
+from serve.backends.probe_process import CrashedError, ProbeProcess, TrialEndedError
+from serve.backends.session_settings import SessionSettings
+from serve.engine.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S = 60.0  # of one trial
+IDLE_S = 2.0  # after which the child is ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A model under the circumstances in which it is to be loaded.
+
+    Attributes:
+        path: the model file as it came.
+        providers: names and options.
+        settings: of the session.
+    """
+
+    path: Path
+    providers: list[tuple[str, dict[str, str]]]
+    settings: SessionSettings
+
+    def message(self, source: str | bytes, level: OptimizationLevel) -> dict[str, Any]:
+        """What the child is told."""
+        return {
+            "path": "" if isinstance(source, bytes) else str(Path(source).absolute()),
+            "bytes": len(source),
+            "level": level.value,
+            "providers": self.providers,
+            "entries": dict(self.settings.session_entries),
+            "parallel": self.settings.parallel,
+            "memory_arena": self.settings.memory_arena,
+            "memory_pattern": self.settings.memory_pattern,
+        }
+
+    @cached_property
+    def key(self) -> str:
+        """Equal for trials that end equally; costs a look at every byte of the file, but not at weights beside it."""
+        message = self.message(b"", OptimizationLevel.ALL)
+        # Ours too: what is changed in a model before it is loaded may change from one version to the next.
+        return verdict_key(self.path, [ort.__version__, version("halfserve"), repr(sorted(message.items()))])
+
+
+class CrashProbe:
+    """Tries models out, one at a time; any thread may ask."""
+
+    def __init__(
+        self, verdicts: CrashVerdicts, *, start: Callable[[], ProbeProcess] = ProbeProcess, limit_s: float = LIMIT_S
+    ) -> None:
+        """A probe that has no process yet.
+
+        Args:
+            verdicts: what is known already.
+            start: makes the child process.
+            limit_s: seconds that one trial may take.
+        """
+        self._verdicts = verdicts
+        self._start = start
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._process: ProbeProcess | None = None
+        self._idle: threading.Timer | None = None
+
+    def expect(self, trial: Trial) -> None:
+        """Say that `safe_level` will be asked soon: the child starts while the caller does something else."""
+        if self._verdicts.find(trial.key) is None:
+            with self._lock:
+                self._running()
+
+    def safe_level(self, trial: Trial, source: str | bytes) -> OptimizationLevel:
+        """The highest level at which the model does not end the process; a lower one than all is named in a warning.
+
+        Args:
+            trial: the circumstances.
+            source: the model's bytes, or the path of its file.
+
+        Raises:
+            ModelLoadError: it ends the process at every level.
+        """
+        key = trial.key
+        verdict = self._verdicts.find(key)
+        if verdict is None:
+            try:
+                verdict = self._tried(trial, source)
+            except (TrialEndedError, OSError) as error:
+                logger.warning("%s: could not be tried out in a process of its own: %s", trial.path, error)
+                return OptimizationLevel.ALL
+            self._verdicts.keep(key, verdict)
+        crashes = ", ".join(f"{how} at {level!r}" for level, how in verdict.crashes.items())
+        if verdict.level is None:
+            raise ModelLoadError(
+                f"{trial.path}: the model ends ONNX Runtime {ort.__version__}'s process at every optimization level "
+                f"({crashes}); export it in another way, or set the parameter {KEY!r} to load it without a trial"
+            )
+        if crashes:
+            logger.warning(
+                "%s: the model ends ONNX Runtime %s's process (%s); it is optimized at the level %r instead",
+                *(trial.path, ort.__version__, crashes, verdict.level.label),
+            )
+        return verdict.level
+
+    def close(self) -> None:
+        """End the child, if there is one. It ends by itself when it has had nothing to do for a moment."""
+        with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            self._end()
+
+    def _tried(self, trial: Trial, source: str | bytes) -> Verdict:
+        crashes: dict[str, str] = {}
+        with self._lock:
+            for level in OptimizationLevel:
+                model = source if isinstance(source, bytes) else b""
+                try:
+                    self._running().try_out(trial.message(source, level), model, self._limit_s)
+                except CrashedError as crash:
+                    crashes[level.label] = str(crash)
+                    self._end()
+                    continue
+                except TrialEndedError:
+                    self._end()
+                    raise
+                return Verdict(level, crashes)
+        return Verdict(None, crashes)
+
+    def _running(self) -> ProbeProcess:
+        """The child, started if need be, and its time to rest put off."""
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._process is None or not self._process.alive:
+            self._end()
+            self._process = self._start()
+        self._idle = threading.Timer(IDLE_S, self.close)
+        self._idle.daemon = True
+        self._idle.start()
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None

@@ -1,0 +1,109 @@
+"""A child process that loads and runs models on trial, and whose death is an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+CHILD = Path(__file__).with_name("probe_child.py")
+# -P: modules beside the program must not hide others of their name.
+DEFAULT_COMMAND = (sys.executable, "-P", str(CHILD))
+
+KILLED = -9  # by SIGKILL, which Windows has no name for
+
+
+class TrialEndedError(Exception):
+    """A trial ended without an answer for a reason that says nothing about the model."""
+
+
+class CrashedError(Exception):
+    """The process ended while it tried the model; the text is how, such as "SIGSEGV"."""
+
+
+class ProbeProcess:
+    """One child process. Starting it takes a tenth of a second; it goes on to the next trial unless a model ended it."""
+
+    def __init__(self, command: tuple[str, ...] = DEFAULT_COMMAND) -> None:
+        """Start it, without waiting until it is up.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=False
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take a trial."""
+        return self._process.poll() is None
+
+    def try_out(self, trial: dict[str, Any], model: bytes, limit_s: float) -> None:
+        """Load and run a model once; returns when the process has survived it.
+
+        Args:
+            trial: as the child reads it.
+            model: what follows it; empty where the model has a file.
+            limit_s: seconds after which the process is ended.
+
+        Raises:
+            CrashedError: the model ended the process.
+            TrialEndedError: it took too long, or somebody else ended the process.
+        """
+        out_of_time = threading.Event()
+
+        def end() -> None:
+            out_of_time.set()
+            self._process.kill()
+
+        timer = threading.Timer(limit_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            answer = self._exchange(json.dumps(trial).encode() + b"\n", model)
+        finally:
+            timer.cancel()
+        if not answer:
+            self._explain(self._process.wait(), out_of_time=out_of_time.is_set(), limit_s=limit_s)
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            self._pipes()[0].close()
+        self._process.kill()
+        self._process.wait()
+        self._pipes()[1].close()
+
+    def _exchange(self, head: bytes, model: bytes) -> bytes:
+        stdin, stdout = self._pipes()
+        with contextlib.suppress(BrokenPipeError):  # it ended while it read; the answer tells
+            stdin.write(head)
+            stdin.write(model)
+            stdin.flush()
+        answer: bytes = stdout.readline()
+        return answer
+
+    def _pipes(self) -> tuple[Any, Any]:
+        return self._process.stdin, self._process.stdout
+
+    def _explain(self, code: int, *, out_of_time: bool, limit_s: float) -> None:
+        if out_of_time:
+            raise TrialEndedError(f"loading and running it once took more than {limit_s:g} s")
+        if code == KILLED:
+            raise TrialEndedError("the system ended the trial (out of memory?)")
+        if code >= 0 and sys.platform != "win32":
+            raise TrialEndedError(f"the trial's process ended with code {code}")
+        raise CrashedError(_name(code))
+
+
+def _name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"code {code & 0xFFFFFFFF:#x}"

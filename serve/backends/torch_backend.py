@@ -1,0 +1,173 @@
+"""Exported torch programs behind the engine's interface. The only files that import torch are those named torch_*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.export.passes import move_to_device_pass
+
+from protos.model_config_pb2 import ModelConfig
+from serve.backends.session_settings import read_settings
+from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
+from serve.backends.torch_upcast import can_upcast, half_dtypes, upcast_graph, upcast_tensor
+from serve.engine.backend import ModelInterface, Placement
+from serve.engine.errors import BackendError, ModelLoadError
+from serve.engine.tensors import Array, Tensors
+
+CPU = torch.device("cpu")
+USER_INPUT = InputKind.USER_INPUT
+
+
+class TorchRuntime:
+    """Loads what torch.export.save wrote. Such a file can hold pickled objects: serve those that you trust."""
+
+    def __init__(self) -> None:
+        self._described: tuple[Path, ExportedProgram] | None = None
+
+    def describe(self, path: Path) -> ModelInterface:
+        """Read a program's interface. The program is kept for the `load` that follows.
+
+        Raises:
+            ModelLoadError: the file is no exported program, or takes or gives what does not travel.
+        """
+        program = _read(path)
+        self._described = (path, program)
+        return program_interface(program, path)
+
+    def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> TorchBackend:
+        """Load one copy, on the CUDA device where there is one and it may be used, and on the CPU otherwise.
+
+        On the CPU a half-precision program computes in fp32, where that means the same.
+
+        Raises:
+            ModelLoadError: a setting cannot be read, or a GPU is required and cannot be used.
+        """
+        device = _device(path, placement)
+        described, self._described = self._described, None
+        program = described[1] if described is not None and described[0] == path else _read(path)
+        halves = half_dtypes(program)
+        upcast = bool(halves) and device == CPU and can_upcast(program)
+        asked = read_settings(config, path).intra_op_threads
+        threads = placement.threads if asked is None else asked
+        if threads and device == CPU:  # torch has one number for all models of the process
+            torch.set_num_threads(threads)
+        if device != CPU:
+            program = move_to_device_pass(program, str(device))
+        if upcast:
+            upcast_graph(program.graph_module)
+        specs = program.graph_signature.input_specs
+        return TorchBackend(
+            provider=f"torch on {device}",
+            precision=f"fp32 (the {halves} model, upcast)" if upcast else halves or "fp32",
+            _program=program.graph_module,
+            _arguments=[_argument(program, spec, upcast=upcast) for spec in specs],
+            _places={s.arg.name: i for i, s in enumerate(specs) if isinstance(s.arg, TensorArgument) and s.kind is USER_INPUT},
+            _dtypes={spec.name: spec.datatype.array_dtype for spec in interface.inputs},
+            _skipped=len(program.graph_signature.output_specs) - len(interface.outputs),
+            _interface=interface,
+            _ranges=size_ranges(program),
+            _device=device,
+            _upcast=upcast,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBackend:
+    """One program with its weights.
+
+    Attributes:
+        provider: "torch on cpu" or "torch on cuda:0".
+        precision: what it computes in, in words.
+    """
+
+    provider: str
+    precision: str
+    _program: torch.fx.GraphModule
+    _arguments: list[Any]  # weights and constants; None where an input goes
+    _places: Mapping[str, int]  # of the inputs among them
+    _dtypes: Mapping[str, np.dtype[Any]]
+    _skipped: int  # outputs before the user's: what the program would have written into its buffers
+    _interface: ModelInterface
+    _ranges: tuple[SizeRange, ...]
+    _device: torch.device
+    _upcast: bool
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        """The dtype that clients send: torch converts faster than numpy."""
+        return self._dtypes[name]
+
+    @torch.inference_mode()
+    def run(self, inputs: Tensors) -> Tensors:
+        """Compute every output, in the dtypes of the program's interface.
+
+        Raises:
+            InvalidArgumentError: a size is not one that the program was exported for.
+            BackendError: torch refused these inputs.
+        """
+        check_sizes(self._ranges, inputs)
+        arguments = list(self._arguments)
+        for name, array in inputs.items():
+            arguments[self._places[name]] = self._tensor(array)
+        try:
+            outputs = self._program(*arguments)[self._skipped :]
+            return {
+                spec.name: _array(tensor, spec.datatype.array_dtype)
+                for spec, tensor in zip(self._interface.outputs, outputs, strict=True)
+            }
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise BackendError(f"the model failed on this request: {reason}") from error
+
+    def _tensor(self, array: Array) -> torch.Tensor:
+        # A copy: the array is a view on a request's bytes, and a program may write into its inputs.
+        tensor = torch.from_numpy(_torch_view(array).copy())
+        if array.dtype.name == "bfloat16":
+            tensor = tensor.view(torch.bfloat16)
+        tensor = tensor.to(self._device)
+        return upcast_tensor(tensor) if self._upcast else tensor
+
+
+def _read(path: Path) -> ExportedProgram:
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        # Of a zip file's, json's, pickle's and torch's own classes.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelLoadError(
+            f"{path}: is not a readable exported program ({reason}); write it with torch.export.save of torch "
+            f"{torch.__version__}"
+        ) from error
+
+
+def _device(path: Path, placement: Placement) -> torch.device:
+    if placement.use_gpu and placement.device_id < torch.cuda.device_count():
+        return torch.device("cuda", placement.device_id)
+    if placement.require_gpu:
+        raise ModelLoadError(f"{path}: a GPU is required, but torch sees no CUDA device {placement.device_id}; allow the CPU")
+    return CPU
+
+
+def _argument(program: ExportedProgram, spec: Any, *, upcast: bool) -> Any:
+    if spec.kind is USER_INPUT:
+        return spec.arg.value if isinstance(spec.arg, ConstantArgument) else None
+    held = program.state_dict if spec.target in program.state_dict else program.constants
+    value = held[spec.target]
+    return upcast_tensor(value) if upcast and isinstance(value, torch.Tensor) else value
+
+
+def _torch_view(array: Array) -> Array:
+    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
+
+
+def _array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
+    if dtype.name == "bfloat16":
+        return tensor.bfloat16().view(torch.int16).cpu().numpy().view(dtype)
+    wanted = torch.from_numpy(np.empty(0, dtype)).dtype
+    return tensor.to(wanted).cpu().numpy()

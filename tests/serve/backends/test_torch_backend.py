@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from protos.model_config_pb2 import ModelConfig
+from serve.backends.runtimes import Runtimes
+from serve.backends.torch_backend import TorchBackend, TorchRuntime
+from serve.engine.backend import ModelInterface, Placement
+from serve.engine.config import DeclaredConfig, Defaults, complete_config
+from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from tests.serve.backends.torch_programs import BATCH, Twice, save_program
+
+ON_CPU = Placement(use_gpu=False)
+HALF = torch.float16
+
+
+def load(path: Path) -> tuple[ModelInterface, TorchBackend]:
+    runtime = TorchRuntime()
+    interface = runtime.describe(path)
+    return interface, runtime.load(path, interface, ON_CPU, ModelConfig())
+
+
+class EveryPlace(nn.Module):
+    """Half precision in a parameter, a buffer that is not kept, a constant, a cast and a tensor made on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5, dtype=HALF))
+        self.register_buffer("kept_out", torch.full((4,), 2.0, dtype=HALF), persistent=False)
+        self.constant = torch.tensor([1.0], dtype=HALF)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        inner = x.float().to(HALF) * self.weight * self.get_buffer("kept_out") + self.constant
+        return {"y": (inner + torch.ones(inner.shape, dtype=HALF), inner.sum(-1)), "count": torch.arange(3)}
+
+
+def test_half_precision_is_upcast_wherever_it_is(tmp_path: Path) -> None:
+    path = save_program(tmp_path / "m.pt2", EveryPlace(), torch.zeros(2, 4, dtype=HALF), dynamic_shapes=BATCH)
+    interface, backend = load(path)
+    assert [spec.name for spec in interface.outputs] == ["y.0", "y.1", "count"]
+    assert not interface.batched, "`count` has no batch dimension"
+    assert backend.precision == "fp32 (the fp16 model, upcast)"
+    x = np.array([[2048.0, 2049.0, 0.0, 1.0]], np.float16)
+    outputs = backend.run({"x": x})
+    np.testing.assert_array_equal(outputs["y.0"], (x.astype(np.float32) + 2).astype(np.float16), strict=True)
+    # 4102 in fp32; fp16 would have lost the odd ones on the way.
+    assert outputs["y.1"].tolist() == [float(np.float16(x.astype(np.float64).sum() + 4))]
+    assert outputs["count"].tolist() == [0, 1, 2]
+
+
+class Bits(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.view(torch.int16) & 0x7FFF).view(HALF)
+
+
+def test_a_program_that_reads_bits_stays_in_fp16(tmp_path: Path) -> None:
+    interface, backend = load(save_program(tmp_path / "m.pt2", Bits(), torch.ones(2, 1, dtype=HALF), dynamic_shapes=BATCH))
+    assert backend.precision == "fp16"
+    assert [spec.name for spec in interface.outputs] == ["output"]
+    assert backend.run({"x": np.array([[-3.0]], np.float16)})["output"].tolist() == [[3.0]]
+
+
+class Counting(nn.Module):
+    """Writes into its buffer and into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.get_buffer("calls").add_(1)
+        x.mul_(2)
+        return x + self.get_buffer("calls"), x
+
+
+def test_a_program_that_writes_into_its_inputs_leaves_a_clients_bytes_alone(tmp_path: Path) -> None:
+    path = save_program(tmp_path / "m.pt2", Counting(), torch.zeros(2, 1), dynamic_shapes=BATCH)
+    interface, backend = load(path)
+    assert [spec.name for spec in interface.outputs] == ["output_0", "output_1"]
+    x = np.array([[1.0]], np.float32)
+    x.flags.writeable = False
+    assert backend.run({"x": x})["output_1"].tolist() == [[2.0]]
+    assert x.tolist() == [[1.0]]
+
+
+class Options(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, mode: str = "sum") -> torch.Tensor:
+        y = x if mask is None else x * mask
+        return y + 1 if mode == "sum" else y
+
+
+def test_what_was_fixed_at_the_export_is_no_input(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    program = torch.export.export(Options(), (torch.zeros(2, 1), None, "sum"), dynamic_shapes=({0: Dim("batch")}, None, None))
+    torch.export.save(program, path)
+    interface, backend = load(path)
+    assert [spec.name for spec in interface.inputs] == ["x"]
+    assert backend.run({"x": np.zeros((3, 1), np.float32)})["output"].tolist() == [[1.0]] * 3
+
+
+def test_sizes_that_the_program_was_not_exported_for_are_refused(tmp_path: Path) -> None:
+    class Sum(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a + b
+
+    length = Dim("length", min=2, max=16)
+    shapes = [{0: Dim("batch"), 1: length}] * 2
+    example = torch.zeros(2, 4)
+    _, backend = load(save_program(tmp_path / "m.pt2", Sum(), example, example, dynamic_shapes=shapes))
+    x, longer = np.zeros((1, 16), np.float32), np.zeros((1, 17), np.float32)
+    assert backend.run({"a": x, "b": x})["output"].shape == (1, 16)
+    with pytest.raises(InvalidArgumentError, match="input 'a' has size 17 in dimension 1, expected 2 to 16; the model was"):
+        backend.run({"a": longer, "b": longer})
+    with pytest.raises(InvalidArgumentError, match="input 'b' has size 8 in dimension 1, expected 16 as in input 'a'"):
+        backend.run({"a": x, "b": x[:, :8]})
+
+
+def test_the_largest_exported_batch_bounds_the_servers(tmp_path: Path) -> None:
+    shapes = {"x": {0: Dim("batch", max=6)}}
+    interface, _ = load(save_program(tmp_path / "m.pt2", Twice(), torch.zeros(2, 1), dynamic_shapes=shapes))
+    silent = DeclaredConfig(message=ModelConfig(), source=tmp_path, says_batch_size=False)
+    assert complete_config(silent, interface, name="m", defaults=Defaults()).max_batch_size == 6
+    asking = DeclaredConfig(message=ModelConfig(max_batch_size=7), source=tmp_path, says_batch_size=True)
+    with pytest.raises(ModelLoadError, match="max_batch_size is 7, but the model was exported for batches of at most 6"):
+        complete_config(asking, interface, name="m", defaults=Defaults())
+
+
+def test_a_program_exported_for_several_rows_only_is_not_batched(tmp_path: Path) -> None:
+    shapes = {"x": {0: Dim("batch", min=2)}}
+    interface, _ = load(save_program(tmp_path / "m.pt2", Twice(), torch.zeros(4, 1), dynamic_shapes=shapes))
+    assert not interface.batched
+
+
+def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(b"PK\x03\x04 and nothing more")
+    with pytest.raises(
+        ModelLoadError, match="m.pt2: is not a readable exported program .*; write it with torch.export.save"
+    ) as no:
+        Runtimes().describe(path)
+    assert "\n" not in str(no.value)
+
+
+def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_program(tmp_path / "m.pt2", Twice(), torch.zeros(2, 1))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "serve.backends.torch_backend")
+    with pytest.raises(ModelLoadError, match=r"'torch' is not installed; pip install 'halfserve\[train\]', or export"):
+        Runtimes().describe(path)
+
+
+def test_onnx_models_are_served_without_torch() -> None:
+    program = "import sys, serve.backends.runtimes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
