@@ -81,3 +81,47 @@ def save_unbatched(path: Path) -> Path:
     """x FP32 [3] -> y FP32 [3], no batch dimension: y = x + x."""
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
     return save_model(path, nodes, [("x", TensorProto.FLOAT, [3])], [("y", TensorProto.FLOAT, [3])])
+
+
+def save_table(path: Path, dtype: type[np.float16 | np.float32]) -> Path:
+    """i INT64 [batch, 1] -> y [batch, 1] in `dtype`: half of table[i], of 10 and 98,304; fp16 has only the first of these.
+
+    The half of either is within fp16's range, so an fp32 twin's answer can be given where the fp16 model's is infinite.
+    """
+    nodes = [
+        helper.make_node("Gather", ["table", "i"], ["g"], axis=0),
+        helper.make_node("Mul", ["g", "half"], ["y"]),
+    ]
+    with np.errstate(over="ignore"):
+        weights = {"table": np.array([10.0, 98_304.0]).astype(dtype), "half": np.array(0.5, dtype)}
+    number = TensorProto.FLOAT16 if dtype is np.float16 else TensorProto.FLOAT
+    return save_model(path, nodes, [("i", TensorProto.INT64, ["batch", 1])], [("y", number, ["batch", 1])], weights)
+
+
+def save_thousandfold(path: Path, dtype: type[np.float16 | np.float32]) -> Path:
+    """x [batch, 4] -> y [batch, 4], both in `dtype`: y = 1000 x, which fp16 has up to x = 65."""
+    number = TensorProto.FLOAT16 if dtype is np.float16 else TensorProto.FLOAT
+    nodes = [helper.make_node("Mul", ["x", "thousand"], ["y"])]
+    weights = {"thousand": np.array(1000, dtype)}
+    return save_model(path, nodes, [("x", number, ["batch", 4])], [("y", number, ["batch", 4])], weights)
+
+
+def save_counter(path: Path) -> Path:
+    """n INT64 [1] -> y INT64 [1], no batch dimension: counts to n in a loop, about a microsecond a step."""
+    number = TensorProto.INT64
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go"], ["go_on"]),
+            helper.make_node("Add", ["count", "one"], ["next"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("step", number, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("count", number, [1]),
+        ],
+        [helper.make_tensor_value_info("go_on", TensorProto.BOOL, []), helper.make_tensor_value_info("next", number, [1])],
+    )
+    nodes = [helper.make_node("Squeeze", ["n"], ["times"]), helper.make_node("Loop", ["times", "", "zero"], ["y"], body=body)]
+    weights = {"one": np.array([1], np.int64), "zero": np.array([0], np.int64)}
+    return save_model(path, nodes, [("n", number, [1])], [("y", number, [1])], weights)

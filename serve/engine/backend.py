@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.model_kinds import ONNX, ModelKind
 from serve.engine.tensors import Tensors, TensorSpec
 
 
@@ -19,11 +21,15 @@ class ModelInterface:
         inputs: what a request must bring.
         outputs: what it can ask for.
         batched: every one of them begins with a dimension of any size, the batch.
+        kind: of the model file.
+        most_rows: the largest batch that the model was exported for; None for any.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batched: bool
+    kind: ModelKind = ONNX
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,8 @@ class Backend(Protocol):
         """Compute every output, in the dtypes of the model's interface.
 
         Args:
-            inputs: by name, in `compute_dtype`, batch dimension first where the model has one.
+            inputs: by name, in `compute_dtype`, batch dimension first where the model has one. Their memory is used again for
+                the next batch, so no output may share it.
 
         Raises:
             Exception: whatever the runtime raises; the engine turns it into the request's error.
@@ -78,14 +85,15 @@ class Runtime(Protocol):
             ModelLoadError: the file is missing, is not a model of this kind or has inputs that cannot travel on the wire.
         """
 
-    def load(self, path: Path, interface: ModelInterface, placement: Placement) -> Backend:
+    def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> Backend:
         """Load one copy, ready to run.
 
         Args:
             path: the model file.
             interface: what `describe` said of it.
             placement: where it is to run.
+            config: completed. The runtime reads its own settings there, and leaves in `parameters` what it had to decide.
 
         Raises:
-            ModelLoadError: the runtime refuses the model, or there is no GPU and one is required.
+            ModelLoadError: a setting cannot be read, the runtime refuses the model, or there is no GPU and one is required.
         """

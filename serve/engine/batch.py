@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from serve.engine.answer import Answer, BatchOutputs, RemarkedAnswer
+from serve.engine.assembly import assemble
 from serve.engine.backend import Backend
+from serve.engine.device_faults import InstanceLostError, is_device_lost
 from serve.engine.errors import BackendError, InferenceError
+from serve.engine.memory_limit import MemoryLimit
+from serve.engine.padding import pad_rows, padded_rows
+from serve.engine.precision_guard.guard import PrecisionGuard, Verdict
 from serve.engine.requests import InferRequest
 from serve.engine.statistics import BatchTimes
-from serve.engine.tensors import Array, Tensors
+from serve.engine.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -39,49 +42,107 @@ class Failed:
     error: InferenceError
 
 
-def run_batch(backend: Backend, requests: list[InferRequest]) -> list[Answered | Failed]:
-    """Run the requests together; when that fails, halve until only the requests that cannot be computed have failed."""
+def run_batch(
+    backend: Backend,
+    requests: list[InferRequest],
+    guard: PrecisionGuard | None = None,
+    *,
+    memory: MemoryLimit | None = None,
+    padded_sizes: Sequence[int] = (),
+) -> list[Answered | Failed]:
+    """Run the requests together; when that fails, halve until only the requests that cannot be computed have failed.
+
+    Args:
+        backend: computes.
+        requests: of one bucket.
+        guard: looks at the outputs; None does not.
+        memory: computes in pieces where memory runs out; None lets that fail as all else does.
+        padded_sizes: rows that a batch is filled up to, in rising order.
+
+    Raises:
+        InstanceLostError: this copy of the model will not compute any more; none of the requests has an answer.
+    """
+
+    def together(some: list[InferRequest]) -> list[Answered | Failed]:
+        return _run_together(backend, some, guard, memory, padded_sizes)
+
+    return _isolate(together, requests, one_is_bad=False)
+
+
+def _isolate(
+    together: Callable[[list[InferRequest]], list[Answered | Failed]], requests: list[InferRequest], *, one_is_bad: bool
+) -> list[Answered | Failed]:
+    if not one_is_bad or len(requests) == 1:
+        try:
+            return together(requests)
+        except Exception as error:
+            if is_device_lost(error):
+                raise InstanceLostError(str(error)) from error
+            if len(requests) == 1:
+                known = (
+                    error if isinstance(error, InferenceError) else BackendError(f"the model failed on this request: {error}")
+                )
+                return [Failed(requests[0], known)]
+    middle = len(requests) // 2
+    left = _isolate(together, requests[:middle], one_is_bad=False)
+    # What failed together and is not on the left is on the right: that need not be run whole to see it fail.
+    left_is_good = not any(isinstance(result, Failed) for result in left)
+    return left + _isolate(together, requests[middle:], one_is_bad=left_is_good)
+
+
+def _run_together(
+    backend: Backend,
+    requests: list[InferRequest],
+    guard: PrecisionGuard | None,
+    memory: MemoryLimit | None,
+    padded_sizes: Sequence[int],
+) -> list[Answered | Failed]:
     started = time.monotonic_ns()
-    try:
-        inputs = {
-            name: _assemble([r.inputs[name] for r in requests], backend.compute_dtype(name)) for name in requests[0].inputs
-        }
-        assembled = time.monotonic_ns()
-        outputs = backend.run(inputs)
-        computed = time.monotonic_ns()
-        answers = _take_apart(outputs, requests)
-        times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
-    except Exception as error:  # noqa: BLE001  (whatever a runtime raises must reach these requests, not end the worker)
-        if len(requests) == 1:
-            known = error if isinstance(error, InferenceError) else BackendError(f"the model failed on this request: {error}")
-            return [Failed(requests[0], known)]
-        middle = len(requests) // 2
-        return run_batch(backend, requests[:middle]) + run_batch(backend, requests[middle:])
-    return [Answered(requests, answers, times)]
+    inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name)) for name in requests[0].inputs}
+    rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
+    if padded_sizes:
+        rows = padded_rows(rows, padded_sizes)
+        inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
+    assembled = time.monotonic_ns()
+    outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, rows)
+    computed = time.monotonic_ns()
+    verdict = None if guard is None else guard.after(requests, inputs, outputs)
+    answers = _take_apart(outputs if verdict is None else verdict.outputs, requests, rows)
+    times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+    return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
 
 
-def _assemble(parts: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    if len(parts) == 1:
-        (part,) = parts
-        # A view on received bytes may begin at any of them; what a runtime does with such a pointer is its own affair.
-        return part.astype(dtype, copy=not part.flags.aligned)
-    return np.concatenate(parts, dtype=dtype, casting="unsafe")
+def _judged(
+    verdict: Verdict, requests: list[InferRequest], answers: list[Tensors], times: BatchTimes
+) -> list[Answered | Failed]:
+    """What becomes of a batch that the guard wants changed."""
+    results: list[Answered | Failed] = [Failed(requests[index], error) for index, error in verdict.rejected.items()]
+    kept = [index for index in range(len(requests)) if index not in verdict.rejected]
+    if kept:
+        remarked = [_remarked(requests[index], answers[index]) for index in kept]
+        results.append(Answered([requests[index] for index in kept], remarked, times))
+    return results
 
 
-def _take_apart(outputs: Tensors, requests: list[InferRequest]) -> list[Tensors]:
-    if len(requests) == 1:
+def _remarked(request: InferRequest, answer: Tensors) -> Tensors:
+    parameters = request.response_parameters
+    return answer if parameters is None else RemarkedAnswer(answer, parameters)
+
+
+def _take_apart(outputs: Tensors, requests: list[InferRequest], rows: int) -> list[Tensors]:
+    if len(requests) == 1 and rows == requests[0].rows:
         request = requests[0]
         return [{name: outputs[name] for name in request.outputs}]
-    rows = sum(request.rows for request in requests)
     for name, array in outputs.items():
         if array.ndim == 0 or array.shape[0] != rows:
             raise BackendError(
                 f"output {name!r} has shape {list(array.shape)}, expected {rows} rows first, one per row of the batch"
             )
+    batch = BatchOutputs(outputs)
     answers: list[Tensors] = []
     start = 0
     for request in requests:
         end = start + request.rows
-        answers.append({name: outputs[name][start:end] for name in request.outputs})
+        answers.append(Answer(batch, request.outputs, start, end))
         start = end
     return answers

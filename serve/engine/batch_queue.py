@@ -2,44 +2,22 @@
 
 A line per bucket (requests of one bucket can be concatenated), so that mixed shapes do not break each other's batches. Within
 a bucket the more urgent go first, and the order of arrival is kept among equals; so it is among buckets.
+
+What most models have costs least: one priority and one bucket at a time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from serve.engine.batch_limits import BatchLimits
+from serve.engine.pace import Pace
 from serve.engine.waiting_line import Waiting, WaitingLine
 
 T = TypeVar("T", bound=Waiting)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchLimits:
-    """How large a batch may become and how long a request may wait for one.
-
-    Attributes:
-        max_rows: rows in one batch, at least 1.
-        max_delay_s: seconds that the first request of a batch waits for others; 0 sends what is there.
-        preferred_rows: a bucket that holds one of these sizes need not wait any longer.
-        max_waiting: requests in the queue, over all buckets.
-        levels: priorities that requests may have.
-        max_waiting_by_level: the same bound for one priority alone, where it has one.
-    """
-
-    max_rows: int
-    max_delay_s: float = 0.0
-    preferred_rows: tuple[int, ...] = ()
-    max_waiting: int = 8192
-    levels: int = 1
-    max_waiting_by_level: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """Sizes at which waiting ends, largest first."""
-        return tuple(sorted({self.max_rows, *(p for p in self.preferred_rows if p <= self.max_rows)}, reverse=True))
+_NOBODY = object()  # the bucket of no request
 
 
 class FullError(Exception):
@@ -54,108 +32,198 @@ class FullError(Exception):
         self.bound = bound
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch(Generic[T]):
     """What `take` hands out.
 
     Attributes:
-        requests: of one bucket, in order of arrival, at most `max_rows` rows in all; may be empty.
-        expired: requests whose deadline had passed when their turn came; they are not to be computed.
+        bucket: of all its requests.
+        requests: in order of arrival, at most `max_rows` rows in all; may be empty.
+        late: requests that cannot be answered before their deadline any more; they are not to be computed.
+        rows: of `requests`.
     """
 
+    bucket: Hashable
     requests: list[T]
-    expired: list[T]
+    late: list[T]
+    rows: int
 
 
 class BatchQueue(Generic[T]):
-    """Takes requests in one at a time and gives them out in batches."""
+    """Takes requests in one at a time and gives them out in batches.
 
-    def __init__(self, limits: BatchLimits) -> None:
+    Attributes:
+        limits: its bounds.
+        pace: knows how long batches take, and has batches wait or go accordingly; None leaves that to the limits alone.
+    """
+
+    def __init__(self, limits: BatchLimits, pace: Pace | None = None) -> None:
         self.limits = limits
+        self.pace = pace
         self._targets = limits.targets
+        self._max_rows, self._max_waiting, self._levels = limits.max_rows, limits.max_waiting, limits.levels
+        self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
+        self._count_levels = limits.levels > 1 or bool(limits.max_waiting_by_level)
+        self._by_level = [0] * limits.levels
+        # Lines in which somebody waits. One that was alone when its last request left stays for the next request.
         self._lines: dict[Hashable, WaitingLine[T]] = {}
+        self._line: WaitingLine[T] = WaitingLine(_NOBODY, limits.levels)  # that the last request joined
         self._waiting = 0
-        self._by_level: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return self._waiting
 
-    def offer(self, request: T, now: float) -> None:
-        """Queue a request that arrives at `now` (seconds, any monotonic clock).
+    def offer(self, request: T) -> None:
+        """Queue a request that has just arrived.
 
         Raises:
             FullError: the queue is full; the request was not taken.
             ValueError: the request alone has more rows than a batch may have, or its priority is none.
         """
-        limits, level = self.limits, request.priority
-        if request.rows > limits.max_rows:
-            raise ValueError(f"{request.rows} rows do not fit a batch of at most {limits.max_rows}")
-        if not 0 <= level < limits.levels:
-            raise ValueError(f"priority {level} is none of 0 to {limits.levels - 1}")
-        if self._waiting >= limits.max_waiting:
-            raise FullError(limits.max_waiting)
-        bound = limits.max_waiting_by_level.get(level)
-        if bound is not None and self._by_level[level] >= bound:
-            raise FullError(bound)
-        line = self._lines.get(request.bucket)
-        if line is None:
-            line = self._lines[request.bucket] = WaitingLine(limits.levels)
-        line.add(request, now)
+        if request.rows > self._max_rows:
+            raise ValueError(f"{request.rows} rows do not fit a batch of at most {self._max_rows}")
+        if not 0 <= request.priority < self._levels:
+            raise ValueError(f"priority {request.priority} is none of 0 to {self._levels - 1}")
+        if self._waiting >= self._max_waiting:
+            raise FullError(self._max_waiting)
+        if self._count_levels:
+            self._enter_level(request.priority)
+        line = self._line
+        if request.bucket is not line.bucket:
+            line = self._line_of(request.bucket)
+        line.add(request)
         self._waiting += 1
-        self._by_level[level] += 1
 
     def take(self, now: float, *, hurry: bool = False) -> Batch[T] | None:
-        """The batch that should start at `now`; None when nothing waits or waiting still pays (see `next_due`).
+        """The batch that should start at `now` (seconds); None when nothing waits or waiting still pays (see `next_due`).
 
         `hurry` ends all waiting: nothing more will arrive.
         """
-        key = self._ready(now, hurry=hurry)
-        if key is None:
+        if not self._waiting:
             return None
-        line = self._lines[key]
-        target = next((t for t in self._targets if t <= line.rows), self.limits.max_rows)
-        batch: Batch[T] = Batch([], [])
-        rows = 0
-        for request in line.next_in_line(now):
-            # The first one always goes, even where it alone is larger than the preferred size.
-            if rows and rows + request.rows > target:
-                break
-            self._leave(line, request)
-            if request.deadline is not None and request.deadline <= now:
-                batch.expired.append(request)
-            else:
-                batch.requests.append(request)
-                rows += request.rows
-        if not line:
-            del self._lines[key]
-        return batch
+        line = self._ready(now, hurry=hurry)
+        if line is None:
+            return None
+        most, finish = self._most_rows(line, now), now
+        if self.pace is not None:
+            most = min(most, self.pace.most_rows(line.bucket))
+            finish = now + self._must_take_s(line, most, self.pace)
+        requests, late, rows = line.take(now, most, finish)
+        self._waiting -= len(requests) + len(late)
+        if self._count_levels:
+            self._leave_levels(requests, late)
+        self._drop_empty(line)
+        return Batch(line.bucket, requests, late, rows)
 
-    def next_due(self) -> float | None:
-        """When the next waiting bucket must start even if nothing more arrives; None when nothing waits."""
-        if not self._lines:
+    def is_ready(self, now: float, *, hurry: bool = False) -> bool:
+        """Whether `take` would hand something out."""
+        return self._waiting > 0 and self._ready(now, hurry=hurry) is not None
+
+    def take_late(self, now: float) -> list[T]:
+        """Let all leave whose deadline has passed, wherever they stand: their places are wanted."""
+        late: list[T] = []
+        for line in list(self._lines.values()):
+            if line.soonest_deadline is not None and line.soonest_deadline <= now:
+                late += line.take_late(now)
+                self._drop_empty(line)
+        self._waiting -= len(late)
+        if self._count_levels:
+            self._leave_levels(late)
+        return late
+
+    def next_due(self, now: float) -> float | None:
+        """When to ask `take` next if nothing more arrives, in seconds; None when nothing waits."""
+        if not self._waiting:
             return None
-        return min(line.first_arrival for line in self._lines.values()) + self.limits.max_delay_s
+        return min(self._due(line, now) for line in self._lines.values() if line.rows)
 
     def remove(self, request: T) -> bool:
         """Take a cancelled request out, which frees its place; False when it is not here any more."""
         line = self._lines.get(request.bucket)
-        if line is None or not self._leave(line, request):
+        if line is None or not line.remove(request):
             return False
-        if not line:
-            del self._lines[request.bucket]
+        self._waiting -= 1
+        if self._count_levels:
+            self._by_level[request.priority] -= 1
+        self._drop_empty(line)
         return True
 
-    def _leave(self, line: WaitingLine[T], request: T) -> bool:
-        left = line.remove(request)
-        if left:
-            self._waiting -= 1
-            self._by_level[request.priority] -= 1
-        return left
+    def lines(self) -> Iterator[WaitingLine[T]]:
+        """The lines in which somebody waits."""
+        return (line for line in self._lines.values() if line.rows)
 
-    def _ready(self, now: float, *, hurry: bool) -> Hashable | None:
-        ready = [
-            (line.urgency, key)
-            for key, line in self._lines.items()
-            if hurry or line.rows >= self._targets[-1] or now >= line.first_arrival + self.limits.max_delay_s
-        ]
-        return min(ready, key=lambda entry: entry[0])[1] if ready else None
+    def waiting_before(self, level: int) -> int:
+        """How many of those that wait are as urgent as `level`, or more."""
+        return sum(self._by_level[: level + 1]) if self._count_levels else self._waiting
+
+    def rows_before(self, bucket: Hashable) -> int:
+        """Rows of a bucket that wait."""
+        line = self._lines.get(bucket)
+        return 0 if line is None else line.rows
+
+    def _ready(self, now: float, *, hurry: bool) -> WaitingLine[T] | None:
+        ready: Collection[WaitingLine[T]] = self._lines.values()
+        if self._holds and not hurry:
+            ready = [line for line in ready if self._is_ready(line, now)]
+        if len(ready) > 1:
+            return min(ready, key=_urgency)
+        return next(iter(ready), None)
+
+    def _is_ready(self, line: WaitingLine[T], now: float) -> bool:
+        return line.rows >= self._targets[-1] or now >= self._due(line, now)
+
+    def _due(self, line: WaitingLine[T], now: float) -> float:
+        """When the line must go even if nothing more arrives."""
+        if self.pace is not None:
+            return self.pace.due(line, now)
+        arrival = line.first_arrival
+        due = arrival + self.limits.max_delay_s
+        # Nobody knows how long a batch takes here: to wait could only cost the request its deadline.
+        return arrival if line.soonest_deadline is not None and line.soonest_deadline <= due else due
+
+    def _most_rows(self, line: WaitingLine[T], now: float) -> int:
+        """The largest preferred size there is; all there is once the wait has been too long, and where batches are padded."""
+        if len(self._targets) == 1 or self.limits.padded_rows:
+            return self._max_rows
+        delay = self.limits.max_delay_s
+        if delay and now >= line.first_arrival + delay:
+            return self._max_rows
+        return next((target for target in self._targets if target <= line.rows), self._max_rows)
+
+    def _must_take_s(self, line: WaitingLine[T], most_rows: int, pace: Pace) -> float:
+        """Seconds that requests must have left to be worth computing."""
+        if self._waiting == 1:
+            return 0.0  # it takes nobody's time, and shows what batches cost now
+        if line.rows > most_rows or len(self._lines) > 1:
+            return pace.mostly_s(line.bucket, min(line.rows, most_rows))  # others can be answered in its place
+        return pace.likely_s(line.bucket, line.rows)
+
+    def _line_of(self, bucket: Hashable) -> WaitingLine[T]:
+        line = self._lines.get(bucket)
+        if line is None:
+            if not self._waiting:
+                self._lines.clear()
+            line = self._lines[bucket] = WaitingLine(bucket, self._levels)
+        self._line = line
+        return line
+
+    def _drop_empty(self, line: WaitingLine[T]) -> None:
+        if not line.rows and len(self._lines) > 1:
+            del self._lines[line.bucket]
+            if self._line is line:
+                self._line = WaitingLine(_NOBODY, self._levels)
+
+    def _enter_level(self, level: int) -> None:
+        bound = self.limits.max_waiting_by_level.get(level)
+        if bound is not None and self._by_level[level] >= bound:
+            raise FullError(bound)
+        self._by_level[level] += 1
+
+    def _leave_levels(self, *left: list[T]) -> None:
+        for requests in left:
+            for request in requests:
+                self._by_level[request.priority] -= 1
+
+
+def _urgency(line: WaitingLine[T]) -> tuple[int, int]:
+    return line.urgency

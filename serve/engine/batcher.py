@@ -1,64 +1,99 @@
 """Between the event loop, where requests arrive, and the worker threads, where batches run.
 
-Everything but `run_batch` happens on the event loop, so nothing here needs a lock.
+Everything here happens on the event loop, so nothing here needs a lock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
-from serve.engine.backend import Backend
-from serve.engine.batch import Answered, Failed, run_batch
-from serve.engine.batch_queue import Batch, BatchLimits, BatchQueue, FullError
-from serve.engine.errors import DeadlineExceededError, InferenceError, QueueFullError, UnavailableError
+from serve.engine.batch import Answered, Failed
+from serve.engine.batch_limits import BatchLimits
+from serve.engine.batch_queue import Batch, BatchQueue, FullError
+from serve.engine.compute_slots import ComputeSlots, Share
+from serve.engine.errors import InferenceError, UnavailableError
+from serve.engine.instance import Instance
+from serve.engine.pace import Pace
 from serve.engine.requests import InferRequest
+from serve.engine.shedding import Running, Shedding, full_error, late_error
+from serve.engine.short_batches import ShortBatches
 from serve.engine.statistics import Statistics
-from serve.engine.worker import Worker
+from serve.engine.supervision import Lost, Results, seconds_of
+
+# A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
+# longer: else a flood would leave no time to answer.
+TURN_S, LONGEST_TURN_S = 0.002, 0.02
 
 
 class Batcher:
     """Queues requests and keeps every backend instance busy while requests wait."""
 
-    def __init__(self, backends: Sequence[Backend], limits: BatchLimits, statistics: Statistics) -> None:
+    def __init__(self, instances: Sequence[Instance], limits: BatchLimits, statistics: Statistics) -> None:
+        self._limits = limits
         self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
         self._statistics = statistics
-        self._idle = [(backend, Worker(f"instance-{index}")) for index, backend in enumerate(backends)]
-        self._workers = [worker for _, worker in self._idle]
+        self._instances = instances
+        self._idle = list(instances)
+        for instance in instances:
+            instance.on_change = self._instance_changed
+        self._replayed: set[InferRequest] = set()  # those whose copy broke, until they have an answer
         self._running = 0
+        self._unanswered: deque[tuple[Results, int]] = deque()  # batches with their rows
+        self._away_since = 0.0  # when the last turn on the loop ended
         self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop
         self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
         self._drained: asyncio.Event | None = None
+        # Nothing until they are needed: foresight by the first request with a deadline, a share where there are slots.
+        self._shedding: Shedding | None = None
+        self._share: Share | None = None
+        # Small models need no thread.
+        self._short = ShortBatches() if all(instance.may_run_on_loop for instance in instances) else None
+        self._has_target = limits.latency_target_s is not None
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """The copies of the model, those that are taken out included."""
+        return self._instances
 
     @property
     def waiting(self) -> int:
         """Requests in the queue, those being computed not counted."""
         return len(self._queue)
 
+    def compete(self, slots: ComputeSlots) -> None:
+        """Run batches only in these slots, which other models use too. To be called before the first request."""
+        if self._share is None:
+            self._short = None  # a batch on the loop asks for no slot
+            self._share = slots.join(self._dispatch, self._limits.compute_weight)
+
     def submit(self, request: InferRequest) -> None:
         """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
 
         Raises:
             UnavailableError: the batcher is draining.
-            QueueFullError: the queue has reached its bound.
+            QueueFullError: the queue has reached its bound, or (OverloadedError) the request cannot be answered in time.
+            DeadlineExceededError: it could not be, even if nobody else waited.
         """
         if self._drained is not None:
-            raise UnavailableError("the model is shutting down; send the request to another replica")
+            away = UnavailableError("the model is shutting down; send the request to another replica")
+            self._statistics.failed(request.arrived_ns, away)
+            raise away
+        if request.deadline is not None or self._has_target:
+            self._foresee(request)
         try:
-            self._queue.offer(request, time.monotonic())
+            self._queue.offer(request)
         except FullError as full:
-            raise QueueFullError(
-                f"the model's queue is full ({full.bound} requests wait); retry with back-off",
-                retry_after_s=self._retry_after_s(),
-            ) from None
-        self._dispatch_soon()
+            self._make_room(request, full.bound)
+        if self._soon is None and self._idle:
+            self._dispatch_soon()
 
     def cancel(self, request: InferRequest) -> None:
         """The client has gone: free the request's place if it still waits, and drop its answer otherwise."""
         request.cancelled = True
-        if self._queue.remove(request):
+        if request.line is not None and self._queue.remove(request):
             self._statistics.failed(request.arrived_ns)
             self._notice_drained()
 
@@ -69,77 +104,196 @@ class Batcher:
             self._dispatch_soon()
             self._notice_drained()
         await self._drained.wait()
-        for worker in self._workers:
-            worker.stop()
+        if self._share is not None:
+            self._share.leave()
+            self._share = None  # it knows this batcher: a circle would keep an unloaded model
+        for instance in self._instances:
+            instance.stop()
+
+    # From the queue to the instances
 
     def _dispatch_soon(self) -> None:
         """Not at once: requests that arrive in the same turn of the loop share the batch."""
-        if self._soon is None and self._idle:
+        if self._soon is None:
             self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        for handle in (self._soon, self._due):
-            if handle is not None:
-                handle.cancel()
-        self._soon = self._due = None
-        loop = asyncio.get_running_loop()
-        while self._idle and (batch := self._take()) is not None:
-            for request in batch.expired:
-                self._fail(
-                    request,
-                    DeadlineExceededError("the deadline passed while the request waited in the queue; it was not computed"),
-                )
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        hurry, short, now = self._drained is not None, self._short, time.monotonic()
+        stop = now + min(max(TURN_S, now - self._away_since), LONGEST_TURN_S)
+        while self._idle and now < stop and (batch := self._next_batch(now, hurry=hurry)) is not None:
+            if short is not None and short.suits(batch.bucket, batch.rows):
+                now = self._run_on_loop(batch, now, short)
+            else:
+                self._start(batch, now)
+        self._away_since = now
+        if self._queue and now >= stop:
+            self._dispatch_soon()  # these answers go out first, and requests come in
+        elif self._queue:
+            self._look_again(now)
+        if hurry:
+            self._notice_drained()
+
+    def _next_batch(self, now: float, *, hurry: bool) -> Batch[InferRequest] | None:
+        """A batch that may start; those that turn out to be too late get their answers."""
+        share = self._share
+        while share is None or (self._queue.is_ready(now, hurry=hurry) and share.claim()):
+            batch = self._queue.take(now, hurry=hurry)
+            if batch is None:
+                return None
+            if batch.late:
+                self._fail_late(batch.late, now)
             if batch.requests:
-                self._start(loop, batch.requests)
-        due = self._queue.next_due()
-        if self._idle and due is not None:
-            self._due = loop.call_later(max(0.0, due - time.monotonic()), self._dispatch)
-        self._notice_drained()
+                return batch
+            if share is not None:
+                share.give_back(0.0)
+        return None
 
-    def _take(self) -> Batch[InferRequest] | None:
-        return self._queue.take(time.monotonic(), hurry=self._drained is not None)
+    def _look_again(self, now: float) -> None:
+        """Dispatch when the next batch is due; a model whose turn in the slots has not come is woken then."""
+        due = self._queue.next_due(now)
+        if self._idle and due is not None and not (self._share and self._share.waits):
+            self._due = asyncio.get_running_loop().call_later(max(0.0, due - now), self._dispatch)
 
-    def _start(self, loop: asyncio.AbstractEventLoop, requests: list[InferRequest]) -> None:
-        backend, worker = self._idle.pop()
+    def _start(self, batch: Batch[InferRequest], now: float) -> None:
+        instance = self._idle.pop()
         self._running += 1
+        running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
 
-        def finished(results: list[Answered | Failed]) -> None:
+        def finished(results: Results) -> None:
+            if instance.is_up:
+                self._idle.append(instance)
+            if self._short is not None and (seconds := seconds_of(results)) is not None:
+                self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
+            if running is not None or self._share is not None:
+                self._account(running, results, now)
+            # First the next batch: a thread computes it while these answers are put on the wire.
+            self._unanswered.append((results, batch.rows))
+            if self._queue and self._share is None:
+                self._dispatch()
+            self._answer()
             self._running -= 1
-            self._idle.append((backend, worker))
+            self._notice_drained()
+
+        instance.run(batch.requests, finished)
+
+    def _run_on_loop(self, batch: Batch[InferRequest], now: float, short: ShortBatches) -> float:
+        """Compute and answer a batch; returns the time then."""
+        self._answer()  # in order: what was computed before is answered before
+        instance = self._idle[-1]
+        running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
+        results = instance.run_on_loop(batch.requests)
+        if not instance.is_up:
+            self._idle.remove(instance)
+        short.ran_on_loop(batch.bucket, batch.rows, time.monotonic() - now)
+        if running is not None:
+            self._account(running, results, now)
+        self._unanswered.append((results, batch.rows))
+        self._answer()
+        return time.monotonic()
+
+    def _account(self, running: Running | None, results: Results, started: float) -> None:
+        now = time.monotonic()
+        if self._shedding is not None and running is not None:
+            self._shedding.finished(running, now, seconds_of(results))
+        if self._share is not None:
+            self._share.give_back(now - started, wants_more=bool(self._queue))
+
+    def _answer(self) -> None:
+        """Deliver what was computed."""
+        while self._unanswered:
+            results, rows = self._unanswered.popleft()
             for result in results:
-                self._deliver(result)
-            self._dispatch_soon()
+                self._deliver(result, rows if len(results) == 1 else None)
 
-        worker.submit(_work, loop, backend, requests, finished)
-
-    def _deliver(self, result: Answered | Failed) -> None:
+    def _deliver(self, result: Answered | Failed | Lost, rows: int | None) -> None:
         if isinstance(result, Failed):
             self._fail(result.request, result.error)
             return
-        self._statistics.batch_done(result.times, [r.arrived_ns for r in result.requests], sum(r.rows for r in result.requests))
-        for request, answer in zip(result.requests, result.answers, strict=True):
+        if isinstance(result, Lost):
+            self._replay(result)
+            return
+        requests = result.requests
+        if rows is None:
+            rows = sum(request.rows for request in requests)
+        if self._replayed:
+            self._replayed.difference_update(requests)
+        self._statistics.batch_done(result.times, [request.arrived_ns for request in requests], rows)
+        for request, answer in zip(requests, result.answers, strict=True):
             request.finish(answer)
 
-    def _fail(self, request: InferRequest, error: InferenceError) -> None:
-        self._statistics.failed(request.arrived_ns)
-        request.finish(error)
+    # Copies that break and come back
 
-    def _retry_after_s(self) -> float:
-        """How long the queue takes to empty at the pace so far."""
-        computing_ns = sum(size.compute_infer.ns for size in self._statistics.by_batch_size.values())
-        return max(0.001, computing_ns / 1e9 / max(1, self._statistics.rows) * len(self._queue))
+    def _replay(self, lost: Lost) -> None:
+        """Queue what was lost with its copy once more; what was so before fails, as it may be what breaks copies."""
+        for request in lost.requests:
+            if request.cancelled or request in self._replayed:
+                self._fail(request, lost.error)
+                continue
+            try:
+                self._queue.offer(request)
+            except FullError:
+                self._fail(request, lost.error)
+            else:
+                self._replayed.add(request)
+        self._dispatch()
+
+    def _instance_changed(self, instance: Instance) -> None:
+        if instance.is_up:
+            self._idle.append(instance)
+            self._dispatch()
+        elif not any(other.is_up for other in self._instances):
+            self._fail_all_waiting()
+
+    def _fail_all_waiting(self) -> None:
+        """No copy is up, and one could not be loaded anew: nobody is to wait for who knows how long."""
+        error = UnavailableError("the model failed and cannot be loaded anew just now; try again later, or on another replica")
+        now = time.monotonic()
+        while (batch := self._queue.take(now, hurry=True)) is not None:
+            self._fail_late(batch.late, now)
+            for request in batch.requests:
+                self._fail(request, error)
+        self._notice_drained()
+
+    # What cannot be answered
+
+    def _foresee(self, request: InferRequest) -> None:
+        """Refuse a request that could not be answered in time."""
+        if self._shedding is None:
+            self._queue.pace = Pace(self._limits)
+            self._shedding = Shedding(self._queue, self._queue.pace, len(self._instances))
+        refusal = self._shedding.admit(request, time.monotonic())
+        if refusal is not None:
+            self._statistics.failed(request.arrived_ns, refusal)
+            raise refusal
+
+    def _make_room(self, request: InferRequest, bound: int) -> None:
+        """The queue is full: those that wait in vain make room."""
+        now = time.monotonic()
+        late = self._queue.take_late(now)
+        try:
+            self._queue.offer(request)
+        except FullError:
+            refusal = full_error(bound, len(self._queue), self._statistics)
+            self._statistics.failed(request.arrived_ns, refusal)
+            raise refusal from None
+        finally:
+            self._fail_late(late, now)
+
+    def _fail_late(self, late: list[InferRequest], now: float) -> None:
+        for request in late:
+            self._fail(request, self._shedding.too_late(request, now) if self._shedding else late_error(request, now))
+
+    def _fail(self, request: InferRequest, error: InferenceError) -> None:
+        self._replayed.discard(request)
+        self._statistics.failed(request.arrived_ns, error)
+        request.finish(error)
 
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self._queue:
             self._drained.set()
-
-
-def _work(
-    loop: asyncio.AbstractEventLoop,
-    backend: Backend,
-    requests: list[InferRequest],
-    finished: Callable[[list[Answered | Failed]], None],
-) -> None:
-    results = run_batch(backend, requests)
-    with contextlib.suppress(RuntimeError):  # the loop has been closed: the server gave up waiting for this batch
-        loop.call_soon_threadsafe(finished, results)

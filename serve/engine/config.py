@@ -13,13 +13,9 @@ from google.protobuf import text_format
 from protos.datatypes import BY_CONFIG
 from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from serve.engine.backend import ModelInterface
-from serve.engine.batch_queue import BatchLimits
 from serve.engine.errors import ModelLoadError
-from serve.engine.queue_policy import queue_policy
+from serve.engine.model_kinds import asked_kinds
 from serve.engine.tensors import ANY_SIZE, TensorSpec
-
-PLATFORM = "onnxruntime_onnx"
-BACKEND = "onnxruntime"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,23 +88,30 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
         raise ModelLoadError(
             f"{source}: name is {result.name!r}, expected the folder's name {name!r}; change it or leave it out"
         )
-    if result.platform not in {"", PLATFORM} or result.backend not in {"", BACKEND}:
+    if interface.kind not in asked_kinds(result):
         asked = result.platform or result.backend
         raise ModelLoadError(
-            f"{source}: {asked!r} models are not supported, expected platform {PLATFORM!r} or backend {BACKEND!r}"
+            f"{source}: {asked!r} models are not supported, expected platform {interface.kind.platform!r} or backend "
+            f"{interface.kind.backend!r} for this model file"
         )
     for field in ("sequence_batching", "ensemble_scheduling"):
         if result.HasField(field):
             raise ModelLoadError(f"{source}: {field} is not supported; use dynamic_batching or remove the setting")
-    result.name, result.platform, result.backend = name, PLATFORM, BACKEND
+    result.name, result.platform, result.backend = name, interface.kind.platform, interface.kind.backend
     if not declared.says_batch_size:
-        result.max_batch_size = defaults.max_batch_size if interface.batched else 0
+        most = defaults.max_batch_size if interface.most_rows is None else interface.most_rows
+        result.max_batch_size = min(defaults.max_batch_size, most) if interface.batched else 0
     if result.max_batch_size < 0:
         raise ModelLoadError(f"{source}: max_batch_size is {result.max_batch_size}, expected 0 (no batching) or more")
     if result.max_batch_size and not interface.batched:
         raise ModelLoadError(
             f"{source}: max_batch_size is {result.max_batch_size}, but not every input and output of the model begins with a "
             "dimension of any size; export it with a dynamic batch dimension or set max_batch_size: 0"
+        )
+    if interface.most_rows is not None and result.max_batch_size > interface.most_rows:
+        raise ModelLoadError(
+            f"{source}: max_batch_size is {result.max_batch_size}, but the model was exported for batches of at most "
+            f"{interface.most_rows}; set that or less"
         )
     batched = result.max_batch_size > 0
     _complete_tensors(result.input, interface.inputs, f"{source}: input", batched=batched)
@@ -162,19 +165,8 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
         inputs=tuple(shown(spec, config.input) for spec in interface.inputs),
         outputs=tuple(shown(spec, config.output) for spec in interface.outputs),
         batched=interface.batched,
-    )
-
-
-def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
-    """The batching policy that a completed configuration asks for."""
-    dynamic, waiting = config.dynamic_batching, queue_policy(config)
-    return BatchLimits(
-        max_rows=max(1, config.max_batch_size),
-        max_delay_s=dynamic.max_queue_delay_microseconds / 1e6,
-        preferred_rows=tuple(dynamic.preferred_batch_size),
-        max_waiting=dynamic.default_queue_policy.max_queue_size or defaults.max_queue_size,
-        levels=waiting.levels,
-        max_waiting_by_level=waiting.max_waiting_by_level,
+        kind=interface.kind,
+        most_rows=interface.most_rows,
     )
 
 

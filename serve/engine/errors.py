@@ -22,6 +22,10 @@ class AlreadyExistsError(InferenceError):
     """What is to be made is there already."""
 
 
+class FailedPreconditionError(InferenceError):
+    """What is asked for does not fit the state that things are in, and will not until somebody changes it."""
+
+
 class QueueFullError(InferenceError):
     """The model's queue has reached its bound; the request was not taken.
 
@@ -32,6 +36,30 @@ class QueueFullError(InferenceError):
     def __init__(self, text: str, *, retry_after_s: float) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
+
+
+class OverloadedError(QueueFullError):
+    """There is more to do than the request's time allows for; it was not computed.
+
+    Attributes:
+        retry_after_s: seconds after which a request with as much time is likely to be taken.
+    """
+
+
+class RateLimitedError(QueueFullError):
+    """The client asks for more than its share; the request was not taken.
+
+    Attributes:
+        retry_after_s: seconds after which its share allows for one more.
+    """
+
+
+class UnauthenticatedError(InferenceError):
+    """The caller has not shown who it is; with a valid token it may be let in."""
+
+
+class PermissionDeniedError(InferenceError):
+    """The caller is known, or need not be, and may not do this here."""
 
 
 class MessageTooLargeError(InferenceError):
@@ -55,6 +83,13 @@ class UnsupportedError(InferenceError):
 
 class BackendError(InferenceError):
     """The model failed while it ran on this request."""
+
+
+class OutOfMemoryError(InferenceError):
+    """Memory ran out while the model computed one row alone."""
+
+    def __init__(self) -> None:
+        super().__init__("the server's memory does not suffice for this request; try again later, or send smaller tensors")
 
 
 class ModelLoadError(Exception):

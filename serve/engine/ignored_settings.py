@@ -13,9 +13,11 @@ from protos.model_config_pb2 import ModelConfig
 HONOURED = frozenset(
     {
         *("name", "platform", "backend", "version_policy.*", "max_batch_size", "default_model_filename", "parameters.*"),
+        "model_warmup.*",
         *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
         *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
+        *("optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators.*"),
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),

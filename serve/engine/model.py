@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import Backend, ModelInterface
-from serve.engine.batch_queue import BatchLimits
+from serve.engine.batch_limits import BatchLimits
 from serve.engine.batcher import Batcher
+from serve.engine.instance import Instance
+from serve.engine.own_parameters import own_parameter
+from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.queue_policy import queue_policy
 from serve.engine.statistics import Statistics
+from serve.engine.supervision import Supervision
 from serve.engine.tensors import TensorSpec
 
 
@@ -26,6 +31,9 @@ class Model:
         backends: the loaded copies.
         limits: the batching policy.
         labels: names of the classes of an output, by the output's name.
+        path: the model file.
+        guard: looks at what the model answers; None does not.
+        reload: loads the copy of a number anew; None where that cannot be done.
     """
 
     name: str
@@ -35,18 +43,35 @@ class Model:
     backends: Sequence[Backend]
     limits: BatchLimits
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    path: Path | None = None
+    guard: PrecisionGuard | None = None
+    reload: Callable[[int], Backend] | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
         self.inputs: dict[str, TensorSpec] = {spec.name: spec for spec in self.interface.inputs}
         self.outputs: dict[str, TensorSpec] = {spec.name: spec for spec in self.interface.outputs}
         self.queue_policy = queue_policy(self.config)
-        self.batcher = Batcher(self.backends, self.limits, self.statistics)
+        supervision = Supervision(
+            label=f"{self.name}/{self.version}",
+            guard=self.guard,
+            padded_sizes=self.limits.padded_rows,
+            reload=self.reload,
+            max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
+        )
+        instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
+        self.batcher = Batcher(instances, self.limits, self.statistics)
 
     @property
     def max_batch_size(self) -> int:
         """Rows one request may bring; 0 for a model without a batch dimension."""
         return self.config.max_batch_size
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are likely to be answered: a copy is up, and the guard has nothing against it."""
+        up = any(instance.is_up for instance in self.batcher.instances)
+        return up and (self.guard is None or not self.guard.blocks_readiness)
 
     @property
     def provider(self) -> str:

@@ -1,21 +1,22 @@
-"""Find the models below a path, in Triton's layout or as a bare ONNX file, and load them.
+"""Find the models below a path, in Triton's layout or as a bare model file, and load them.
 
 <repository>/<model>/config.pbtxt            optional
-<repository>/<model>/<version>/model.onnx    version: a positive integer
+<repository>/<model>/<version>/model.onnx    version: a positive integer; model.pt2 for an exported torch program
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import Placement, Runtime
+from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
+from serve.engine.batch_limits import BatchLimits
+from serve.engine.batching import batch_limits
 from serve.engine.config import (
     DeclaredConfig,
     Defaults,
-    batch_limits,
     client_interface,
     complete_config,
     instances,
@@ -23,9 +24,12 @@ from serve.engine.config import (
 )
 from serve.engine.errors import ModelLoadError
 from serve.engine.model import Model
+from serve.engine.model_kinds import KINDS, asked_kinds
+from serve.engine.own_parameters import check_own_parameters
+from serve.engine.precision_guard.guard import PrecisionGuard
+from serve.engine.precision_guard.loading import make_guard
 
 CONFIG_FILE = "config.pbtxt"
-MODEL_FILE = "model.onnx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,41 +58,149 @@ def find_models(path: Path) -> list[ModelFiles]:
     Raises:
         ModelLoadError: there is nothing to serve at `path`, or a configuration cannot be read.
     """
-    if path.is_file():
-        declared = DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
-        return [ModelFiles(name=path.stem, version=1, model=path, config=declared)]
-    if not path.is_dir():
-        raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
-    found = [files for folder in sorted(path.iterdir()) if _is_model_folder(folder) for files in _versions(folder)]
+    found = [files for name in model_names(path) for files in find_model(path, name)]
     if not found:
         one_model = f"; it looks like one model's own folder: serve {path.parent}" if _version_folders(path) else ""
         raise ModelLoadError(
-            f"{path}: no models in it; expected <model>/<version>/{MODEL_FILE}, with a version such as 1{one_model}"
+            f"{path}: no models in it; expected <model>/<version>/{KINDS[0].file_name}, with a version such as 1{one_model}"
         )
     return found
 
 
-def load_model(files: ModelFiles, runtime: Runtime, placement: Placement, defaults: Defaults) -> Model:
-    """Read, check and load one model version, with every copy that its configuration asks for.
+def model_names(path: Path) -> list[str]:
+    """The models that a repository folder holds, or the one that a bare model file is, whether they can be loaded or not.
+
+    Raises:
+        ModelLoadError: there is nothing at `path`, or it cannot be read.
+    """
+    if path.is_file():
+        return [path.stem]
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
+    try:
+        folders = sorted(path.iterdir())
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+    return [folder.name for folder in folders if _is_model_folder(folder)]
+
+
+def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
+    """The versions of one model that should be served, oldest first.
+
+    Args:
+        path: a repository folder, or a bare model file.
+        name: one of `model_names`.
+        declared: a configuration to use in place of the model folder's config.pbtxt.
+
+    Raises:
+        ModelLoadError: no version is to be served, a configuration cannot be read, or something lies outside the repository.
+    """
+    if path.is_file():
+        empty = DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
+        return [ModelFiles(name=path.stem, version=1, model=path, config=declared or empty)]
+    folder = path / name
+    require_inside(path, folder)
+    require_inside(path, folder / CONFIG_FILE)
+    try:
+        versions = _versions(folder, declared or read_config(folder / CONFIG_FILE))
+    except OSError as error:
+        raise ModelLoadError(f"{folder}: cannot be read: {error.strerror}") from None
+    for files in versions:
+        require_inside(path, files.model)
+    return versions
+
+
+def require_inside(root: Path, path: Path) -> None:
+    """Check that a path is inside a folder once every link in it is followed.
+
+    Raises:
+        ModelLoadError: it is not.
+    """
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ModelLoadError(f"{path}: is a link out of the repository, expected what lies in it; copy it there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedVersion:
+    """A model version that is ready to run and not served yet.
+
+    Attributes:
+        files: where it comes from.
+        interface: as clients see it.
+        config: completed.
+        backends: the loaded copies.
+        limits: the batching policy.
+        labels: names of the classes of an output, by the output's name.
+        guard: looks at what the model answers; None does not.
+        reload: loads the copy of a number anew.
+    """
+
+    files: ModelFiles
+    interface: ModelInterface
+    config: ModelConfig
+    backends: Sequence[Backend]
+    limits: BatchLimits
+    labels: Mapping[str, Sequence[str]]
+    guard: PrecisionGuard | None = None
+    reload: Callable[[int], Backend] | None = None
+
+    def model(self) -> Model:
+        """The version with its queue and counters. To be called where it is served, on the event loop."""
+        return Model(
+            name=self.files.name,
+            version=self.files.version,
+            interface=self.interface,
+            config=self.config,
+            backends=self.backends,
+            limits=self.limits,
+            labels=self.labels,
+            path=self.files.model,
+            guard=self.guard,
+            reload=self.reload,
+        )
+
+
+def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defaults: Defaults) -> LoadedVersion:
+    """Read, check and load one model version, with every copy that its configuration asks for. Any thread may do it.
 
     Raises:
         ModelLoadError: the file or its configuration cannot be used; the text says which and why.
     """
+    check_own_parameters(files.config.message, files.config.source)
     interface = runtime.describe(files.model)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     copies = instances(config)
-    backends = [runtime.load(files.model, interface, _place(placement, kind, device)) for kind, device in copies]
+    places = [_place(placement, kind, device) for kind, device in copies]
+    backends = [runtime.load(files.model, interface, place, config) for place in places]
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
-    return Model(
-        name=files.name,
-        version=files.version,
+    return LoadedVersion(
+        files=files,
         interface=client_interface(config, interface),
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
+        guard=make_guard(
+            files.model,
+            runtime,
+            places[0],
+            label=f"{files.name}/{files.version}",
+            interface=interface,
+            config=config,
+            source=files.config.source,
+        ),
+        reload=lambda number: runtime.load(files.model, interface, places[number], config),
     )
+
+
+def load_model(files: ModelFiles, runtime: Runtime, placement: Placement, defaults: Defaults) -> Model:
+    """`load_version` and its model, in one.
+
+    Raises:
+        ModelLoadError: the file or its configuration cannot be used; the text says which and why.
+    """
+    return load_version(files, runtime, placement, defaults).model()
 
 
 def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
@@ -120,8 +232,11 @@ def _place(placement: Placement, kind: str, device: int) -> Placement:
 
 
 def _is_model_folder(folder: Path) -> bool:
-    # A leading dot marks what a writer has not finished.
-    return folder.is_dir() and not folder.name.startswith(".") and bool(_version_folders(folder))
+    # A leading dot marks what a writer has not finished. What cannot be looked into is a model that is refused with the reason.
+    try:
+        return not folder.name.startswith(".") and folder.is_dir() and bool(_version_folders(folder))
+    except OSError:
+        return True
 
 
 def _version_folders(folder: Path) -> dict[int, Path]:
@@ -130,18 +245,26 @@ def _version_folders(folder: Path) -> dict[int, Path]:
     }
 
 
-def _versions(folder: Path) -> list[ModelFiles]:
-    declared = read_config(folder / CONFIG_FILE)
-    file_name = declared.message.default_model_filename or MODEL_FILE
-    if Path(file_name).name != file_name:
-        raise ModelLoadError(
-            f"{declared.source}: default_model_filename is {file_name!r}, expected a file name without folders"
-        )
-    present = {version: path / file_name for version, path in _version_folders(folder).items() if (path / file_name).is_file()}
+def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
+    names = _file_names(declared)
+    present = {
+        version: found
+        for version, path in _version_folders(folder).items()
+        if (found := next((path / name for name in names if (path / name).is_file()), None)) is not None
+    }
     chosen = _chosen(declared.message, sorted(present))
     if not chosen:
-        raise ModelLoadError(f"{folder}: none of its version folders to be served holds {file_name}")
+        raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
     return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]
+
+
+def _file_names(declared: DeclaredConfig) -> list[str]:
+    """What the model file of a version may be called, the first that is there counts."""
+    name = declared.message.default_model_filename
+    if Path(name).name != name:
+        raise ModelLoadError(f"{declared.source}: default_model_filename is {name!r}, expected a file name without folders")
+    # A configuration that asks for what is not served is refused once the file has been read, with a better text.
+    return [name] if name else [kind.file_name for kind in asked_kinds(declared.message) or KINDS]
 
 
 def _chosen(config: ModelConfig, versions: Sequence[int]) -> Sequence[int]:

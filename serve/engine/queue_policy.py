@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
-from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from serve.engine.errors import ModelLoadError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class LevelPolicy:
 
     Attributes:
         timeout_s: after which they have waited too long; None never.
-        delays: they are then put behind all others; otherwise they are dropped.
+        delays: they are then put behind the others of their level; otherwise they are dropped.
         allow_override: a request may ask for a shorter timeout.
         max_waiting: of this priority at a time; None is as many as the model's queue holds.
     """
@@ -33,7 +33,7 @@ class Turn:
     Attributes:
         level: 0 the most urgent.
         drop_after_s: seconds in the queue after which it is not computed any more; None never.
-        delay_after_s: seconds in the queue after which it stands behind all others; None never.
+        delay_after_s: seconds in the queue after which it stands behind the others of its level; None never.
     """
 
     level: int
@@ -59,21 +59,18 @@ class QueuePolicy:
 
     @property
     def max_waiting_by_level(self) -> dict[int, int]:
-        """The bounds of the levels that have one of their own."""
-        bounds = {level: policy.max_waiting for level, policy in self.by_level.items()}
+        """The bounds of the levels that have one; the default policy's is for each level that has no policy of its own."""
+        bounds = {level: self.by_level.get(level, self.default).max_waiting for level in range(self.levels)}
         return {level: bound for level, bound in bounds.items() if bound is not None}
 
     def turn(self, priority: int, timeout_s: float | None) -> Turn:
-        """How a request waits that asks for this priority (1 the most urgent, 0 the model's default) and timeout.
+        """How a request waits that asks for this priority and timeout.
 
-        Raises:
-            InvalidArgumentError: the model has no such priority.
+        Args:
+            priority: 1 the most urgent; 0, or one that the model does not have, is its default (so it is in Triton).
+            timeout_s: seconds; None for the model's own.
         """
-        if not 0 <= priority <= self.levels:
-            raise InvalidArgumentError(
-                f"priority is {priority}, expected 1 (the most urgent) to {self.levels}, or 0 for the model's default"
-            )
-        level = priority - 1 if priority else self.default_level
+        level = priority - 1 if 1 <= priority <= self.levels else self.default_level
         policy = self.by_level.get(level, self.default)
         asked = timeout_s if policy.allow_override else None
         timeouts = [timeout for timeout in (asked, policy.timeout_s) if timeout is not None]

@@ -30,6 +30,8 @@ class InferRequest:
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
         cancelled: the client has gone; nobody waits for the answer.
+        line: the queue's own mark, where the request waits.
+        response_parameters: what the answer says of itself beside its outputs; None for nothing.
     """
 
     inputs: Tensors
@@ -42,6 +44,8 @@ class InferRequest:
     patience: float | None = None
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
+    line: object = None
+    response_parameters: dict[str, str | int | float | bool] | None = None
 
     def finish(self, result: Tensors | InferenceError) -> None:
         """Hand the result to whoever still waits for it. What goes wrong there stays there: batch-mates are answered too."""

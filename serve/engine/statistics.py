@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
+
+from serve.engine.errors import InferenceError
+from serve.engine.histograms import StageHistograms
+
+CANCELLED = "cancelled"
+CAPITALS = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 @dataclass(slots=True)
@@ -52,22 +59,46 @@ class Statistics:
     rows: int = 0
     batches: int = 0
     last_inference_ms: int = 0  # since the epoch; 0: none yet
+    failures: dict[str, int] = field(default_factory=dict)  # by `reason_of` the error
+    histograms: StageHistograms = field(default_factory=StageHistograms)
+    latest: BatchTimes | None = None  # of the batch whose answers are being handed over
+    latest_rows: int = 0
+    latest_failure: tuple[int, int] = (0, 0)  # id() of the error that is being handed over, and the request's age in ns
 
     def batch_done(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
         """Record a batch whose requests, `rows` rows in all, arrived at `arrivals_ns`."""
-        requests = len(arrivals_ns)
-        stages = (times.assembled - times.started, times.computed - times.assembled, times.split - times.computed)
-        for total, ns in zip((self.compute_input, self.compute_infer, self.compute_output), stages, strict=True):
-            total.add(ns * requests, requests)
-        self.queue.add(times.started * requests - sum(arrivals_ns), requests)
-        self.success.add(times.split * requests - sum(arrivals_ns), requests)
-        size = self.by_batch_size.setdefault(rows, BatchSizeStatistics())
-        for per_size, ns in zip((size.compute_input, size.compute_infer, size.compute_output), stages, strict=True):
-            per_size.add(ns)
+        requests, arrived = len(arrivals_ns), sum(arrivals_ns)
+        assembling = times.assembled - times.started
+        computing = times.computed - times.assembled
+        splitting = times.split - times.computed
+        self.queue.add(times.started * requests - arrived, requests)
+        self.compute_input.add(assembling * requests, requests)
+        self.compute_infer.add(computing * requests, requests)
+        self.compute_output.add(splitting * requests, requests)
+        self.success.add(times.split * requests - arrived, requests)
+        size = self.by_batch_size.get(rows)
+        if size is None:
+            size = self.by_batch_size[rows] = BatchSizeStatistics()
+        size.compute_input.add(assembling)
+        size.compute_infer.add(computing)
+        size.compute_output.add(splitting)
+        self.histograms.add(times, arrivals_ns)
+        self.latest, self.latest_rows = times, rows
         self.rows += rows
         self.batches += 1
         self.last_inference_ms = time.time_ns() // 1_000_000
 
-    def failed(self, arrived_ns: int) -> None:
-        """Record a request that was taken and got an error."""
-        self.fail.add(time.monotonic_ns() - arrived_ns)
+    def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
+        """Record a request of this model that got an error, or was refused a place; None: its client has gone."""
+        spent_ns = time.monotonic_ns() - arrived_ns
+        self.fail.add(spent_ns)
+        self.latest_failure = (id(error), spent_ns)
+        reason = reason_of(error)
+        self.failures[reason] = self.failures.get(reason, 0) + 1
+
+
+def reason_of(error: InferenceError | None) -> str:
+    """An error as a label: its class in lower case, as in "queue_full"; "cancelled" where the client has gone."""
+    if error is None:
+        return CANCELLED
+    return CAPITALS.sub("_", type(error).__name__.removesuffix("Error")).lower()

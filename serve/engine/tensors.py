@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,6 +32,14 @@ class TensorSpec:
     datatype: Datatype
     shape: tuple[int, ...]
     model_shape: tuple[int, ...] | None = None
+
+    def shape_for_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The model's own shape for a client's one that fits."""
+        if self.model_shape is None:
+            return shape
+        known = math.prod(size for size in self.model_shape if size != ANY_SIZE)
+        rest = math.prod(shape) // known if known else 0
+        return tuple(rest if size == ANY_SIZE else size for size in self.model_shape)
 
     def to_model(self, array: Array) -> Array:
         """A client's array in the model's own shape."""

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+# Requests that have left are cleared out of the middle of a line once they are this many and outnumber those that wait.
+MANY_GONE = 64
+
 
 class Waiting(Protocol):
-    """What the policy needs to know of a request."""
+    """What the policy needs to know of a request, and one place where it may write."""
+
+    line: object  # the WaitingLine it stands in, None where it stands in none: leaving needs no search
 
     @property
     def rows(self) -> int:
-        """Rows it adds to a batch."""
+        """Rows it adds to a batch, at least 1."""
 
     @property
     def bucket(self) -> Hashable:
         """What it can be concatenated with."""
+
+    @property
+    def arrived_ns(self) -> int:
+        """When it arrived, in nanoseconds on the clock that everything here is on."""
 
     @property
     def deadline(self) -> float | None:
@@ -28,57 +37,146 @@ class Waiting(Protocol):
 
     @property
     def patience(self) -> float | None:
-        """When it is to stand behind all others of its bucket, in seconds; None never."""
+        """When it is to stand behind those of its level that have not waited too long, in seconds; None never."""
 
 
 T = TypeVar("T", bound=Waiting)
 
 
 class WaitingLine(Generic[T]):
-    """One line per priority; the last one is for those that have waited beyond their patience."""
+    """Two lines per priority: the second is for those that have waited beyond their patience.
 
-    def __init__(self, levels: int) -> None:
-        # By identity, so that one that is cancelled leaves at once however long the line is.
-        self._lines: list[OrderedDict[int, tuple[float, T]]] = [OrderedDict() for _ in range(levels + 1)]
+    A request that is cancelled leaves at once however long the line is: it is only marked, and skipped when its turn comes.
+
+    Attributes:
+        bucket: of all its requests.
+        rows: of all that wait; 0 when nobody does.
+        soonest_deadline: no deadline in the line is earlier (some that were may have left), in seconds; None where nobody
+            had one since the line was last empty.
+    """
+
+    __slots__ = ("_gone", "_lines", "bucket", "rows", "soonest_deadline")
+
+    def __init__(self, bucket: Hashable, levels: int) -> None:
+        self.bucket = bucket
         self.rows = 0
-
-    def __bool__(self) -> bool:
-        return any(self._lines)
+        self.soonest_deadline: float | None = None
+        self._lines: tuple[deque[T], ...] = tuple(deque() for _ in range(2 * levels))
+        self._gone = 0
 
     @property
-    def urgency(self) -> tuple[int, float]:
+    def urgency(self) -> tuple[int, int]:
         """Level and arrival of whoever is next: smaller goes first. Somebody must be in line."""
-        return next((level, next(iter(line.values()))[0]) for level, line in enumerate(self._lines) if line)
+        return next((index, self._head(line).arrived_ns) for index, line in enumerate(self._lines) if self._cleared(line))
 
     @property
     def first_arrival(self) -> float:
-        """When the one that has waited longest arrived. Somebody must be in line."""
-        return min(next(iter(line.values()))[0] for line in self._lines if line)
+        """When the one that has waited longest arrived, in seconds. Somebody must be in line."""
+        if len(self._lines) == 2 and not self._lines[1]:
+            return self._head(self._lines[0]).arrived_ns / 1e9
+        return min(self._head(line).arrived_ns for line in self._lines if self._cleared(line)) / 1e9
 
-    def add(self, request: T, now: float) -> None:
+    def __iter__(self) -> Iterator[T]:
+        """Those who wait, in no promised order."""
+        return (request for line in self._lines for request in line if request.line is self)
+
+    def add(self, request: T) -> None:
         """Let a request in at the end of its level."""
-        self._lines[request.priority][id(request)] = (now, request)
+        self._lines[2 * request.priority].append(request)
         self.rows += request.rows
+        request.line = self
+        deadline = request.deadline
+        if deadline is not None and (self.soonest_deadline is None or deadline < self.soonest_deadline):
+            self.soonest_deadline = deadline
 
     def remove(self, request: T) -> bool:
         """Let a request leave; False when it is not in line."""
-        for line in self._lines:
-            if line.pop(id(request), None) is not None:
-                self.rows -= request.rows
-                return True
-        return False
+        if request.line is not self:
+            return False
+        request.line = None
+        self.rows -= request.rows
+        self._gone += 1
+        if not self.rows:
+            self._clear()
+        elif self._gone > MANY_GONE and self._gone > sum(map(len, self._lines)) // 2:
+            self._sweep()
+        return True
 
-    def next_in_line(self, now: float) -> Iterator[T]:
-        """Whoever is next, again and again; each must be removed before the next one is asked for.
+    def take(self, now: float, most_rows: int, finish: float) -> tuple[list[T], list[T], int]:
+        """Let the next ones leave.
 
-        On its way it sends those whose patience has ended to the last line.
+        On its way it sends those whose patience has ended to the second line of their level.
+
+        Args:
+            now: in seconds.
+            most_rows: in one batch; whoever is first goes even if it alone has more.
+            finish: the soonest that the batch could end; who must be answered by then leaves uncounted.
+
+        Returns:
+            Those that go together, those that are too late, and the rows of the former.
         """
-        last = len(self._lines) - 1
-        for level, line in enumerate(self._lines):
+        taken: list[T] = []
+        late: list[T] = []
+        rows = 0
+        for index, line in enumerate(self._lines):
             while line:
-                key, (arrived, request) = next(iter(line.items()))
-                if level != last and request.patience is not None and request.patience <= now:
-                    del line[key]
-                    self._lines[last][key] = (arrived, request)
+                request = line[0]
+                if request.line is not self:
+                    line.popleft()
+                    self._gone -= 1
+                elif not index % 2 and request.patience is not None and request.patience <= now:
+                    self._lines[index + 1].append(line.popleft())
+                elif rows and rows + request.rows > most_rows:
+                    return self._left(taken, late, rows)
                 else:
-                    yield request
+                    line.popleft()
+                    request.line = None
+                    deadline = request.deadline
+                    if deadline is not None and deadline <= finish:
+                        self.rows -= request.rows
+                        late.append(request)
+                    else:
+                        taken.append(request)
+                        rows += request.rows
+        return self._left(taken, late, rows)
+
+    def take_late(self, finish: float) -> list[T]:
+        """Let all leave that must be answered by `finish`, in seconds, wherever they stand."""
+        late = [request for request in self if request.deadline is not None and request.deadline <= finish]
+        for request in late:
+            self.remove(request)
+        deadlines = [request.deadline for request in self if request.deadline is not None]
+        self.soonest_deadline = min(deadlines, default=None)
+        return late
+
+    def _left(self, taken: list[T], late: list[T], rows: int) -> tuple[list[T], list[T], int]:
+        self.rows -= rows
+        if not self.rows:
+            self._clear()
+        return taken, late, rows
+
+    def _head(self, line: deque[T]) -> T:
+        while line[0].line is not self:
+            line.popleft()
+            self._gone -= 1
+        return line[0]
+
+    def _cleared(self, line: deque[T]) -> bool:
+        """Whether somebody waits in it."""
+        while line and line[0].line is not self:
+            line.popleft()
+            self._gone -= 1
+        return bool(line)
+
+    def _clear(self) -> None:
+        for line in self._lines:
+            line.clear()
+        self._gone = 0
+        self.soonest_deadline = None
+
+    def _sweep(self) -> None:
+        for line in self._lines:
+            here = [request for request in line if request.line is self]
+            line.clear()
+            line.extend(here)
+        self._gone = 0

@@ -10,7 +10,7 @@ import numpy as np
 from protos.datatypes import BY_WIRE
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
-from serve.engine.batch_queue import BatchLimits
+from serve.engine.batch_limits import BatchLimits
 from serve.engine.model import Model
 from serve.engine.tensors import Tensors, TensorSpec
 

@@ -1,17 +1,31 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
+from protos.model_config_pb2 import ModelConfig
+from serve.engine import batcher as batcher_module
 from serve.engine.batcher import Batcher
-from serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, QueueFullError, UnavailableError
+from serve.engine.compute_slots import ComputeSlots
+from serve.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    InferenceError,
+    OverloadedError,
+    QueueFullError,
+    UnavailableError,
+)
+from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.requests import InferRequest
+from serve.engine.requests import Done, InferRequest
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 
@@ -262,5 +276,257 @@ def test_a_queue_delay_ends_when_the_batch_is_not_full() -> None:
         await answers.all(1)
         assert backend.batches == [[5, 5]]
         await model.batcher.drain()
+
+    run(scene)
+
+
+class QuickBackend(HeldBackend):
+    """On the CPU; notes the thread of each batch."""
+
+    provider = "CPUExecutionProvider"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.threads.append(threading.get_ident())
+        return super().run(inputs)
+
+
+def test_short_batches_move_to_the_event_loop_and_are_answered_there() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = QuickBackend()
+        model = held_model(backend, max_rows=2)
+        here, value = threading.get_ident(), 0
+        while here not in backend.threads:
+            assert value < 20_000, "a batch of one row takes a few microseconds"
+            model.batcher.submit(answers.request(value))
+            value += 1
+            await answers.all(value)
+        assert backend.threads[0] != here
+        for more in range(5):  # three batches, one after the other
+            model.batcher.submit(answers.request(value + more))
+        await answers.all(value + 5)
+        assert [answers.value(v) for v in range(value + 5)] == [v + 1 for v in range(value + 5)]
+        bad = answers.request(-1)
+        model.batcher.submit(bad)
+        await answers.all(value + 6)
+        assert "negative values hurt" in str(answers.error(-1))
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_answers_come_in_order_when_batches_move_to_the_event_loop() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = QuickBackend()
+        model = held_model(backend, max_rows=2)
+        order: list[int] = []
+        here, asked = threading.get_ident(), 0
+        while here not in backend.threads:
+            assert asked < 20_000, "a batch of two rows takes a few microseconds"
+            for _ in range(3):
+                request = answers.request(asked, rows=2)
+                request.done = partial(_note, order, asked, request.done)
+                model.batcher.submit(request)
+                asked += 1
+            await answers.all(asked)
+        assert order == list(range(asked))
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def _note(order: list[int], number: int, done: Done, result: Tensors | InferenceError) -> None:
+    order.append(number)
+    done(result)
+
+
+async def learned_short(backend: QuickBackend, model: Model, answers: Answers) -> int:
+    """Have the model run on the loop; returns how many requests that took."""
+    here, asked = threading.get_ident(), 0
+    while here not in backend.threads:
+        assert asked < 20_000, "a batch of two rows takes a few microseconds"
+        model.batcher.submit(answers.request(asked, rows=2))
+        asked += 1
+        await answers.all(asked)
+    return asked
+
+
+@pytest.mark.parametrize(("turn_s", "answered_at_once"), [(60.0, 30), (1e-9, 1)])
+def test_a_turn_of_the_loop_computes_for_a_bounded_time(
+    turn_s: float, answered_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = QuickBackend()
+        model = held_model(backend, max_rows=2)
+        asked = await learned_short(backend, model, answers)
+        monkeypatch.setattr(batcher_module, "TURN_S", turn_s)
+        monkeypatch.setattr(batcher_module, "LONGEST_TURN_S", turn_s)
+        for value in range(30):
+            model.batcher.submit(answers.request(100_000 + value, rows=2))
+        await asyncio.sleep(0)
+        assert sum(map(len, answers.results.values())) == asked + answered_at_once
+        await answers.all(asked + 30)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_a_model_under_watch_stays_on_its_thread() -> None:
+    config = text_format.Parse('parameters { key: "halfserve.max_compute_s" value { string_value: "9" } }', ModelConfig())
+    backend = QuickBackend()
+    config.max_batch_size = 2
+    assert not held_model(backend, config=config, max_rows=2).batcher.instances[0].may_run_on_loop
+    assert held_model(backend, max_rows=2).batcher.instances[0].may_run_on_loop
+    assert not held_model(HeldBackend(), max_rows=2).batcher.instances[0].may_run_on_loop, "not on the CPU"
+
+
+def test_requests_that_wait_in_vain_make_room_in_a_full_queue() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend, max_waiting=2)
+        await hold_first(backend, model.batcher, answers)
+        model.batcher.submit(answers.request(1, deadline=time.monotonic() - 1))
+        model.batcher.submit(answers.request(2))
+        model.batcher.submit(answers.request(3))
+        assert "the deadline passed while the request waited" in str(answers.error(1))
+        assert model.batcher.waiting == 2
+        with pytest.raises(QueueFullError):
+            model.batcher.submit(answers.request(4))
+        assert model.statistics.failures == {"deadline_exceeded": 1, "queue_full": 1}
+        backend.release.set()
+        await answers.all(4)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_what_cannot_be_answered_within_the_target_is_refused_at_the_door() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend()
+        model = held_model(backend, max_rows=1, latency_target_s=30.0)
+        model.batcher.submit(answers.request(0))
+        await answers.all(1)
+        pace, shedding = model.batcher._queue.pace, model.batcher._shedding
+        assert pace is not None
+        assert shedding is not None
+        for _ in range(40):  # it learns what a batch takes
+            pace.observe((1,), 1, 0.001)
+        backend.release.clear()
+        backend.entered.clear()
+        await hold_first(backend, model.batcher, answers)
+        shedding._plenty_waiting = 0  # a closer look at everybody, as after long batches
+        (running,) = shedding.running
+        running.likely_end_s = time.monotonic() + 60  # as if it had just begun, and took a minute
+        with pytest.raises(
+            OverloadedError, match="too long to answer within its target of 30000 ms; retry with back-off"
+        ) as refused:
+            model.batcher.submit(answers.request(150))
+        assert 25 < refused.value.retry_after_s < 35
+        with pytest.raises(OverloadedError, match="too long to answer before the deadline, [45]000 ms away; retry"):
+            model.batcher.submit(answers.request(151, deadline=time.monotonic() + 5))
+        assert model.statistics.failures == {"overloaded": 2}
+        running.likely_end_s = time.monotonic()
+        model.batcher.submit(answers.request(152))
+        backend.release.set()
+        await answers.all(3)
+        assert answers.value(152) == 153
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_models_that_share_a_slot_take_turns() -> None:
+    async def scene(answers: Answers) -> None:
+        slots = ComputeSlots(1)
+        first, second = HeldBackend(held=True), HeldBackend()
+        flood, guest = held_model(first, "flood", max_rows=1), held_model(second, "guest", max_rows=1)
+        for model in (flood, guest):
+            model.batcher.compete(slots)
+        await hold_first(first, flood.batcher, answers)
+        for value in range(10):
+            flood.batcher.submit(answers.request(value))
+        asked = answers.request(50)
+        before_it: list[int] = []
+        answer = asked.done
+
+        def done(result: Tensors | InferenceError) -> None:
+            before_it.append(len(first.batches))
+            answer(result)
+
+        asked.done = done
+        guest.batcher.submit(asked)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not second.batches, "the slot is taken"
+        first.release.set()
+        await answers.all(12)
+        assert before_it == [1], "it waited for the batch that ran, and for none of the flood"
+        assert answers.value(50) == 51
+        assert len(first.batches) == 11
+        assert slots.free == 1
+        await asyncio.gather(flood.batcher.drain(), guest.batcher.drain())
+
+    run(scene)
+
+
+def test_a_cancelled_request_gives_its_turn_to_the_other_model() -> None:
+    async def scene(answers: Answers) -> None:
+        slots = ComputeSlots(1)
+        backends = [HeldBackend(held=True), HeldBackend(), HeldBackend()]
+        models = [held_model(backend, f"m{n}", max_rows=1) for n, backend in enumerate(backends)]
+        for model in models:
+            model.batcher.compete(slots)
+        await hold_first(backends[0], models[0].batcher, answers)
+        gone = answers.request(1)
+        models[1].batcher.submit(gone)
+        models[2].batcher.submit(answers.request(2))
+        await asyncio.sleep(0)
+        models[1].batcher.cancel(gone)
+        backends[0].release.set()
+        await answers.all(2)
+        assert (answers.value(2), backends[1].batches, slots.free) == (3, [], 1)
+        await asyncio.gather(*(model.batcher.drain() for model in models))
+
+    run(scene)
+
+
+def test_a_batch_is_filled_up_to_the_next_size_and_nobody_sees_it() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
+        await hold_first(backend, model.batcher, answers)
+        for value in (1, 2, 3):
+            model.batcher.submit(answers.request(value, rows=2 if value == 2 else 1))
+        model.batcher.submit(answers.request(4))
+        backend.release.set()
+        await answers.all(5)
+        assert backend.batches == [[100] * 4, [1, 2, 2, 3, 4, 4, 4, 4]]
+        assert [answers.value(v) for v in (1, 2, 3, 4)] == [2, 3, 4, 5]
+        (two,) = answers.results[2]
+        assert not isinstance(two, InferenceError)
+        assert two["y"].shape == (2, 1)
+        assert (model.statistics.rows, model.statistics.batches) == (6, 2)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_models_on_the_cpu_compete_for_the_slots_of_the_server() -> None:
+    async def scene(answers: Answers) -> None:
+        core = InferenceCore([])
+        core.slots = ComputeSlots(1)
+        on_cpu, elsewhere = held_model(QuickBackend(), "cpu"), held_model(HeldBackend(), "device")
+        core.replace("cpu", [on_cpu])
+        core.replace("device", [elsewhere])
+        core.replace("cpu", [on_cpu])
+        assert (on_cpu.batcher._share is None, elsewhere.batcher._share is None) == (False, True)
+        for value, model in enumerate([on_cpu, elsewhere] * 20):
+            core.submit(model, answers.request(value))
+        await answers.all(40)
+        await core.drain()
+        assert core.slots.free == 1
 
     run(scene)

@@ -8,9 +8,9 @@ import pytest
 from protos.datatypes import BY_WIRE
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
+from serve.engine.batching import batch_limits
 from serve.engine.config import (
     Defaults,
-    batch_limits,
     client_interface,
     complete_config,
     instances,

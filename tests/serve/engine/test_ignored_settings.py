@@ -10,7 +10,7 @@ def test_settings_without_effect_are_named() -> None:
     config = text_format.Parse(
         "optimization { eager_batching: true } response_cache { enable: true } max_batch_size: 2", ModelConfig()
     )
-    assert ignored_settings(config) == ["optimization", "response_cache"]
+    assert ignored_settings(config) == ["optimization.eager_batching", "response_cache"]
 
 
 def test_settings_without_effect_inside_others_are_named_too() -> None:

@@ -91,7 +91,7 @@ def test_two_instances_are_two_copies(tmp_path: Path) -> None:
     root = write_versions(tmp_path, "1", config="instance_group [{ count: 2 kind: KIND_CPU }]")
     model = load(root)
     first, second = model.backends
-    x = np.ones((1, 64), np.float32)
+    x = np.ones((1, 64), first.compute_dtype("x"))
     np.testing.assert_array_equal(first.run({"x": x})["y"], second.run({"x": x})["y"])
     assert first is not second
 

@@ -4,7 +4,7 @@ import pytest
 from google.protobuf import text_format
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from serve.engine.errors import ModelLoadError
 from serve.engine.queue_policy import QueuePolicy, Turn, queue_policy
 
 
@@ -33,6 +33,7 @@ def test_a_model_that_says_nothing_lets_requests_choose_their_timeout() -> None:
 def test_priorities_have_policies_of_their_own(priority: int, turn: Turn) -> None:
     assert policy(THREE).turn(priority, 0.1) == turn  # a timeout of its own is not allowed by this configuration
     assert policy(THREE).max_waiting_by_level == {2: 7}
+    assert policy("priority_levels: 2 default_queue_policy { max_queue_size: 9 }").max_waiting_by_level == {0: 9, 1: 9}
 
 
 def test_a_request_may_shorten_its_timeout_where_that_is_allowed() -> None:
@@ -46,10 +47,10 @@ def test_without_a_default_the_least_urgent_level_is_it() -> None:
     assert policy("priority_levels: 3").turn(0, None).level == 2
 
 
-@pytest.mark.parametrize("priority", [-1, 4])
-def test_a_priority_that_the_model_lacks_is_refused(priority: int) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"priority is {priority}, expected 1 \\(the most urgent\\) to 3, or 0"):
-        policy(THREE).turn(priority, None)
+@pytest.mark.parametrize("priority", [4, 2**40])
+def test_a_priority_that_the_model_lacks_is_its_default(priority: int) -> None:
+    assert policy(THREE).turn(priority, None) == policy(THREE).turn(0, None)
+    assert policy("").turn(priority, None).level == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""One copy of a model with the thread that runs it, watched: what hangs or breaks is taken out and loaded anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve.engine.backend import Backend
+from serve.engine.batch import Failed, run_batch
+from serve.engine.device_faults import InstanceLostError
+from serve.engine.errors import UnavailableError
+from serve.engine.memory_limit import MemoryLimit
+from serve.engine.requests import InferRequest
+from serve.engine.supervision import LONGEST_WAIT_S, Finished, Lost, Results, Supervision
+from serve.engine.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 4  # in the time that a batch may take
+
+ON_CPU = "CPUExecutionProvider"
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A batch that is being computed."""
+
+    loop: asyncio.AbstractEventLoop
+    requests: list[InferRequest]
+    finished: Finished
+    looks: int = 0
+    computed: bool = False
+    fault: str | None = None
+
+
+class Instance:
+    """Runs batches one after the other, as long as it is up. To be used on the event loop only.
+
+    Attributes:
+        name: "name/version instance number".
+        is_up: it can take a batch when it has none.
+        restarts: how often it came back after a fault.
+        fault: what the latest fault was; None before the first.
+        memory: how many rows it computes at once.
+        on_change: is called when it is up again, and each time that it could not be loaded anew.
+    """
+
+    def __init__(self, backend: Backend, number: int, how: Supervision) -> None:
+        """A copy that is up.
+
+        Args:
+            backend: the copy.
+            number: of it, among the model's.
+            how: to run and watch it.
+        """
+        self.name = f"{how.label} instance {number}"
+        self.is_up = True
+        self.restarts = 0
+        self.fault: str | None = None
+        self.memory = MemoryLimit(self.name)
+        self.on_change: Callable[[Instance], None] = lambda _: None
+        self._backend = backend
+        self._number = number
+        self._how = how
+        self._worker = Worker(f"instance-{number}")
+        self._job: _Job | None = None
+        self._timer: asyncio.TimerHandle | None = None  # to look after a batch, or to load anew
+        self._wait_s = how.first_wait_s
+        self._stopped = False
+
+    def run(self, requests: list[InferRequest], finished: Finished) -> None:
+        """Start a batch; `finished` is called once, later, with what became of it. `is_up` says then if there can be more."""
+        loop = asyncio.get_running_loop()
+        self._job = job = _Job(loop, requests, finished)
+        if self._how.max_compute_s is not None and self._timer is None:  # one timer looks after many batches
+            self._look_later(loop, self._how.max_compute_s)
+        self._worker.submit(self._compute, job, self._backend)
+
+    @property
+    def may_run_on_loop(self) -> bool:
+        """Whether short batches need no thread: nobody has to watch over them, and no device is waited for."""
+        return self._how.max_compute_s is None and self._backend.provider == ON_CPU
+
+    def run_on_loop(self, requests: list[InferRequest]) -> Results:
+        """Compute a short batch here and now, while nothing else runs. `is_up` says then if there can be more."""
+        results, fault = self._results(requests, self._backend)
+        if fault is not None:
+            self._take_out(fault, asyncio.get_running_loop())
+        return results
+
+    def stop(self) -> None:
+        """End the thread once what was submitted is done. Does not wait for it."""
+        self._stopped = True
+        self.on_change = lambda _: None  # a circle, which the collector may never look at: it would keep an unloaded model
+        self._cancel_timer()
+        self._worker.stop()
+
+    def _compute(self, job: _Job, backend: Backend) -> None:
+        """On the worker thread."""
+        results, job.fault = self._results(job.requests, backend)
+        job.computed = True
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: the server gave up waiting for this batch
+            job.loop.call_soon_threadsafe(self._done, job, results)
+
+    def _results(self, requests: list[InferRequest], backend: Backend) -> tuple[Results, str | None]:
+        """What becomes of a batch, and what broke this copy, if anything did."""
+        how = self._how
+        try:
+            return run_batch(backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes), None
+        except InstanceLostError as error:
+            sorry = UnavailableError("the device failed while it computed this request; send it again")
+            return [Lost(requests, sorry)], _first_line(error)
+
+    def _done(self, job: _Job, results: Results) -> None:
+        if self._job is not job:
+            return  # it was given up, and its requests have their answers
+        self._job = None
+        if job.fault is not None:
+            self._take_out(job.fault, job.loop)
+        elif self.fault is not None:
+            self._wait_s = self._how.first_wait_s
+        job.finished(results)
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        self._timer = loop.call_later(limit_s / LOOKS, self._look, limit_s)
+
+    def _look(self, limit_s: float) -> None:
+        """Give the batch that runs up, if it has had its time.
+
+        It is looked at several times, since the clock goes on while the whole process is stopped, and a batch does not.
+        """
+        self._timer = None
+        job = self._job
+        if job is None:
+            return
+        job.looks += 1
+        if job.looks <= LOOKS or job.computed:
+            self._look_later(job.loop, limit_s)
+            return
+        self._job = None
+        if self._how.reload is not None:
+            # Nobody can end a thread: it is left to itself, and ends if its call ever returns.
+            self._worker.stop()
+            self._worker = Worker(f"instance-{self._number}")
+        self._take_out(f"a batch was not computed within {limit_s:g} s", job.loop)
+        error = UnavailableError(f"the model did not answer within its {limit_s:g} s and is being restarted; try again later")
+        job.finished([Failed(request, error) for request in job.requests])
+
+    def _take_out(self, fault: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_up = False
+        self.fault = fault
+        logger.error("%s: is taken out (%s); it is loaded anew in %g s", self.name, fault, self._wait_s)
+        self._bring_back_later(loop)
+
+    def _bring_back_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._cancel_timer()
+        if not self._stopped:
+            self._timer = loop.call_later(self._wait_s, self._bring_back, loop)
+            self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+
+    def _bring_back(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        self._worker.submit(self._load, loop)
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the worker thread. Where there is no way to load anew, waiting until the thread is free again is all there is."""
+        loaded: Backend | str
+        try:
+            loaded = self._backend if self._how.reload is None else self._how.reload(self._number)
+        except Exception as error:  # noqa: BLE001  (whatever a runtime raises must not end the thread)
+            loaded = _first_line(error)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(self._loaded, loop, loaded)
+
+    def _loaded(self, loop: asyncio.AbstractEventLoop, loaded: Backend | str) -> None:
+        if self._stopped:
+            return
+        if isinstance(loaded, str):
+            self.fault = loaded
+            logger.error("%s: cannot be loaded anew (%s); the next try is in %g s", self.name, loaded, self._wait_s)
+            self._bring_back_later(loop)
+        else:
+            self._backend = loaded
+            self.is_up = True
+            self.restarts += 1
+            logger.warning("%s: is up again", self.name)
+        self.on_change(self)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

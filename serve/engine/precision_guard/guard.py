@@ -1,0 +1,185 @@
+"""Looks at what a model answered, between the computation and the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import and_, or_
+
+from serve.engine.errors import InferenceError
+from serve.engine.precision_guard.counters import GuardCounters, GuardEvent
+from serve.engine.precision_guard.fallback import Fallback
+from serve.engine.precision_guard.non_finite import bad_stretches, check_of, count_non_finite, has_non_finite
+from serve.engine.precision_guard.parts import Part, parts
+from serve.engine.precision_guard.settings import Policy
+from serve.engine.precision_guard.shadow import Shadow
+from serve.engine.precision_guard.tally import Tally
+from serve.engine.precision_guard.texts import NonFiniteError, what_is_bad
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Tensors, TensorSpec
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to change in a batch.
+
+    Attributes:
+        outputs: to answer from, in the place of the model's.
+        rejected: requests that get an error instead, by their place in the batch.
+    """
+
+    outputs: Tensors
+    rejected: Mapping[int, InferenceError]
+
+
+class PrecisionGuard:
+    """Guards one model version. `after` is called on worker threads, all else on any."""
+
+    def __init__(
+        self,
+        outputs: Sequence[TensorSpec],
+        tally: Tally,
+        *,
+        policy: Policy,
+        batched: bool,
+        fallback: Fallback | None = None,
+        shadow: Shadow | None = None,
+        degraded_not_ready: bool = False,
+    ) -> None:
+        """A guard.
+
+        Args:
+            outputs: of the model, with the datatypes that `after` sees.
+            tally: where everything is counted.
+            policy: for answers that are not finite.
+            batched: the model has a batch dimension.
+            fallback: answers in fp32; needed for that policy.
+            shadow: compares samples with the fp32 twin.
+            degraded_not_ready: see `blocks_readiness`.
+        """
+        checks = [(spec.name, check_of(spec.datatype)) for spec in outputs]
+        self._checks = [(name, check) for name, check in checks if check is not None]
+        self._tally = tally
+        self._policy = policy
+        self._batched = batched
+        self._fallback = fallback
+        self._shadow = shadow
+        self._degraded_not_ready = degraded_not_ready
+
+    @property
+    def degraded(self) -> bool:
+        """The model's answers have drifted from the fp32 twin's."""
+        return self._tally.degraded
+
+    @property
+    def blocks_readiness(self) -> bool:
+        """The model is degraded, and its configuration says that it is not ready then."""
+        return self._degraded_not_ready and self._tally.degraded
+
+    def counters(self) -> GuardCounters:
+        """All counters as they are now."""
+        return self._tally.counters()
+
+    def recent_events(self) -> list[GuardEvent]:
+        """The latest hundred events, newest first."""
+        return self._tally.recent_events()
+
+    def stop(self) -> None:
+        """End the shadow's thread."""
+        if self._shadow is not None:
+            self._shadow.stop()
+
+    def after(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> Verdict | None:
+        """Look at a batch that was computed.
+
+        Args:
+            requests: of the batch, in the order of their rows.
+            inputs: that the model got, by name; rows beyond the requests' are padding.
+            outputs: that it gave, in the interface's dtypes.
+
+        Returns:
+            What is to change; None where the answers can go out as they are.
+        """
+        shadow = self._shadow
+        if shadow is not None:
+            shadow.until -= len(requests)
+            if shadow.until <= 0:
+                shadow.sample(requests, inputs, outputs)
+        for name, is_bad in self._checks:
+            if is_bad(outputs[name]):
+                return self._judge(requests, inputs, outputs)
+        return None
+
+    def _judge(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> Verdict | None:
+        # perf_analyzer sends random bytes, so that nearly every request of its is here and must cost little.
+        if len(requests) == 1 and _from_inputs(inputs, next(parts(requests, batched=self._batched))):
+            self._tally.bad_inputs({name: 1 for name, is_bad in self._checks if is_bad(outputs[name])})
+            return None
+        innocent = self._innocent(requests, inputs, outputs)
+        bad: dict[int, dict[str, int]] = {}
+        places = list(parts(requests, batched=self._batched))
+        for index in innocent:
+            part = places[index]
+            counts = {name: count for name, _ in self._checks if (count := count_non_finite(outputs[name][part]))}
+            if self._policy is Policy.COUNT or not any(name in counts for name in requests[index].outputs):
+                self._tally.bad_answer(counts, "non_finite", f"passed on: {what_is_bad(counts, outputs, part)}")
+            else:
+                bad[index] = counts
+        if not bad:
+            return None
+        if self._fallback is not None:
+            return self._answer_anew(self._fallback, requests, inputs, outputs, bad, places)
+        rejected: dict[int, InferenceError] = {}
+        for index, counts in bad.items():
+            text = what_is_bad(counts, outputs, places[index])
+            self._tally.bad_answer(counts, "rejected", f"rejected: {text}")
+            rejected[index] = NonFiniteError(text)
+        return Verdict(outputs, rejected)
+
+    def _innocent(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> list[int]:
+        """The requests with bad outputs whose inputs are finite. What comes in comes out: the others are only counted."""
+        if not self._batched:
+            return [0]  # the one that there is has finite inputs, or it would not be here
+        ends = list(accumulate([request.rows for request in requests]))
+        guilty = [False] * len(requests)
+        for array in inputs.values():
+            guilty = list(map(or_, guilty, bad_stretches(array, ends)))
+        innocent: set[int] = set()
+        from_inputs: dict[str, int] = {}
+        for name, _ in self._checks:
+            bad = bad_stretches(outputs[name], ends)
+            if bad == guilty:
+                from_inputs[name] = bad.count(True)
+            else:
+                from_inputs[name] = sum(map(and_, bad, guilty))
+                innocent.update([index for index, is_bad in enumerate(bad) if is_bad and not guilty[index]])
+        if any(from_inputs.values()):
+            self._tally.bad_inputs(from_inputs)
+        return sorted(innocent)
+
+    def _answer_anew(
+        self,
+        fallback: Fallback,
+        requests: Sequence[InferRequest],
+        inputs: Tensors,
+        outputs: Tensors,
+        bad: Mapping[int, Mapping[str, int]],
+        places: Sequence[Part],
+    ) -> Verdict:
+        answers = fallback.answer(inputs, outputs, {index: places[index] for index in bad})
+        rejected: dict[int, InferenceError] = {}
+        for index, counts in bad.items():
+            text = what_is_bad(counts, outputs, places[index])
+            trouble = answers.trouble(index, requests[index].outputs)
+            if trouble is None:
+                requests[index].response_parameters = {"halfserve.precision": "fp32"}
+                self._tally.bad_answer(counts, "fallback", f"answered in fp32: {text}")
+            else:
+                self._tally.bad_answer(counts, "rejected", f"rejected, as fp32 does not help: {text}; {trouble}")
+                rejected[index] = NonFiniteError(text, trouble)
+        return Verdict(answers.outputs, rejected)
+
+
+def _from_inputs(inputs: Tensors, part: Part) -> bool:
+    return any(has_non_finite(array[part]) for array in inputs.values())

@@ -1,0 +1,72 @@
+"""Which batches are so short that handing them to a worker thread and back costs more than computing them. Pure.
+
+A small model's batch takes tens of microseconds. The way to a thread and back takes as long again, and while the thread
+computes it fights the event loop for Python's lock. Such batches run on the event loop itself. That is decided by what batches
+of the same shape and about the same size took, and taken back as soon as they take longer: the loop must not stand still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+SHORT_S = 150e-6  # about what the way to a thread and back costs under load
+STALL_S = 0.01  # a batch on the loop that takes so long has to show for long that it was an exception
+FIRST = 8  # batches on a thread before the first on the loop: the first ones set things up
+AFTER_STALL = 512
+MAX_SIZES = 1024  # that are known; a client that varies its shapes endlessly costs no more
+NEW = 1 / 8  # of a batch on the loop in the average
+DRIFT = 1 / 64  # on the thread, where waiting for Python's lock is timed too, the shortest counts, and is slowly forgotten
+
+
+class _Size:
+    """Batches of one shape and about one size: up to twice as many rows.
+
+    Attributes:
+        seconds: that one takes.
+        trials: batches to run on a thread before the next on the loop.
+    """
+
+    __slots__ = ("seconds", "trials")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.trials = FIRST
+
+
+class ShortBatches:
+    """Learns what one model's batches take."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self) -> None:
+        self._sizes: dict[tuple[Hashable, int], _Size] = {}
+
+    def suits(self, bucket: Hashable, rows: int) -> bool:
+        """Whether a batch should run on the loop."""
+        size = self._sizes.get((bucket, rows.bit_length()))
+        return size is not None and size.trials <= 0 and size.seconds <= SHORT_S
+
+    def ran_on_loop(self, bucket: Hashable, rows: int, seconds: float) -> None:
+        """Learn from a batch that took `seconds` on the loop."""
+        size = self._size(bucket, rows)
+        size.seconds += NEW * (seconds - size.seconds)
+        if seconds > STALL_S:
+            size.trials = AFTER_STALL
+
+    def ran_on_thread(self, bucket: Hashable, rows: int, seconds: float) -> None:
+        """Learn from a batch that took `seconds` on a thread."""
+        size = self._size(bucket, rows)
+        size.trials -= 1
+        if not size.seconds or seconds < size.seconds:
+            size.seconds = seconds
+        else:
+            size.seconds += DRIFT * (seconds - size.seconds)
+
+    def _size(self, bucket: Hashable, rows: int) -> _Size:
+        key = (bucket, rows.bit_length())
+        size = self._sizes.get(key)
+        if size is None:
+            if len(self._sizes) >= MAX_SIZES:
+                self._sizes.clear()
+            size = self._sizes[key] = _Size()
+        return size

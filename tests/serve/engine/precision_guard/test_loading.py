@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from serve.engine.errors import ModelLoadError
+from serve.engine.precision_guard.counters import GuardCounters
+from tests.models import save_mlp, save_table
+from tests.serve.engine.precision_guard.guarded_models import TWIN, config_text, load, write_table
+
+
+def counters(repository: Path) -> GuardCounters:
+    (model,) = load(repository)
+    assert model.guard is not None
+    return model.guard.counters()
+
+
+def test_a_plain_model_file_is_counted_and_has_no_threshold(tmp_path: Path) -> None:
+    loaded = counters(save_mlp(tmp_path / "mlp.onnx"))
+    assert (loaded.policy, loaded.drift_threshold, list(loaded.outputs)) == ("count", None, ["y"])
+
+
+def test_fallback_without_a_twin_is_refused_and_told_how_to_make_one(tmp_path: Path) -> None:
+    write_table(tmp_path / "m", twin=False, precision_guard="fallback")
+    with pytest.raises(ModelLoadError, match=r"there is no .*1/fp32/model\.onnx; export again with --fp32-twin, or set"):
+        load(tmp_path)
+
+
+def test_fallback_with_a_broken_twin_is_refused(tmp_path: Path) -> None:
+    (write_table(tmp_path / "m", precision_guard="fallback") / TWIN).write_bytes(b"no model")
+    with pytest.raises(ModelLoadError, match="fp32/model.onnx"):
+        load(tmp_path)
+
+
+def test_a_twin_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "m", precision_guard="fallback")
+    save_mlp(folder / TWIN)
+    with pytest.raises(ModelLoadError, match="is no fp32 twin of the model: its input 'i' is absent, the model's is INT64"):
+        load(tmp_path)
+
+
+def test_for_shadow_runs_alone_the_twin_is_not_loaded_at_the_start(tmp_path: Path) -> None:
+    (write_table(tmp_path / "m") / TWIN).write_bytes(b"no model")
+    assert counters(tmp_path).drift_threshold == 0.01
+
+
+def test_no_shadow_rate_means_no_threshold(tmp_path: Path) -> None:
+    write_table(tmp_path / "m", shadow_rate="0")
+    assert counters(tmp_path).drift_threshold is None
+
+
+@pytest.mark.parametrize(
+    ("certificate", "expected"),
+    [
+        ({"budget": {"max_scaled_error": 0.05}}, 0.05),
+        ({"budget": {"max_scaled_error": "none"}}, 0.01),
+        ({"budget": {}}, 0.01),
+        ([], 0.01),
+    ],
+    ids=["given", "not a number", "absent", "no certificate"],
+)
+def test_the_certificates_budget_is_the_threshold(tmp_path: Path, certificate: object, expected: float) -> None:
+    folder = write_table(tmp_path / "m")
+    (folder / "1" / "certificate.json").write_text(json.dumps(certificate))
+    assert _guard_threshold(folder.parent) == expected
+
+
+def _guard_threshold(repository: Path) -> float | None:
+    return counters(repository).drift_threshold
+
+
+def test_a_threshold_in_the_configuration_counts_more(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "m", drift_threshold="0.2")
+    (folder / "1" / "certificate.json").write_text('{"budget": {"max_scaled_error": 0.05}}')
+    assert _guard_threshold(tmp_path) == 0.2
+
+
+@pytest.mark.parametrize("path", ["../2/model.onnx", "/etc/passwd", "fp32/../../x"])
+def test_a_twin_outside_the_versions_folder_is_refused(tmp_path: Path, path: str) -> None:
+    write_table(tmp_path / "m", fp32_twin=path)
+    with pytest.raises(ModelLoadError, match=r"'halfserve\.fp32_twin' is '.*', expected a path in the version's folder"):
+        load(tmp_path)
+
+
+def test_a_link_out_of_the_versions_folder_is_refused(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "m", twin=False)
+    outside = save_table(tmp_path / "elsewhere" / "model.onnx", np.float32)
+    (folder / "1" / "fp32").symlink_to(outside.parent)
+    with pytest.raises(ModelLoadError, match="expected a path in the version's folder"):
+        load(tmp_path)
+
+
+def test_a_twin_may_have_another_name(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "m", twin=False, precision_guard="fallback", fp32_twin="twin.onnx")
+    save_table(folder / "1" / "twin.onnx", np.float32)
+    assert counters(tmp_path).policy == "fallback"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("precision_guard", "on", "is 'on', expected one of 'off', 'count', 'reject', 'fallback'"),
+        ("shadow_rate", "2", "is '2', expected a number of 0 or more and at most 1"),
+        ("shadow_share", "0", "is '0', expected a number above 0 and at most 1"),
+        ("drift_threshold", "0", "is '0', expected a number above 0"),
+        ("max_compute_s", "-1", "is '-1', expected a number above 0"),
+        ("degraded_not_ready", "maybe", "is 'maybe', expected 'on' or 'off'"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: str, expected: str) -> None:
+    folder = write_table(tmp_path / "m")
+    (folder / "config.pbtxt").write_text(config_text(**{name: value}))
+    with pytest.raises(ModelLoadError, match=f"parameter 'halfserve.{name}' {expected}"):
+        load(tmp_path)
+
+
+def test_clients_are_told_the_models_precision_and_not_its_twins(tmp_path: Path) -> None:
+    write_table(tmp_path / "m", precision_guard="fallback")
+    (model,) = load(tmp_path)
+    assert model.config.parameters["halfserve.precision"].string_value == "fp32 (the fp16 model, upcast)"

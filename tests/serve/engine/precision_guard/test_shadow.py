@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve.engine.backend import Backend
+from serve.engine.errors import ModelLoadError
+from serve.engine.precision_guard.counters import GuardCounters
+from serve.engine.precision_guard.degradation import LEAST_RUNS, WINDOW, Degradation
+from serve.engine.precision_guard.settings import Policy
+from serve.engine.precision_guard.shadow import MAX_WAITING, Shadow
+from serve.engine.precision_guard.tally import Tally
+from serve.engine.precision_guard.twin import Fp32Twin
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Array, Tensors
+
+WAIT_S = 20.0
+
+
+class Doubling:
+    """A twin that doubles x, and can be held; signals each run.
+
+    Attributes:
+        release: computes nothing until it is set.
+        entered: counts the runs that began.
+    """
+
+    provider = "test"
+    precision = "fp32"
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.release.set()
+        self.entered = threading.Semaphore(0)
+        self.seen: list[list[float]] = []
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.entered.release()
+        assert self.release.wait(WAIT_S)
+        assert inputs["x"].dtype == np.float32
+        if (inputs["x"] < 0).any():
+            raise ValueError("negative values hurt")
+        self.seen.append(inputs["x"].ravel().tolist())
+        return {"y": inputs["x"] * 2}
+
+
+class Scene:
+    """A shadow, its counters, and batches for it."""
+
+    def __init__(self, load: Callable[[], Backend], *, share: float = 1.0, batched: bool = True) -> None:
+        self.tally = Tally("m/1", Policy.COUNT, ["y"], Degradation(0.01))
+        self.shadow = Shadow(Fp32Twin(load), self.tally, rate=1.0, share=share, batched=batched)
+
+    def sample(self, *values: float, answer: float | None = None) -> None:
+        """One batch of one-row requests with these values, answered rightly unless `answer` says what all of them got."""
+        requests = [InferRequest({}, ("y",), 1, None, None, lambda _: None) for _ in values]
+        x = np.array(values, np.float16).reshape(-1, 1)
+        y = x * np.float16(2) if answer is None else np.full_like(x, answer)
+        self.shadow.sample(requests, {"x": x}, {"y": y})
+        x[:] = -1  # the buffers are the next batch's now
+        y[:] = -1
+
+    def settled(self) -> GuardCounters:
+        """The counters once everything that was taken is done; nothing can be sampled after."""
+        worker = self.shadow._worker
+        done = threading.Event()
+        if worker is not None:
+            worker.submit(done.set)
+            assert done.wait(WAIT_S)
+        return self.tally.counters()
+
+
+def test_a_sample_is_compared_with_the_twins_answer() -> None:
+    scene = Scene(Doubling)
+    scene.sample(3.0)
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_dropped, counters.shadow_failed) == (1, 0, 0)
+    drift = counters.outputs["y"].drift
+    assert drift is not None
+    assert (drift.counts[0], sum(drift.counts)) == (1, 1)
+
+
+def test_one_request_of_a_batch_is_taken_whole() -> None:
+    twin = Doubling()
+    scene = Scene(lambda: twin)
+    for _ in range(8):
+        scene.sample(1.0, 2.0, 3.0)
+        scene.settled()
+    assert all(len(x) == 1 and x[0] in {1.0, 2.0, 3.0} for x in twin.seen)
+    assert len(twin.seen) == 8
+
+
+def test_a_model_without_a_batch_dimension_is_taken_as_it_is() -> None:
+    twin = Doubling()
+    scene = Scene(lambda: twin, batched=False)
+    request = InferRequest({}, ("y",), 1, None, None, lambda _: None)
+    x: Array = np.ones((2, 3), np.float16)
+    scene.shadow.sample([request], {"x": x}, {"y": x * 2})
+    assert scene.settled().shadow_runs == 1
+    assert twin.seen == [[1.0] * 6]
+
+
+def test_what_comes_while_it_is_busy_is_dropped() -> None:
+    twin = Doubling()
+    scene = Scene(lambda: twin)
+    twin.release.clear()
+    scene.sample(1.0)
+    assert twin.entered.acquire(timeout=WAIT_S)
+    for value in range(MAX_WAITING + 2):
+        scene.sample(float(value))
+    twin.release.set()
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_dropped) == (MAX_WAITING, 3)
+
+
+def test_after_a_run_it_rests_for_its_share_of_time() -> None:
+    scene = Scene(Doubling, share=1e-9)
+    scene.sample(1.0)
+    scene.settled()
+    scene.sample(2.0)
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_dropped) == (1, 1)
+
+
+def test_what_came_while_a_run_went_on_is_dropped_too_when_it_has_to_rest() -> None:
+    twin = Doubling()
+    scene = Scene(lambda: twin, share=1e-9)
+    twin.release.clear()
+    scene.sample(1.0)
+    assert twin.entered.acquire(timeout=WAIT_S)
+    scene.sample(2.0)
+    twin.release.set()
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_comes_in_infinite_says_nothing_about_precision(value: float) -> None:
+    scene = Scene(Doubling)
+    scene.sample(value)
+    assert scene.settled().shadow_runs == 0
+
+
+def test_a_run_that_fails_is_counted_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(Doubling)
+    for value in (-1.0, -2.0, 4.0):
+        scene.sample(value)
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_failed) == (1, 2)
+    assert caplog.text.count("negative values hurt") == 1
+    assert scene.tally.recent_events()[0].text == "a shadow run failed: ValueError: negative values hurt"
+
+
+def test_a_twin_that_cannot_be_loaded_ends_it() -> None:
+    def load() -> Backend:
+        raise ModelLoadError("fp32/model.onnx: is not a readable ONNX file")
+
+    scene = Scene(load)
+    scene.sample(1.0)
+    scene.settled()
+    scene.sample(2.0)
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_failed, counters.shadow_dropped) == (0, 1, 0)
+    assert "there are no more" in scene.tally.recent_events()[0].text
+
+
+def test_once_stopped_it_takes_nothing() -> None:
+    scene = Scene(Doubling)
+    scene.sample(1.0)
+    scene.settled()
+    scene.shadow.stop()
+    scene.sample(2.0)
+    assert scene.settled().shadow_runs == 1
+
+
+def test_drift_degrades_the_model_once_and_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    scene = Scene(Doubling)
+    for _ in range(LEAST_RUNS + 5):
+        scene.sample(8.0, answer=17.0)
+        scene.settled()
+    assert scene.settled().degraded
+    for _ in range(WINDOW):
+        scene.sample(8.0)
+        scene.settled()
+    assert not scene.settled().degraded
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "m/1: degraded: 100.0% of the latest shadow runs differ from the fp32 twin by more than 0.01 of the output's size "
+        "(output 'y': 0.0625)"
+    )
+    assert lines[1].startswith("m/1: recovered: 1.0% of the latest")
+    assert [event.kind for event in scene.tally.recent_events()] == ["recovered", "degraded"]

@@ -1,0 +1,182 @@
+"""A model under load on a virtual clock: the queue, the pace and the shedding are real, only time and the model are not."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from serve.engine.batch_limits import BatchLimits
+from serve.engine.batch_queue import Batch, BatchQueue, FullError
+from serve.engine.errors import InferenceError
+from serve.engine.pace import Pace
+from serve.engine.requests import InferRequest
+from serve.engine.shedding import Running, Shedding
+
+Cost = Callable[[int, float], float]  # seconds of a batch, from its rows and the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """An arrival.
+
+    Attributes:
+        at: seconds.
+        within: seconds from then to its deadline; None has none.
+        rows: in the request.
+        bucket: its shape.
+        priority: 0 the most urgent.
+        cancels_after: seconds after which the client goes; None stays.
+    """
+
+    at: float
+    within: float | None = None
+    rows: int = 1
+    bucket: str = "a"
+    priority: int = 0
+    cancels_after: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of one request: "answered", "late" (never computed), "refused", "full" or "cancelled", and when."""
+
+    client: Client
+    ends: list[tuple[str, float]] = field(default_factory=list)
+    error: InferenceError | None = None
+
+    @property
+    def kind(self) -> str:
+        ((kind, _),) = self.ends
+        return kind
+
+    @property
+    def took(self) -> float:
+        ((_, at),) = self.ends
+        return at - self.client.at
+
+    @property
+    def is_good(self) -> bool:
+        return self.kind == "answered" and (self.client.within is None or self.took <= self.client.within)
+
+
+class Simulation:
+    """One model.
+
+    Attributes:
+        outcomes: one per client, in order of arrival.
+        batches: (start, rows) of each batch.
+    """
+
+    def __init__(self, limits: BatchLimits, cost: Cost, *, instances: int = 1, foresees: bool = True) -> None:
+        self.outcomes: list[Outcome] = []
+        self.batches: list[tuple[float, int]] = []
+        self.now = 0.0
+        self._cost = cost
+        self._idle = instances
+        pace = Pace(limits)
+        self._queue: BatchQueue[InferRequest] = BatchQueue(limits, pace if foresees else None)
+        self._shedding = Shedding(self._queue, pace, instances) if foresees else None
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()  # among what happens at one time
+        self._by_request: dict[int, Outcome] = {}
+        self._requests: list[InferRequest] = []  # kept, so that no two have the same identity
+
+    def run(self, clients: list[Client]) -> list[Outcome]:
+        """Let all come, and everything end."""
+        for client in clients:
+            self._at(client.at, lambda client=client: self._arrive(client))  # type: ignore[misc]  # (a default binds it now)
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            # What comes in the same turn of the loop shares the batch.
+            if not self._events or self._events[0][0] > self.now:
+                self._dispatch()
+        assert len(self._queue) == 0, "nobody is left behind"
+        return self.outcomes
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event))
+
+    def _arrive(self, client: Client) -> None:
+        deadline = None if client.within is None else self.now + client.within
+        request = InferRequest({}, (), client.rows, client.bucket, deadline, print, client.priority)
+        request.arrived_ns = round(self.now * 1e9)
+        outcome = Outcome(client)
+        self.outcomes.append(outcome)
+        self._requests.append(request)
+        self._by_request[id(request)] = outcome
+        refusal = self._shedding.admit(request, self.now) if self._shedding else None
+        if refusal is not None:
+            outcome.error = refusal
+            outcome.ends.append(("refused", self.now))
+            return
+        try:
+            self._queue.offer(request)
+        except FullError:
+            outcome.ends.append(("full", self.now))
+            return
+        if client.cancels_after is not None:
+            self._at(self.now + client.cancels_after, lambda: self._cancel(request))
+
+    def _cancel(self, request: InferRequest) -> None:
+        before = len(self._queue)
+        if self._queue.remove(request):
+            assert len(self._queue) == before - 1
+            self._end(request, "cancelled")
+
+    def _dispatch(self) -> None:
+        while self._idle and (batch := self._queue.take(self.now)) is not None:
+            for request in batch.late:
+                self._end(request, "late")
+            if batch.requests:
+                self._start(batch)
+        due = self._queue.next_due(self.now) if self._idle else None
+        if due is not None:
+            self._at(max(due, self.now + 1e-6), lambda: None)
+
+    def _start(self, batch: Batch[InferRequest]) -> None:
+        self._idle -= 1
+        self.batches.append((self.now, batch.rows))
+        running = self._shedding.started(batch.bucket, batch.rows, self.now) if self._shedding else None
+        self._at(self.now + self._cost(batch.rows, self.now), lambda: self._finish(batch, running))
+
+    def _finish(self, batch: Batch[InferRequest], running: Running | None) -> None:
+        self._idle += 1
+        if self._shedding and running:
+            self._shedding.finished(running, self.now, self.now - running.started_s)
+        for request in batch.requests:
+            self._end(request, "answered")
+
+    def _end(self, request: InferRequest, kind: str) -> None:
+        self._by_request[id(request)].ends.append((kind, self.now))
+
+
+def linear(fixed: float, per_row: float, *, noise: float = 0.0, seed: int = 0) -> Cost:
+    """A model that takes `fixed + per_row * rows` seconds, give or take a part of `noise` (log-normal)."""
+    random_ = random.Random(seed)  # noqa: S311  (a simulation, the same each time)
+    return lambda rows, now: (fixed + per_row * rows) * random_.lognormvariate(0.0, noise)
+
+
+def poisson(rate: float, seconds: float, *, seed: int = 0, within: float | None = None) -> list[Client]:
+    """Requests of one row that come at random, `rate` a second."""
+
+    def times() -> Iterator[float]:
+        random_, at = random.Random(seed), 0.0  # noqa: S311  (a simulation, the same each time)
+        while (at := at + random_.expovariate(rate)) < seconds:
+            yield at
+
+    return [Client(at=at, within=within) for at in times()]
+
+
+def goodput(outcomes: list[Outcome], since: float) -> float:
+    """Requests a second that were answered in time, of those that came after `since` seconds."""
+    counted = [outcome for outcome in outcomes if outcome.client.at >= since]
+    return sum(outcome.is_good for outcome in counted) / (counted[-1].client.at - since)
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The value that `part` of them stay at or below."""
+    return sorted(values)[max(0, round(part * len(values)) - 1)]

@@ -1,0 +1,168 @@
+"""What the batching promises under load, on a virtual clock: see `simulation`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.engine.batch_limits import BatchLimits
+from serve.engine.errors import DeadlineExceededError, OverloadedError
+from tests.serve.engine.simulation import Client, Simulation, goodput, linear, percentile, poisson
+
+FIXED, PER_ROW, MAX_ROWS = 0.004, 0.0005, 16
+PEAK = MAX_ROWS / (FIXED + PER_ROW * MAX_ROWS)  # requests a second
+SECONDS, SETTLED = 3.0, 1.0
+
+
+@pytest.mark.parametrize(
+    ("within", "load", "instances"), [(0.04, 2.0, 1), (0.1, 2.0, 1), (0.4, 2.0, 1), (0.04, 5.0, 1), (0.1, 2.0, 2)]
+)
+def test_under_overload_as_much_is_answered_in_time_as_ever(within: float, load: float, instances: int) -> None:
+    simulation = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW, noise=0.1), instances=instances)
+    peak = PEAK * instances
+    outcomes = simulation.run(poisson(peak * load, SECONDS, within=within))
+    assert goodput(outcomes, SETTLED) >= 0.95 * peak
+    took = [o.took for o in outcomes if o.kind == "answered" and o.client.at >= SETTLED]
+    assert percentile(took, 0.99) <= within
+
+
+def test_answers_leave_time_for_the_way_back() -> None:
+    # The server counts from when a request is there: what the network takes, both ways, it does not see.
+    within, on_the_way = 0.2, 0.03
+    outcomes = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW, noise=0.1)).run(
+        poisson(PEAK * 2, SECONDS, within=within)
+    )
+    in_time = [o for o in outcomes if o.kind == "answered" and o.client.at >= SETTLED and o.took + on_the_way <= within]
+    assert len(in_time) / (SECONDS - SETTLED) >= 0.95 * PEAK
+
+
+def test_without_foresight_overload_ends_all_good_work() -> None:
+    simulation = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW, noise=0.1), foresees=False)
+    outcomes = simulation.run(poisson(PEAK * 2, SECONDS, within=0.1))
+    assert goodput(outcomes, SETTLED) < 0.1 * PEAK
+
+
+def test_a_target_bounds_what_clients_without_deadlines_wait() -> None:
+    limits = BatchLimits(max_rows=MAX_ROWS, latency_target_s=0.05)
+    outcomes = Simulation(limits, linear(FIXED, PER_ROW, noise=0.1)).run(poisson(PEAK * 2, SECONDS))
+    took = [o.took for o in outcomes if o.kind == "answered" and o.client.at >= SETTLED]
+    assert percentile(took, 0.99) <= 0.05
+    assert sum(t <= 0.05 for t in took) / (SECONDS - SETTLED) >= 0.95 * PEAK
+    refused = [o.error for o in outcomes if o.kind == "refused"]
+    assert {type(error) for error in refused} == {OverloadedError}
+    assert all(isinstance(e, OverloadedError) and 0 < e.retry_after_s < 1 for e in refused)
+    assert "too long to answer within its target of 50 ms; retry with back-off" in str(refused[0])
+
+
+def test_batches_stay_small_enough_for_the_target() -> None:
+    limits = BatchLimits(max_rows=256, latency_target_s=0.05)  # 256 rows take 132 ms
+    simulation = Simulation(limits, linear(FIXED, PER_ROW))
+    simulation.run(poisson(1000, SECONDS))
+    rows = [rows for start, rows in simulation.batches if start >= SETTLED]
+    assert max(rows) <= (0.05 / 2 - FIXED) / PER_ROW
+
+
+def test_below_the_peak_nearly_nothing_is_refused() -> None:
+    simulation = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW, noise=0.1))
+    outcomes = simulation.run(poisson(PEAK * 0.8, SECONDS, within=0.1))
+    assert sum(o.is_good for o in outcomes) >= 0.999 * len(outcomes)
+
+
+def test_a_model_that_becomes_slower_is_learned_again() -> None:
+    slow = linear(FIXED, PER_ROW, noise=0.1)
+    cost = lambda rows, now: slow(rows, now) * (4 if now >= 2.0 else 1)  # noqa: E731  (one line says it)
+    outcomes = Simulation(BatchLimits(max_rows=MAX_ROWS), cost).run(poisson(PEAK, 8.0, within=0.2))
+    assert goodput(outcomes, 5.0) >= 0.9 * PEAK / 4
+
+
+def test_a_model_that_becomes_faster_is_learned_again() -> None:
+    # For a while every batch takes longer than any client waits: the model must not be given up for ever.
+    usual = linear(FIXED, PER_ROW, noise=0.1)
+    cost = lambda rows, now: usual(rows, now) * (20 if now < 3.0 else 1)  # noqa: E731  (one line says it)
+    outcomes = Simulation(BatchLimits(max_rows=MAX_ROWS), cost).run(poisson(PEAK / 2, 10.0, within=0.06))
+    assert goodput(outcomes, 7.0) >= 0.95 * PEAK / 2
+
+
+def test_a_deadline_that_no_empty_server_could_meet_says_so() -> None:
+    warm = [Client(at=0.1 * n, within=1.0) for n in range(30)]
+    hopeless = [Client(at=5.0, within=1.0), Client(at=5.001, within=0.002)]
+    outcome = Simulation(BatchLimits(max_rows=MAX_ROWS), linear(FIXED, PER_ROW)).run(warm + hopeless)[-1]
+    assert outcome.kind == "refused"
+    assert isinstance(outcome.error, DeadlineExceededError)
+    assert "the deadline leaves 2.0 ms, less than the model takes for this request alone" in str(outcome.error)
+
+
+def test_waiting_pays_where_batches_are_dear_and_requests_come_fast() -> None:
+    # 20 ms a batch whatever its size, and bursts of 8 in 4 ms every 60 ms: one batch a burst beats two.
+    bursts = [Client(at=0.06 * burst + 0.0005 * n) for burst in range(60) for n in range(8)]
+    took = {}
+    for target in (None, 0.1):
+        limits = BatchLimits(max_rows=64, latency_target_s=target)
+        outcomes = Simulation(limits, linear(0.02, 0.00001)).run(bursts)
+        settled = [o.took for o in outcomes if o.client.at >= 1.8]
+        took[target] = sum(settled) / len(settled)
+    assert took[0.1] < 0.8 * took[None]
+
+
+def test_nobody_waits_for_company_that_does_not_come() -> None:
+    lonely = [Client(at=0.1 * n) for n in range(60)]
+    outcomes = Simulation(BatchLimits(max_rows=64, latency_target_s=0.09), linear(0.02, 0.00001)).run(lonely)
+    assert max(o.took for o in outcomes) <= 0.0201
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from("ab")), min_size=20, max_size=80),
+    st.sampled_from([None, 0.03]),
+    st.sampled_from([0.0, 0.01]),
+)
+def test_where_an_instance_is_free_nobody_waits_longer_than_the_delay_or_the_target_allow(
+    come: list[tuple[int, str]], target: float | None, delay: float
+) -> None:
+    limits = BatchLimits(max_rows=8, max_delay_s=delay, latency_target_s=target)
+    simulation = Simulation(limits, linear(0.005, PER_ROW), instances=100)
+    outcomes = simulation.run([Client(at=at / 10_000, bucket=bucket) for at, bucket in sorted(come)])
+    compute = 0.005 + 8 * PER_ROW
+    bound = min(target or 1.0, delay + compute if delay or not target else 1.0)
+    assert all(o.kind == "answered" and o.took <= bound + 1e-5 for o in outcomes)
+
+
+clients = st.builds(
+    Client,
+    at=st.integers(0, 400).map(lambda n: n / 1000),
+    within=st.one_of(st.none(), st.integers(1, 60).map(lambda n: n / 1000)),
+    rows=st.integers(1, 8),
+    bucket=st.sampled_from("ab"),
+    priority=st.integers(0, 1),
+    cancels_after=st.one_of(st.none(), st.integers(0, 30).map(lambda n: n / 1000)),
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(clients, max_size=80),
+    st.sampled_from([None, 0.01, 0.05]),
+    st.sampled_from([0.0, 0.02]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_whatever_comes_each_gets_one_answer_and_none_waits_beyond_its_bound(
+    come: list[Client], target: float | None, delay: float, instances: int, foresees: bool
+) -> None:
+    limits = BatchLimits(max_rows=8, max_delay_s=delay, levels=2, latency_target_s=target, max_waiting=30)
+    come = sorted(come, key=lambda client: client.at)
+    simulation = Simulation(limits, linear(FIXED, PER_ROW, noise=0.3), instances=instances, foresees=foresees)
+    outcomes = simulation.run(come)
+    assert [o.client for o in outcomes] == come, "no request is lost"
+    assert all(len(o.ends) == 1 for o in outcomes), "each is answered once"
+    assert all(1 <= rows <= 8 for _, rows in simulation.batches)
+    assert all(o.client.within is not None or target is not None for o in outcomes if o.kind in {"late", "refused"})
+    assert all(foresees or o.kind != "refused" for o in outcomes)
+    for outcome in outcomes:
+        if outcome.kind == "cancelled":
+            assert outcome.took == pytest.approx(outcome.client.cancels_after)
+    answered = [o for o in outcomes if o.kind == "answered"]
+    for bucket, priority in {(o.client.bucket, o.client.priority) for o in answered}:
+        same = [o.ends[0][1] for o in answered if (o.client.bucket, o.client.priority) == (bucket, priority)]
+        assert instances > 1 or same == sorted(same), "in order of arrival"

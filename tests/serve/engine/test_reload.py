@@ -1,0 +1,46 @@
+"""A model that takes too long, as the server loads it: its copy is replaced by one read from its file."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from serve.engine.tensors import Array
+from tests.models import save_counter
+from tests.serve.conftest import load_repository
+from tests.serve.engine.precision_guard.asking import WAIT_S, ask_model
+
+LONG = 1_000_000  # a second or so
+
+
+def number(n: int) -> Array:
+    return np.array([n], np.int64)
+
+
+def test_a_copy_that_takes_too_long_is_replaced_and_the_model_answers_again(tmp_path: Path) -> None:
+    save_counter(tmp_path / "counter" / "1" / "model.onnx")
+    limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "0.2" } }'
+    (tmp_path / "counter" / "config.pbtxt").write_text(limit)
+
+    async def scene() -> None:
+        (model,) = load_repository(tmp_path)
+        (instance,) = model.batcher.instances
+        first = instance._backend
+        assert await ask_model(model, number(5)) == [5.0]
+        assert await ask_model(model, number(LONG)) == (
+            "the model did not answer within its 0.2 s and is being restarted; try again later"
+        )
+        ready = [model.is_ready]
+        assert await ask_model(model, number(7)) == [7.0]
+        assert [*ready, model.is_ready] == [False, True]
+        assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.2 s")
+        assert instance._backend is not first
+        await model.batcher.drain()
+
+    before = set(threading.enumerate())
+    asyncio.run(scene())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)  # the one that was given up computes on, and must not do so while the process ends
