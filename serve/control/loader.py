@@ -1,0 +1,61 @@
+"""Make one model version ready to be served: check it, load it, try it out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from serve.control.certificate_check import check_certificate
+from serve.control.memory_check import require_memory
+from serve.control.warm_up import warm_up
+from serve.engine.backend import Placement, Runtime
+from serve.engine.config import Defaults
+from serve.engine.errors import ModelLoadError
+from serve.engine.ignored_settings import ignored_settings
+from serve.engine.model_repository import LoadedVersion, ModelFiles, load_version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """How model versions are made ready.
+
+    Attributes:
+        runtime: reads the files.
+        placement: where models run.
+        defaults: for what a model's configuration does not say.
+        warm_up_budget_s: seconds that trying out all batch sizes of a version may take.
+    """
+
+    runtime: Runtime
+    placement: Placement
+    defaults: Defaults
+    warm_up_budget_s: float
+
+    def load(self, files: ModelFiles) -> LoadedVersion:
+        """Check, load and try out one version. Any thread may do it.
+
+        Raises:
+            ModelLoadError: it cannot be served; the text says why.
+        """
+        ignored = ignored_settings(files.config.message)
+        if ignored:
+            logger.warning("%s: no effect here: %s", files.config.source, ", ".join(ignored))
+        try:
+            verdict = check_certificate(files.model)
+            require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
+            version = load_version(files, self.runtime, self.placement, self.defaults)
+            _report_certificate(version, verdict)
+            warm_up(version, self.warm_up_budget_s)
+        except MemoryError:
+            raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
+        return version
+
+
+def _report_certificate(version: LoadedVersion, verdict: str | None) -> None:
+    if verdict is None:
+        return
+    version.config.parameters["halfserve.certificate"].string_value = verdict
+    if verdict == "failed":
+        logger.warning("%s: its certificate says that it is less accurate than its budget allows", version.files.model)

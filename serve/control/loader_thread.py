@@ -1,0 +1,48 @@
+"""A thread beside the event loop, for what takes long: the loop goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from serve.engine.worker import Worker
+
+T = TypeVar("T")
+
+
+class LoaderThread:
+    """Runs one thing after the other beside the event loop, and can be left behind in the middle of one."""
+
+    def __init__(self) -> None:
+        self._worker = Worker("loader")
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """`function(*arguments)` on the thread; what it raises, this raises."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def deliver(result: T | None, error: BaseException | None) -> None:
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(result)  # type: ignore[arg-type]  # (None only where T is)
+            else:
+                done.set_exception(error)
+
+        def work() -> None:
+            result, failure = None, None
+            try:
+                result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001  (whatever it is belongs to the caller, not to this thread)
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                loop.call_soon_threadsafe(deliver, result, failure)
+
+        self._worker.submit(work)
+        return await done
+
+    def stop(self) -> None:
+        """End the thread after what it is doing. Does not wait for it."""
+        self._worker.stop()

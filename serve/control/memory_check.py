@@ -1,0 +1,67 @@
+"""Whether a model can fit into memory, before the attempt takes the models down that serve already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.engine.errors import ModelLoadError
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+MB = 1e6
+
+
+def require_memory(model: Path, copies: int) -> None:
+    """Check that there is room for a model file and its data files, once per copy. That is the least that it takes.
+
+    Args:
+        model: the file; its data files are in its folder.
+        copies: that will be held at a time.
+
+    Raises:
+        ModelLoadError: there is not.
+    """
+    available = available_bytes()
+    if available is None:
+        return
+    needed = _weights_bytes(model) * max(1, copies)
+    if needed > available:
+        raise ModelLoadError(
+            f"{model}: not enough memory: it takes at least {needed / MB:.0f} MB, {available / MB:.0f} MB are available; "
+            "unload another model, or ask for fewer copies (instance_group)"
+        )
+
+
+def available_bytes() -> int | None:
+    """What this process may still take, by the machine's account and the container's; None where neither is known."""
+    known = [room for room in (_machine(), _container()) if room is not None]
+    return min(known, default=None)
+
+
+def _machine() -> int | None:
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _container() -> int | None:
+    """Of a container with control groups of version 2: the limit less what is used and cannot be given back."""
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return None
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return int(limit) - int(used) + int(statistics.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+def _weights_bytes(model: Path) -> int:
+    """The model file and the data file that exporters put beside it (model.onnx.data, model.onnx_data)."""
+    beside = (path for path in model.parent.iterdir() if path.name.startswith(model.name) and path.is_file())
+    return sum(path.stat().st_size for path in beside)

@@ -1,0 +1,215 @@
+"""Which models are served, by the server's mode: all at the start, what the repository holds, or what is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from serve.control.loader import Loader
+from serve.control.loader_thread import LoaderThread
+from serve.control.names import check_name, write_upload
+from serve.control.options import ALL, ControlMode, ControlOptions
+from serve.control.switch import Switch
+from serve.control.watch import RepositoryWatch
+from serve.engine.config_override import config_from_json
+from serve.engine.errors import (
+    FailedPreconditionError,
+    InferenceError,
+    InvalidArgumentError,
+    ModelLoadError,
+    NotFoundError,
+    UnavailableError,
+)
+from serve.engine.inference_core import InferenceCore
+from serve.engine.model_repository import find_models, model_names
+
+logger = logging.getLogger(__name__)
+
+
+class ModelControl:
+    """Keeps the core's models as the mode, the repository and requests want them. Lives on the event loop."""
+
+    def __init__(self, core: InferenceCore, path: Path, loader: Loader, options: ControlOptions) -> None:
+        """A control that has loaded nothing yet.
+
+        Args:
+            core: gets the models.
+            path: a repository folder, or a bare model file.
+            loader: makes versions ready.
+            options: what is to be served.
+        """
+        self._core = core
+        self._path = path
+        self._options = options
+        self._thread = LoaderThread()
+        self._switch = Switch(core, loader, self._thread)
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._uploads: dict[str, tempfile.TemporaryDirectory[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        core.control = self
+
+    async def start(self) -> None:
+        """Load what is to be served from the start, and from then on watch the repository in the mode POLL.
+
+        Raises:
+            ModelLoadError: a model cannot be served (unless `keep_going`), or there is none.
+        """
+        options = self._options
+        watch = RepositoryWatch(self._path, self._thread, interval_s=options.poll_interval_s, settle_s=options.settle_s)
+        if options.mode is ControlMode.POLL:
+            await watch.remember()
+        for name in await self._thread.run(_wanted_at_start, self._path, options):
+            refused = await self._switch.bring_in(self._path, name)
+            if refused and not options.keep_going:
+                raise refused[0]
+            for error in refused:
+                logger.warning("%s", error)
+        self._switch.log_level = logging.INFO
+        if options.mode is ControlMode.POLL:
+            self._task(watch.run(self._follow))
+        await self.refresh()
+
+    def close(self) -> None:
+        """Watch and load no more. What is being loaded is left behind."""
+        for task in self._tasks:
+            task.cancel()
+        self._thread.stop()
+        for upload in self._uploads.values():
+            upload.cleanup()
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load or reload a model by request; see `InferenceCore.load`."""
+        self._require_explicit("loaded")
+        check_name(name)
+        # What has begun is brought to its end, whether or not the client waits for it.
+        await asyncio.shield(self._task(self._load(name, config, files)))
+
+    async def unload(self, name: str) -> None:
+        """Unload a model by request; see `InferenceCore.unload`."""
+        self._require_explicit("unloaded")
+        check_name(name)
+        if not self._core.knows(name):
+            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+        await asyncio.shield(self._task(self._unload(name)))
+
+    async def refresh(self) -> None:
+        """List what could be loaded."""
+        if self._options.mode is not ControlMode.EXPLICIT:
+            return
+        try:
+            self._core.loadable = frozenset(await self._thread.run(model_names, self._path))
+        except ModelLoadError as error:
+            logger.warning("%s", error)
+
+    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        async with self._lock(name):
+            upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
+            try:
+                await self._load_from(self._path if upload is None else Path(upload.name), name, config)
+            except InferenceError:
+                if upload is not None:
+                    upload.cleanup()
+                raise
+            before = self._uploads.pop(name, None)
+            if upload is not None:
+                self._uploads[name] = upload
+            if before is not None:
+                before.cleanup()
+
+    async def _load_from(self, path: Path, name: str, config: str | None) -> None:
+        try:
+            known = name in await self._thread.run(model_names, path)
+        except ModelLoadError as error:
+            logger.warning("%s", error)
+            raise UnavailableError("the repository cannot be read now; the server's log says why") from None
+        if not known:
+            raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+        declared = None if config is None else config_from_json(config, path / name)
+        refused = await self._switch.bring_in(path, name, declared)
+        if refused:
+            reasons = (status.reason for status in self._core.states.of(name).values())
+            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(filter(None, reasons))}")
+
+    async def _unload(self, name: str) -> None:
+        async with self._lock(name):
+            await self._switch.take_out(name)
+            upload = self._uploads.pop(name, None)
+            if upload is not None:
+                upload.cleanup()
+
+    async def _follow(self, name: str, there: bool) -> None:
+        """The repository has changed."""
+        async with self._lock(name):
+            if not there:
+                await self._switch.take_out(name)
+                return
+            for error in await self._switch.bring_in(self._path, name):
+                logger.warning("%s", error)
+
+    def _takes(self, files: Mapping[str, bytes]) -> bool:
+        if files and not self._options.uploads:
+            raise FailedPreconditionError(
+                "model files in a load request are refused here; put them into the repository, or start the server with "
+                "--model-uploads"
+            )
+        return bool(files)
+
+    def _require_explicit(self, done: str) -> None:
+        if self._options.mode is not ControlMode.EXPLICIT:
+            raise FailedPreconditionError(
+                f"models are not {done} by request here; start the server with --model-control explicit"
+            )
+        if not self._core.is_ready:
+            raise UnavailableError("the server is shutting down; send the request to another replica")
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, InferenceError):
+            logger.error("loading or watching models failed", exc_info=error)
+
+
+def _wanted_at_start(path: Path, options: ControlOptions) -> list[str]:
+    if options.mode is ControlMode.EXPLICIT:
+        names = model_names(path)
+        missing = sorted(set(options.load_at_start) - {*names, ALL})
+        if missing:
+            raise ModelLoadError(
+                f"{path}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
+            )
+        return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
+    names = model_names(path)
+    if not names and options.mode is ControlMode.NONE:
+        find_models(path)  # says what is wrong
+    return names
+
+
+def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
+    """A repository with one model, of the files that a request brings."""
+    if config is None:
+        raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
+    folder = tempfile.TemporaryDirectory(prefix="halfserve-model-", ignore_cleanup_errors=True)
+    try:
+        model = Path(folder.name) / name
+        model.mkdir()
+        write_upload(model, files)
+    except OSError as error:
+        folder.cleanup()
+        raise UnavailableError(f"the files of the load request cannot be stored: {error.strerror}") from None
+    except InferenceError:
+        folder.cleanup()
+        raise
+    return folder

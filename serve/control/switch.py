@@ -1,0 +1,124 @@
+"""Bring a model's versions in and out: a new one serves once it is ready, an old one until it is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from serve.control.loader import Loader
+from serve.control.loader_thread import LoaderThread
+from serve.control.made_of import MadeOf, made_of
+from serve.engine.config import DeclaredConfig
+from serve.engine.errors import ModelLoadError
+from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
+from serve.engine.model_repository import ModelFiles, find_model
+from serve.engine.version_states import State
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 30.0  # for a model to answer what it had taken, until who unloads it need not wait any longer
+RELOADING = "serves as it was loaded before; what is there now is being loaded"
+OLD_ONE_SERVES = "serves as it was loaded before; what is there now was refused: "
+
+
+class Switch:
+    """Changes the core's models, one model at a time. Lives on the event loop; the work is done on the loader's thread."""
+
+    def __init__(self, core: InferenceCore, loader: Loader, thread: LoaderThread) -> None:
+        self._core = core
+        self._loader = loader
+        self._thread = thread
+        self._made_of: dict[tuple[str, int], MadeOf] = {}
+        self.log_level = logging.DEBUG  # of what goes well; at the start nobody needs to be told
+
+    async def bring_in(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelLoadError]:
+        """Serve the versions of a model that its policy picks, and only these. What serves already and has not changed stays.
+
+        Args:
+            path: a repository folder, or a bare model file.
+            name: the model's.
+            declared: a configuration in place of its own.
+
+        Returns:
+            Why versions were refused. While there is one, none that serves is taken out.
+        """
+        try:
+            found = await self._thread.run(_look, path, name, declared)
+        except ModelLoadError as error:
+            self._refuse(path, name, [*self._served(name)] or [""], error)
+            return [error]
+        for version in self._core.states.of(name).keys() - {str(files.version) for files, _ in found}:
+            self._core.states.clear(name, version, State.UNAVAILABLE)
+        refused: list[ModelLoadError] = []
+        for files, made in found:
+            if self._made_of.get((name, files.version)) == made and files.version in self._served(name):
+                self._core.states.clear(name, files.version, State.UNAVAILABLE)
+                continue
+            refusal = await self._bring_in_version(path, files, made)
+            if refusal is not None:
+                refused.append(refusal)
+        if not refused:
+            wanted = {files.version for files, _ in found}
+            self._core.replace(name, [model for version, model in self._served(name).items() if version in wanted])
+        return refused
+
+    async def take_out(self, name: str) -> None:
+        """Serve no version of a model any more; returns once what they had taken is answered."""
+        for version in self._served(name):
+            self._made_of.pop((name, version), None)
+        leaving = self._core.replace(name, [])
+        if leaving:
+            logger.log(self.log_level, "%s: unloaded", name)
+            _, computing = await asyncio.wait(leaving, timeout=LEAVE_S)
+            if computing:
+                logger.warning("%s: still computes what it had taken %g s ago; its memory is freed once it ends", name, LEAVE_S)
+
+    async def _bring_in_version(self, path: Path, files: ModelFiles, made: MadeOf) -> ModelLoadError | None:
+        name, started = files.name, time.monotonic()
+        anew = RELOADING if files.version in self._served(name) else ""
+        self._core.states.set(name, files.version, State.LOADING, anew)
+        self._core.notify()
+        try:
+            model = (await self._thread.run(self._loader.load, files)).model()
+        except ModelLoadError as error:
+            self._refuse(path, name, [files.version], error)
+            return error
+        except Exception as error:
+            logger.exception("%s/%d: failed to load", name, files.version)
+            unknown = ModelLoadError(f"{files.model}: {type(error).__name__} while it was loaded; the server's log says more")
+            self._refuse(path, name, [files.version], unknown)
+            return unknown
+        served = {**self._served(name), files.version: model}
+        self._made_of[(name, files.version)] = made
+        self._core.replace(name, list(served.values()))
+        logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
+        return None
+
+    def _refuse(self, path: Path, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
+        reason = _for_clients(str(error), path)
+        for version in versions:
+            old = OLD_ONE_SERVES if version in self._served(name) else ""
+            self._core.states.set(name, version, State.UNAVAILABLE, f"{old}{reason}")
+        self._core.notify()
+
+    def _served(self, name: str) -> dict[int, Model]:
+        return {model.version: model for model in self._core.models() if model.name == name}
+
+
+def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, MadeOf]]:
+    bare = path.is_file()
+    found = find_model(path, name, declared)
+    try:
+        return [(files, made_of(files, bare=bare)) for files in found]
+    except OSError as error:
+        raise ModelLoadError(f"{path / name}: cannot be read: {error.strerror}") from None
+
+
+def _for_clients(text: str, path: Path) -> str:
+    """An error's text with paths from the repository on."""
+    for root in (path.resolve(), path, path.parent.resolve(), path.parent):
+        text = text.replace(f"{root}/", "")
+    return text

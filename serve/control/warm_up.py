@@ -1,0 +1,83 @@
+"""Run a model version before anyone else does: a model that cannot run is found out, and the first request is a fast one."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests
+from serve.engine.backend import Backend
+from serve.engine.batch import Answered, run_batch
+from serve.engine.device_faults import InstanceLostError
+from serve.engine.errors import ModelLoadError
+from serve.engine.model_repository import LoadedVersion
+from serve.engine.own_parameters import own_parameter
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import ANY_SIZE, Tensors
+
+logger = logging.getLogger(__name__)
+
+
+def warm_up(version: LoadedVersion, budget_s: float) -> None:
+    """Run every copy on what its configuration describes, then on every batch size that it will be given.
+
+    Args:
+        version: the model version.
+        budget_s: after so many seconds no further size is tried. What the configuration describes, and one row, always is.
+
+    Raises:
+        ModelLoadError: the model failed, or its answer does not fit its interface.
+    """
+    if own_parameter(version.config, "halfserve.warm_up") is False:
+        return
+    declared = declared_requests(version)
+    until = time.monotonic() + budget_s
+    for backend in version.backends:
+        for request in declared:
+            for _ in range(request.times):
+                _try(version, backend, request)
+        for request in sized_requests(version, declared[0] if declared else None):
+            if request.rows > 1 and time.monotonic() > until:
+                logger.warning("%s: %s and more were not tried out in %g s", _name(version), request.what, budget_s)
+                break
+            if not _try(version, backend, request):
+                break
+
+
+def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
+    """Whether the model has answered; it need not where the request's sizes are a guess."""
+    outputs = tuple(spec.name for spec in version.interface.outputs)
+    inputs = {spec.name: spec.to_model(request.inputs[spec.name]) for spec in version.interface.inputs}
+    asked = InferRequest(inputs=inputs, outputs=outputs, rows=request.rows, bucket=None, deadline=None, done=lambda _: None)
+    try:
+        (result,) = run_batch(backend, [asked])
+    except InstanceLostError as error:
+        raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
+    wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)
+    if wrong is None:
+        return True
+    if request.binding:
+        raise ModelLoadError(
+            f"{version.files.model}: {request.what} failed: {wrong}; mend the model, describe inputs that it can take in "
+            "model_warmup, or set the parameter halfserve.warm_up to 'off'"
+        )
+    logger.warning("%s: cannot be tried out (%s); describe inputs that it can take in model_warmup", _name(version), wrong)
+    return False
+
+
+def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:
+    """Why an answer is not what the interface promises; None where it is."""
+    batched = version.config.max_batch_size > 0
+    for spec in version.interface.outputs:
+        shape = tuple(outputs[spec.name].shape)
+        expected = spec.shape if spec.model_shape is None else spec.model_shape
+        # How many rows an answer has is between the model and its batches; the server takes such a model's requests one by one.
+        given_sizes, expected_sizes = (shape[1:], expected[1:]) if batched else (shape, expected)
+        fits = len(shape) == len(expected) and all(e in {ANY_SIZE, g} for g, e in zip(given_sizes, expected_sizes, strict=True))
+        if not fits:
+            return f"output {spec.name!r} has shape {list(shape)}, the model's file promises {list(expected)}"
+    return None
+
+
+def _name(version: LoadedVersion) -> str:
+    return f"{version.files.name}/{version.files.version}"

@@ -1,0 +1,149 @@
+"""What a model is tried out with: the batches that its configuration describes, and one of every size that it will be given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protos.model_config_pb2 import ModelWarmup
+from serve.engine.errors import ModelLoadError
+from serve.engine.model_repository import LoadedVersion
+from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
+
+WARM_UP_FOLDER = "warmup"  # of a model folder; holds the files that model_warmup names
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpRequest:
+    """One batch to try.
+
+    Attributes:
+        what: it is, in words.
+        rows: of the batch dimension; 1 for a model without one.
+        inputs: by name, in the shapes that clients use.
+        times: to run it.
+        binding: the model must answer it to be served. Not so where sizes had to be guessed.
+    """
+
+    what: str
+    rows: int
+    inputs: Mapping[str, Array]
+    times: int = 1
+    binding: bool = True
+
+
+def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
+    """What the configuration's model_warmup asks for.
+
+    Raises:
+        ModelLoadError: it contradicts the model's inputs, or a file cannot be read.
+    """
+    return [_declared(version, warm_up) for warm_up in version.config.model_warmup]
+
+
+def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:
+    """One batch of a single row, one of the largest size, and one of every size that the batcher prefers.
+
+    Args:
+        version: the model version.
+        like: a request of the model's configuration, whose first row is taken; otherwise every element is 1, which is a valid
+            index, length and divisor, and sizes that the model leaves open are 1.
+    """
+    batched = version.config.max_batch_size > 0
+    sizes = dict.fromkeys([1, *version.limits.targets, *version.limits.padded_rows]) if batched else {1: None}
+    guessed = like is None and any(ANY_SIZE in _own_shape(spec, batched=batched) for spec in version.interface.inputs)
+    for rows in sizes:
+        inputs = {}
+        for spec in version.interface.inputs:
+            if like is None:
+                row = _ones(spec, batched=batched)
+            else:
+                row = like.inputs[spec.name][:1] if batched else like.inputs[spec.name]
+            inputs[spec.name] = np.repeat(row, rows, axis=0) if batched else row
+        yield WarmUpRequest(
+            what=f"a batch of {rows}" if batched else "a request", rows=rows, inputs=inputs, binding=not guessed
+        )
+
+
+def _own_shape(spec: TensorSpec, *, batched: bool) -> tuple[int, ...]:
+    """Without the batch dimension."""
+    return spec.shape[1:] if batched else spec.shape
+
+
+def _ones(spec: TensorSpec, *, batched: bool) -> Array:
+    shape = tuple(1 if size == ANY_SIZE else size for size in _own_shape(spec, batched=batched))
+    return _filled(spec, (1, *shape) if batched else shape, 1)
+
+
+def _filled(spec: TensorSpec, shape: tuple[int, ...], value: int) -> Array:
+    dtype = spec.datatype.array_dtype
+    if dtype.hasobject:
+        return np.full(shape, b"1" if value else b"", object)
+    return np.full(shape, value, dtype)
+
+
+def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
+    where = f"{version.files.config.source}: model_warmup {warm_up.name!r}"
+    batched = version.config.max_batch_size > 0
+    rows = max(1, warm_up.batch_size)
+    if rows > max(1, version.config.max_batch_size):
+        raise ModelLoadError(f"{where} has batch_size {rows}, expected at most {max(1, version.config.max_batch_size)}")
+    names = {spec.name for spec in version.interface.inputs}
+    if set(warm_up.inputs) != names:
+        given, expected = (", ".join(map(repr, sorted(which))) for which in (warm_up.inputs, names))
+        raise ModelLoadError(f"{where} has inputs {given or 'of no name'}, expected {expected}")
+    folder = version.files.config.source.parent / WARM_UP_FOLDER
+    inputs = {}
+    for spec in version.interface.inputs:
+        row = _row(spec, warm_up.inputs[spec.name], folder, f"{where} input {spec.name!r}", batched=batched)
+        inputs[spec.name] = np.repeat(row[None], rows, axis=0) if batched else row
+    return WarmUpRequest(what=f"model_warmup {warm_up.name!r}", rows=rows, inputs=inputs, times=max(1, warm_up.count))
+
+
+def _row(spec: TensorSpec, given: Any, folder: Path, where: str, *, batched: bool) -> Array:
+    """What one row of an input is to hold, without the batch dimension."""
+    shape = tuple(given.dims)
+    mismatch = spec.mismatch((1, *shape) if batched else shape)
+    if mismatch is not None:
+        raise ModelLoadError(f"{where} {mismatch}")
+    if given.data_type != spec.datatype.config:
+        raise ModelLoadError(f"{where} has another data_type than the model, which takes {spec.datatype.config_name}")
+    match given.WhichOneof("input_data_type"):
+        case "zero_data":
+            return _filled(spec, shape, 0)
+        case "random_data":
+            return _random(spec, shape)
+        case "input_data_file":
+            return _from_file(spec, shape, folder, given.input_data_file, where)
+        case _:
+            raise ModelLoadError(f"{where} has no data, expected zero_data, random_data or input_data_file")
+
+
+def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    dtype, random = spec.datatype.array_dtype, np.random.default_rng(0)
+    if dtype.hasobject:
+        return _filled(spec, shape, 1)
+    if dtype.kind in "iub":
+        return random.integers(0, 2, shape).astype(dtype)
+    return random.standard_normal(shape).astype(dtype)
+
+
+def _from_file(spec: TensorSpec, shape: tuple[int, ...], folder: Path, name: str, where: str) -> Array:
+    dtype = spec.datatype.array_dtype
+    if Path(name).name != name:
+        raise ModelLoadError(f"{where} has input_data_file {name!r}, expected a file name without folders")
+    if dtype.hasobject:
+        raise ModelLoadError(f"{where} is of type {spec.datatype.wire}, which is not read from files; use random_data")
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise ModelLoadError(f"{where}: cannot read {WARM_UP_FOLDER}/{name}: {error.strerror}") from None
+    expected = math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise ModelLoadError(f"{where}: {WARM_UP_FOLDER}/{name} has {len(data)} bytes, expected {expected} (one row)")
+    return np.frombuffer(data, dtype).reshape(shape)

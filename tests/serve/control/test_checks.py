@@ -1,0 +1,205 @@
+"""What is checked before a model's file is opened: its certificate, and whether there is room."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export.certificate.certificate import Certificate
+from export.certificate.embed import embed_in_file
+from export.verification.budget import Budget
+from export.verification.sessions import Probe
+from serve.control import memory_check
+from serve.control.certificate_check import check_certificate
+from serve.control.memory_check import available_bytes, require_memory
+from serve.control.options import ControlMode
+from serve.engine.errors import ModelLoadError
+from serve.engine.model_repository import find_model, find_models, model_names
+from tests.models import save_mlp
+from tests.serve.control.controlled import controlled_server, lines, loader
+
+
+def certified(folder: Path) -> Path:
+    """A model with the certificate beside it that export would have written."""
+    model = save_mlp(folder / "model.onnx")
+    blank = Certificate(
+        model="mlp",
+        onnx_sha256="",
+        onnx_bytes=0,
+        samples=1,
+        budget=Budget(),
+        outputs=(),
+        probe=Probe(level="ORT_ENABLE_ALL", crashes=()),
+        created_utc="2026-01-01T00:00:00Z",
+        notes=("π is not exact",),
+    )
+    (folder / "certificate.json").write_bytes(embed_in_file(model, blank).to_bytes())
+    return model
+
+
+def rewrite(model: Path, **values: Any) -> None:
+    path = model.parent / "certificate.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_model_and_its_certificate_belong_together(tmp_path: Path) -> None:
+    assert check_certificate(save_mlp(tmp_path / "bare" / "model.onnx")) is None
+    model = certified(tmp_path / "good")
+    assert check_certificate(model) == "failed"  # it has no outputs that could have passed
+    model.write_bytes(model.read_bytes() + b"\x18\x00")
+    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json beside it was made for"):
+        check_certificate(model)
+
+
+def test_a_certificate_that_was_changed_is_refused(tmp_path: Path) -> None:
+    model = certified(tmp_path)
+    rewrite(model, passed=True)
+    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
+        check_certificate(model)
+
+
+def test_what_the_certificate_says_is_in_the_models_parameters(tmp_path: Path) -> None:
+    model = certified(tmp_path / "mlp" / "1")
+    plain = onnx.load(model)
+    del plain.metadata_props[:]
+    onnx.save(plain, model)
+    rewrite(model, onnx_sha256=hashlib.sha256(model.read_bytes()).hexdigest(), passed=True)
+    (files,) = find_models(tmp_path)
+    assert loader().load(files).config.parameters["halfserve.certificate"].string_value == "passed"
+
+
+def test_data_files_count(tmp_path: Path) -> None:
+    model = certified(tmp_path)
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    data = tmp_path / "weights.bin"
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (model, data)]
+    whole = hashlib.sha256(f"{hashes[0]}  model\n{hashes[1]}  weights.bin\n".encode()).hexdigest()
+    rewrite(model, onnx_sha256=whole)
+    assert check_certificate(model) == "failed"
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    with pytest.raises(ModelLoadError, match="its SHA-256 differs"):
+        check_certificate(model)
+    data.unlink()
+    with pytest.raises(ModelLoadError, match="weights.bin: is missing; the model beside it keeps weights there"):
+        check_certificate(model)
+
+
+def test_data_files_elsewhere_are_not_read(tmp_path: Path) -> None:
+    model = certified(tmp_path / "model")
+    message = onnx.load(model)
+    tensor = message.graph.initializer[0]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../../../../../../dev/zero")
+    model.write_bytes(message.SerializeToString())
+    with pytest.raises(ModelLoadError, match="keeps weights in '../../../../../../dev/zero', expected a file beside it"):
+        check_certificate(model)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "certificate.json: cannot be read: it is no JSON"),
+        (b"[]", "certificate.json: is no certificate that halfserve wrote"),
+        (b'{"schema": "other"}', "certificate.json: is no certificate that halfserve wrote"),
+        (b"[" * 100_000, "certificate.json: cannot be read: it is no JSON"),
+    ],
+)
+def test_what_is_no_certificate_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
+    model = save_mlp(tmp_path / "model.onnx")
+    (tmp_path / "certificate.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=text):
+        check_certificate(model)
+
+
+def test_a_model_that_memory_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"x" * 1_000_000)
+    (tmp_path / "model.onnx.data").write_bytes(b"x" * 2_000_000)
+    (tmp_path / "other.onnx").write_bytes(b"x" * 9_000_000)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 3_000_000)
+    require_memory(model, 1)
+    with pytest.raises(ModelLoadError, match="not enough memory: it takes at least 6 MB, 3 MB are available; unload another"):
+        require_memory(model, 2)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: None)
+    require_memory(model, 1000)
+
+
+@pytest.mark.parametrize(
+    ("limit", "meminfo", "expected"),
+    [
+        ("max", "MemTotal: 9 kB\nMemAvailable:    7 kB\n", 7 * 1024),
+        ("5000", "MemAvailable: 7 kB", 5000 - 1000 + 300),
+        ("5000", "", 5000 - 1000 + 300),
+        ("none", "", None),
+    ],
+)
+def test_the_machine_and_the_container_limit_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, meminfo: str, expected: int | None
+) -> None:
+    for name, text in (
+        ("memory.max", limit),
+        ("memory.current", "1000"),
+        ("memory.stat", "anon 5\ninactive_file 300"),
+        ("meminfo", meminfo),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory_check, "CGROUP", tmp_path)
+    assert available_bytes() == expected
+
+
+def test_memory_is_known_here() -> None:
+    assert (available_bytes() or 0) > np.iinfo(np.uint16).max
+
+
+def test_running_out_of_memory_while_loading_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    (files,) = find_models(tmp_path)
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("serve.control.loader.warm_up", run_out)
+    with pytest.raises(ModelLoadError, match="mlp/1/model.onnx: not enough memory to load it; unload another model first"):
+        loader().load(files)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_a_model_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_mlp(tmp_path / "good" / "1" / "model.onnx")
+    (tmp_path / "locked").mkdir()
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:  # a test that runs as root may look into everything
+        if path.name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert model_names(tmp_path) == ["good", "locked"]
+    with pytest.raises(ModelLoadError, match="locked: cannot be read: Permission denied"):
+        find_model(tmp_path, "locked")
+
+
+def test_what_nobody_foresaw_refuses_the_version_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("serve.control.loader.warm_up", break_down)
+    reason = "mlp/1/model.onnx: ZeroDivisionError while it was loaded; the server's log says more"
+    with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
+        assert lines(server) == [("mlp", "1", "UNAVAILABLE", reason)]
+    assert caplog.messages[0] == "mlp/1: failed to load"

@@ -1,0 +1,119 @@
+"""Model files that come with a load request."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as triton
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.utils import InferenceServerException
+
+from serve.control.names import check_name, write_upload
+from serve.control.options import ControlMode
+from serve.engine.errors import InvalidArgumentError
+from tests.models import save_mlp
+from tests.serve.control.controlled import ask, controlled_server
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> bytes:
+    return save_mlp(tmp_path / "mlp.onnx").read_bytes()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders go."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def client(tmp_path: Path, temporary: Path) -> Iterator[triton.InferenceServerClient]:
+    (tmp_path / "repository").mkdir()
+    with (
+        controlled_server(tmp_path / "repository", ControlMode.EXPLICIT, uploads=True) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        yield client
+
+
+def test_a_model_is_brought_served_replaced_and_forgotten(
+    client: triton.InferenceServerClient, model: bytes, temporary: Path
+) -> None:
+    output = '{"max_batch_size": 4, "output": [{"name": "y", "data_type": "TYPE_FP16", "dims": [10], "label_filename": "l"}]}'
+    client.load_model("new", config=output, files={"file:1/model.onnx": model, "file:l": b"a\nb\nc\nd\ne\nf\ng\nh\ni\nj"})
+    answer = ask(client, "new")
+    assert len(list(temporary.iterdir())) == 1
+    client.load_model("new", config="{}", files={"file:2/model.onnx": model})
+    assert client.get_model_metadata("new").versions == ["2"]
+    assert ask(client, "new") == answer
+    assert len(list(temporary.iterdir())) == 1
+    client.unload_model("new")
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "text"),
+    [
+        (None, {"file:1/model.onnx": b"x"}, "brings files and no config, expected both"),
+        ("{}", {"file:1/model.onnx": b"x"}, "model 'new' was refused: new/1/model.onnx: is not"),
+        ("{}", {"file:../model.onnx": b"x"}, "file path '../model.onnx' is not valid, expected one in the model's folder"),
+        ("{}", {"file:/etc/passwd": b"x"}, "file path '/etc/passwd' is not valid"),
+        ("{}", {"file:1": b"x", "file:1/model.onnx": b"x"}, "file path '1/model.onnx' lies below what is a file itself"),
+        ("{}", {"file:model.onnx": b"x"}, "the repository has no model 'new'"),
+    ],
+)
+def test_what_cannot_be_served_leaves_nothing_behind(
+    client: triton.InferenceServerClient,
+    temporary: Path,
+    model: bytes,
+    config: str | None,
+    files: dict[str, bytes],
+    text: str,
+) -> None:
+    with pytest.raises(InferenceServerException) as refused:
+        client.load_model("new", config=config, files=files)
+    assert text in refused.value.message()
+    assert list(temporary.iterdir()) == []
+    client.load_model("new", config="{}", files={"file:1/model.onnx": model})
+    with pytest.raises(InferenceServerException):
+        client.load_model("new", config=config, files=files)
+    assert client.is_model_ready("new")
+    assert len(list(temporary.iterdir())) == 1
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[./\\a1~\0 ]{0,12}", fullmatch=True))
+def test_no_name_leads_out_of_its_folder(name: str) -> None:
+    try:
+        check_name(name)
+    except InvalidArgumentError:
+        return
+    folder = Path("/some/repository")
+    assert (folder / name).parent == folder
+    assert (folder / name).name == name
+
+
+@given(st.dictionaries(st.from_regex(r"([a.]{0,2}/){0,4}[a.\\]{0,3}", fullmatch=True), st.binary(max_size=2), max_size=3))
+def test_what_is_written_stays_in_its_folder(files: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "model"
+        folder.mkdir()
+        try:
+            write_upload(folder, files)
+        except InvalidArgumentError:
+            assert list(folder.iterdir()) == []
+        else:
+            written = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+            assert written == files
+        assert list(Path(root).iterdir()) == [folder]
+
+
+def test_too_many_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="brings 1001 files, expected at most 1000"):
+        write_upload(tmp_path, {f"1/{number}": b"" for number in range(1001)})

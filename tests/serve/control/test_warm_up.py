@@ -1,0 +1,207 @@
+"""A model is run before it serves: with what its configuration describes, and in every size that it will be given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.control.loader import Loader
+from serve.control.warm_up import warm_up
+from serve.engine.backend import Backend, Placement
+from serve.engine.config import Defaults
+from serve.engine.errors import BackendError, ModelLoadError
+from serve.engine.model_repository import LoadedVersion, find_models, load_version
+from serve.engine.tensors import Tensors
+from tests.models import save_mlp, save_model, save_picky, save_unbatched
+from tests.serve.control.controlled import loader
+
+Ran = list[dict[str, Any]]
+
+
+class Watched:
+    """A backend whose inputs can be looked at afterwards."""
+
+    def __init__(self, backend: Backend, ran: Ran) -> None:
+        self._backend, self._ran = backend, ran
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self._ran.append({name: array.copy() for name, array in inputs.items()})
+        return self._backend.run(inputs)
+
+
+class WatchedRuntime(OnnxRuntime):
+    def __init__(self, ran: Ran) -> None:
+        super().__init__()
+        self._ran = ran
+
+    def load(self, *arguments: Any) -> Any:
+        return Watched(super().load(*arguments), self._ran)
+
+
+def tried_out(root: Path, config: str = "", budget_s: float = 5.0) -> Ran:
+    """What the model "m" in `root` ran on before it would have served."""
+    if config:
+        (root / "m" / "config.pbtxt").write_text(config)
+    ran: Ran = []
+    placement = Placement(use_gpu=False, threads=1)
+    (files,) = find_models(root)
+    Loader(runtime=WatchedRuntime(ran), placement=placement, defaults=Defaults(), warm_up_budget_s=budget_s).load(files)
+    return ran
+
+
+def rows(ran: Ran) -> list[int]:
+    return [next(iter(inputs.values())).shape[0] for inputs in ran]
+
+
+def save(make: Callable[[Path], Path], root: Path) -> Path:
+    make(root / "m" / "1" / "model.onnx")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("", [1, 32]),
+        ("max_batch_size: 1", [1]),
+        ("max_batch_size: 16 dynamic_batching { preferred_batch_size: [4, 8] }", [1, 16, 8, 4]),
+        ("max_batch_size: 4 instance_group { count: 2 kind: KIND_CPU }", [1, 4, 1, 4]),
+        ('parameters { key: "halfserve.warm_up" value { string_value: "off" } }', []),
+    ],
+)
+def test_every_size_of_batch_is_tried_on_every_copy(tmp_path: Path, config: str, expected: list[int]) -> None:
+    assert rows(tried_out(save(save_mlp, tmp_path), config)) == expected
+
+
+def test_when_time_is_up_one_row_has_been_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert rows(tried_out(save(save_mlp, tmp_path), budget_s=0)) == [1]
+    assert caplog.messages == ["m/1: a batch of 32 and more were not tried out in 0 s"]
+
+
+def test_a_model_without_batches_is_run_as_it_is(tmp_path: Path) -> None:
+    (inputs,) = tried_out(save(save_unbatched, tmp_path))
+    assert inputs["x"].tolist() == [1, 1, 1]
+
+
+WARM_UP = (
+    'model_warmup {{ name: "w" batch_size: 2 count: 3 inputs {{ key: "x" value {{ data_type: TYPE_FP16 dims: 64 {} }} }} }}'
+)
+
+
+def test_what_the_configuration_describes_is_run_first(tmp_path: Path) -> None:
+    save(save_mlp, tmp_path)
+    (tmp_path / "m" / "warmup").mkdir()
+    row = np.arange(64, dtype=np.float16)
+    (tmp_path / "m" / "warmup" / "row.bin").write_bytes(row.tobytes())
+    ran = tried_out(tmp_path, "max_batch_size: 4 " + WARM_UP.format('input_data_file: "row.bin"'))
+    assert rows(ran) == [2, 2, 2, 1, 4]
+    for inputs in ran:
+        for given in inputs["x"]:
+            np.testing.assert_array_equal(given, row)
+
+
+@pytest.mark.parametrize(("data", "least"), [("zero_data: true", 1), ("random_data: true", 60)])
+def test_data_is_made_up_as_described(tmp_path: Path, data: str, least: int) -> None:
+    (inputs, *_) = tried_out(save(save_mlp, tmp_path), WARM_UP.format(data))
+    assert len(np.unique(inputs["x"][0])) >= least
+    np.testing.assert_array_equal(inputs["x"][0], inputs["x"][1])
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (WARM_UP.format(""), "model_warmup 'w' input 'x' has no data, expected zero_data, random_data or input_data_file"),
+        (WARM_UP.format('input_data_file: "../x"'), "has input_data_file '../x', expected a file name without folders"),
+        (WARM_UP.format('input_data_file: "x"'), "cannot read warmup/x: No such file or directory"),
+        (WARM_UP.format('input_data_file: "short"'), "warmup/short has 3 bytes, expected 128 \\(one row\\)"),
+        (WARM_UP.format("zero_data: true").replace("64", "63"), "has shape \\[1, 63\\], expected \\[-1, 64\\]"),
+        (WARM_UP.format("zero_data: true").replace("FP16", "FP32"), "another data_type than the model, which takes TYPE_FP16"),
+        (WARM_UP.format("zero_data: true").replace('"x"', '"z"'), "model_warmup 'w' has inputs 'z', expected 'x'"),
+        ("max_batch_size: 1 " + WARM_UP.format("zero_data: true"), "has batch_size 2, expected at most 1"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(tmp_path: Path, config: str, text: str) -> None:
+    save(save_mlp, tmp_path)
+    (tmp_path / "m" / "warmup").mkdir()
+    (tmp_path / "m" / "warmup" / "short").write_bytes(b"abc")
+    with pytest.raises(ModelLoadError, match=text):
+        tried_out(tmp_path, config)
+
+
+def test_a_model_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    save(save_picky, tmp_path)
+    assert rows(tried_out(tmp_path)) == [1, 32]
+    (tmp_path / "m" / "warmup").mkdir()
+    (tmp_path / "m" / "warmup" / "nine.bin").write_bytes(np.int64(9).tobytes())
+    nine = 'model_warmup { name: "w" inputs { key: "i" value { data_type: TYPE_INT64 dims: 1 input_data_file: "nine.bin" } } }'
+    with pytest.raises(ModelLoadError, match="model.onnx: model_warmup 'w' failed: the model failed on this request: .*; mend"):
+        tried_out(tmp_path, nine)
+
+
+def test_a_model_that_leaves_sizes_open_may_not_take_those_that_were_guessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["shape"], value=helper.make_tensor("s", TensorProto.INT64, [3], [0, -1, 4])),
+        helper.make_node("Reshape", ["x", "shape"], ["y"]),
+    ]
+    fp32 = TensorProto.FLOAT
+    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "k", 4])])
+    assert rows(tried_out(tmp_path)) == [1]
+    (message,) = caplog.messages
+    assert message.startswith("m/1: cannot be tried out (the model failed on this request: ")
+    describe = 'model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 8 random_data: true } } }'
+    assert [inputs["x"].shape for inputs in tried_out(tmp_path, describe)] == [(1, 8), (1, 8), (32, 8)]
+
+
+def test_an_answer_that_does_not_fit_the_interface_is_refused(tmp_path: Path) -> None:
+    (files,) = find_models(save(save_mlp, tmp_path))
+
+    class Wrong(Watched):
+        def run(self, inputs: Tensors) -> Tensors:
+            return {"y": super().run(inputs)["y"][:, :9]}
+
+    good = loader()
+    version = load_version(files, good.runtime, good.placement, good.defaults)
+    wrong = LoadedVersion(**{**vars(version), "backends": [Wrong(version.backends[0], [])]})
+    with pytest.raises(ModelLoadError, match=r"a batch of 1 failed: output 'y' has shape \[1, 9\], the model's file promises"):
+        warm_up(wrong, 5.0)
+
+
+def test_the_log_is_silent_where_all_is_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        tried_out(save(save_mlp, tmp_path))
+    assert caplog.messages == []
+
+
+def test_bfloat16_is_made_up_too(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    bf16 = TensorProto.BFLOAT16
+    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", bf16, ["b", 2])], [("y", bf16, ["b", 2])])
+    describe = 'model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_BF16 dims: 2 random_data: true } } }'
+    first, *others = tried_out(tmp_path, describe)
+    assert first["x"].astype(np.float32).any()
+    assert rows(others) == [1, 32]
+
+
+def test_a_device_that_is_lost_is_the_models_refusal(tmp_path: Path) -> None:
+    (files,) = find_models(save(save_mlp, tmp_path))
+
+    class Lost(Watched):
+        def run(self, inputs: Tensors) -> Tensors:
+            raise BackendError(f"CUDA failure 700: an illegal memory access was encountered ({len(inputs)})")
+
+    good = loader()
+    version = load_version(files, good.runtime, good.placement, good.defaults)
+    lost = LoadedVersion(**{**vars(version), "backends": [Lost(version.backends[0], [])]})
+    with pytest.raises(ModelLoadError, match="m/1/model.onnx: the device failed while it was tried out: .*memory access"):
+        warm_up(lost, 5.0)

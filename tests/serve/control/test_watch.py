@@ -1,0 +1,84 @@
+"""What counts as a change, and when it is acted on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serve.control.fingerprint import fingerprint
+from serve.control.loader_thread import LoaderThread
+from serve.control.watch import RepositoryWatch
+from serve.engine.errors import ModelLoadError
+
+
+def test_a_fingerprint_sees_what_is_written_and_not_what_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.onnx").write_bytes(b"a")
+    first = fingerprint(tmp_path)
+    assert [entry[0] for entry in first] == ["1/model.onnx"]
+    (tmp_path / ".config.tmp").write_bytes(b"half")
+    (tmp_path / "1" / ".model.onnx.tmp").write_bytes(b"half")
+    assert fingerprint(tmp_path) == first
+    (tmp_path / "1" / "model.onnx").write_bytes(b"ab")
+    second = fingerprint(tmp_path)
+    assert second != first
+    (tmp_path / "other").write_bytes(b"ab")
+    (tmp_path / "other").rename(tmp_path / "1" / "model.onnx")
+    assert fingerprint(tmp_path) != second
+    assert fingerprint(tmp_path / "1" / "model.onnx") == tuple(("model.onnx", *e[1:]) for e in fingerprint(tmp_path))
+    assert fingerprint(tmp_path / "absent") == ()
+
+
+def test_files_that_are_still_being_written_wait(tmp_path: Path) -> None:
+    file = tmp_path / "mlp" / "1" / "model.onnx"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    looks = 0
+    followed: list[tuple[str, bool, int]] = []
+
+    class WritesMeanwhile(LoaderThread):
+        """Before each of the first five looks, a writer gets on with its file."""
+
+        async def run(self, function: Callable[..., object], *arguments: object) -> object:  # type: ignore[override]  # (as is)
+            nonlocal looks
+            looks += 1
+            if 1 < looks <= 5:
+                file.write_bytes(b"x" * looks)
+            return function(*arguments)
+
+    async def work() -> None:
+        done = asyncio.Event()
+        watch = RepositoryWatch(tmp_path, WritesMeanwhile(), interval_s=0, settle_s=0)
+        await watch.remember()
+
+        async def follow(name: str, there: bool) -> None:
+            followed.append((name, there, file.stat().st_size))
+            done.set()
+
+        watching = asyncio.create_task(watch.run(follow))
+        await asyncio.wait_for(done.wait(), 20)
+        watching.cancel()
+
+    asyncio.run(work())
+    assert followed == [("mlp", True, 5)]
+
+
+def test_what_a_thread_raises_reaches_who_waits() -> None:
+    def fail() -> None:
+        raise ModelLoadError("no")
+
+    async def work() -> int:
+        thread = LoaderThread()
+        with pytest.raises(ModelLoadError, match="no"):
+            await thread.run(fail)
+        given_up = asyncio.create_task(thread.run(lambda: 1))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        result = await thread.run(lambda: 3)
+        thread.stop()
+        return result
+
+    assert asyncio.run(work()) == 3
