@@ -1,0 +1,117 @@
+"""Where spans go: to a collector, or into files. Used on the tracing thread; OpenTelemetry is imported there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from serve.observability.line_file import LineFile
+from serve.observability.tracer import TraceRecord
+
+OTLP = "otlp"
+CHUNK = 256  # traces that are exported at a time
+
+
+class Exporter(Protocol):
+    """Takes records of traced requests; its methods are called on one thread."""
+
+    def deliver(self, records: list[TraceRecord]) -> None:
+        """Send them.
+
+        Raises:
+            Exception: they are lost; the text says why.
+        """
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+def make_exporter(to: str, log_frequency: Callable[[], int]) -> Exporter:
+    """An exporter to a collector (OTLP) or to a file.
+
+    Args:
+        to: "otlp" or a path.
+        log_frequency: traces per file, asked for each time.
+    """
+    return OtlpExporter() if to == OTLP else FileExporter(Path(to), log_frequency)
+
+
+class OtlpExporter:
+    """To the collector that the OTEL_EXPORTER_OTLP_* variables name, over gRPC."""
+
+    def __init__(self) -> None:
+        self._parts: tuple[Any, Any] | None = None
+
+    def deliver(self, records: list[TraceRecord]) -> None:
+        """Send spans and wait until they are taken.
+
+        Raises:
+            ConnectionError: they were not, in the time that OTEL_EXPORTER_OTLP_TIMEOUT gives.
+        """
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415  (slow, and seldom needed)
+            OTLPSpanExporter,
+        )
+        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415  (see above)
+
+        from serve.observability.spans import SpanMaker  # noqa: PLC0415  (see above)
+
+        if self._parts is None:
+            self._parts = SpanMaker(), OTLPSpanExporter()
+        maker, exporter = self._parts
+        for start in range(0, len(records), CHUNK):
+            if exporter.export(maker.spans(records[start : start + CHUNK])) is not SpanExportResult.SUCCESS:
+                raise ConnectionError("the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT")
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._parts is not None:
+            self._parts[1].shutdown()
+
+
+class FileExporter:
+    """Into files, each line an OTLP ExportTraceServiceRequest as JSON: what a collector's otlpjsonfile receiver reads.
+
+    https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
+    """
+
+    def __init__(self, path: Path, log_frequency: Callable[[], int]) -> None:
+        self._path = path
+        self._log_frequency = log_frequency
+        self._file = LineFile(path)
+        self._number = self._traces = 0
+        self._maker: Any = None
+
+    def deliver(self, records: list[TraceRecord]) -> None:
+        """Append lines; a new file is begun when `log_frequency` traces are in one: FILE.0, FILE.1, ...
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        from serve.observability.otlp_json import to_line  # noqa: PLC0415  (see above)
+        from serve.observability.spans import SpanMaker  # noqa: PLC0415  (see above)
+
+        self._maker = self._maker or SpanMaker()
+        rest = records
+        while rest:
+            room = self._room()
+            part, rest = rest[:room], rest[room:]
+            self._file.write([to_line(self._maker.spans(part))])
+            self._traces += len(part)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _room(self) -> int:
+        """Traces that may be written now; begins the next file where this one is full."""
+        each = self._log_frequency()
+        if not each:
+            return CHUNK
+        if self._number and self._traces < each:
+            return min(CHUNK, each - self._traces)
+        self._file.close()
+        self._file = LineFile(self._path.with_name(f"{self._path.name}.{self._number}"))
+        self._number += 1
+        self._traces = 0
+        return min(CHUNK, each)

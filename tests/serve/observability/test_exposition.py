@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.utils import InferenceServerException
+
+from serve.engine.errors import BackendError, QueueFullError
+from serve.engine.inference_core import InferenceCore
+from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
+from serve.observability.cpu_metrics import CpuMetrics
+from serve.observability.exposition import ServerCollector, exposition
+from serve.observability.options import ObserveOptions
+from serve.observability.text_format import to_text
+from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+MLP = {"model": "mlp", "version": "3"}
+
+
+def read(text: str) -> Samples:
+    """Every sample by name and labels, after Prometheus' own parser, which would end the names of counters in _total."""
+    metrics = text_string_to_metric_families(text.replace(" counter\n", " untyped\n"))
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for metric in metrics for s in metric.samples}
+
+
+def value(samples: Samples, name: str, labels: dict[str, str]) -> float:
+    return samples[name, tuple(sorted(labels.items()))]
+
+
+def scrape(core: InferenceCore) -> Samples:
+    body, content_type = exposition(core)
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    return read(body.decode())
+
+
+def test_the_figures_are_those_of_the_statistics(serving: Serving) -> None:
+    with serving(ObserveOptions()) as server, triton.InferenceServerClient(server.address) as client:
+        for rows in (1, 3, 3):
+            client.infer("mlp", row(rows), client_timeout=CLIENT_TIMEOUT_S)
+        with pytest.raises(InferenceServerException):
+            client.infer("picky", index(7), client_timeout=CLIENT_TIMEOUT_S)
+        with pytest.raises(InferenceServerException):
+            client.infer("mlp", row(width=5), client_timeout=CLIENT_TIMEOUT_S)
+        told = client.get_inference_statistics("mlp", "3", as_json=True)["model_stats"][0]
+        samples = server.call(lambda: scrape(server.core))
+    for name, expected in {
+        "nv_inference_request_success": told["inference_stats"]["success"]["count"],
+        "nv_inference_count": told["inference_count"],
+        "nv_inference_exec_count": told["execution_count"],
+        "nv_inference_request_duration_us": int(told["inference_stats"]["success"]["ns"]) // 1000,
+        "nv_inference_queue_duration_us": int(told["inference_stats"]["queue"]["ns"]) // 1000,
+        "nv_inference_compute_input_duration_us": int(told["inference_stats"]["compute_input"]["ns"]) // 1000,
+        "nv_inference_compute_infer_duration_us": int(told["inference_stats"]["compute_infer"]["ns"]) // 1000,
+        "nv_inference_compute_output_duration_us": int(told["inference_stats"]["compute_output"]["ns"]) // 1000,
+        "nv_inference_pending_request_count": 0,
+        "halfserve_queue_depth": 0,
+        "halfserve_batch_rows_sum": 7,
+        "halfserve_batch_rows_count": 3,
+        "halfserve_model_instances": 1,
+        "halfserve_model_instances_up": 1,
+        "halfserve_model_instance_restarts_total": 0,
+    }.items():
+        assert value(samples, name, MLP) == int(expected), name
+    assert value(samples, "halfserve_batch_rows_bucket", MLP | {"le": "2"}) == 1
+    for stage in ("queue", "compute_input", "compute_infer", "compute_output", "total"):
+        assert value(samples, "halfserve_request_stage_seconds_count", MLP | {"stage": stage}) == 3
+    total_s = value(samples, "halfserve_request_stage_seconds_sum", MLP | {"stage": "total"})
+    assert total_s * 1e9 == pytest.approx(int(told["inference_stats"]["success"]["ns"]))
+    assert value(samples, "nv_inference_request_failure", {"model": "picky", "version": "1", "reason": "BACKEND"}) == 1
+    assert value(samples, "halfserve_requests_failed_total", {"model": "picky", "version": "1", "reason": "backend"}) == 1
+    assert value(samples, "halfserve_requests_refused_total", {"reason": "invalid_argument"}) == 1
+    info = MLP | {"provider": "CPUExecutionProvider", "precision": "fp32 (the fp16 model, upcast)"}
+    assert value(samples, "halfserve_model_info", info) == 1
+    assert value(samples, "halfserve_model_state", MLP | {"state": "READY"}) == 1
+    assert value(samples, "halfserve_model_state", MLP | {"state": "LOADING"}) == 0
+    assert value(samples, "halfserve_ready", {}) == 1
+    assert value(samples, "process_resident_memory_bytes", {}) > 1e6
+
+
+def test_the_fast_transport_tells_its_connections(serving: Serving) -> None:
+    with serving(ObserveOptions()) as server, grpc.insecure_channel(server.address) as channel:
+        channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=CLIENT_TIMEOUT_S)
+        samples = server.call(lambda: scrape(server.core))
+    connections = samples.get(("halfserve_connections", ()))
+    assert connections == (1 if "connections" in server.core.figures.readings else None)
+    assert (samples.get(("halfserve_calls", ())) is None) == (connections is None)
+
+
+def scrape_with(prepare: Any) -> Samples:
+    """The exposition of a server with one model, after something was done to it."""
+
+    async def run() -> Samples:
+        model = held_model(HeldBackend())
+        core = InferenceCore([model])
+        prepare(model)
+        try:
+            return scrape(core)
+        finally:
+            await core.drain()
+
+    return asyncio.run(run())
+
+
+def test_failures_have_tritons_reasons_and_our_own() -> None:
+    def fail(model: Any) -> None:
+        for error in (None, None, QueueFullError("full", retry_after_s=1), BackendError("broken")):
+            model.statistics.failed(0, error)
+
+    samples, held = scrape_with(fail), {"model": "held", "version": "1"}
+    expected = {"REJECTED": 1, "CANCELED": 2, "BACKEND": 1, "OTHER": 0}
+    assert {r: value(samples, "nv_inference_request_failure", held | {"reason": r}) for r in expected} == expected
+    own = {"queue_full": 1, "cancelled": 2, "backend": 1}
+    assert {r: value(samples, "halfserve_requests_failed_total", held | {"reason": r}) for r in own} == own
+
+
+def test_the_guards_counters_are_there() -> None:
+    drift = DriftHistogram(bounds=(0.001, 0.1), counts=(5, 3, 1), total=0.75)
+    output = OutputCounters(non_finite_values=40, non_finite_requests=4, from_inputs=2, drift=drift, rows_compared=9)
+    counters = GuardCounters(policy="fallback", outputs={"y": output}, fallbacks=4, shadow_runs=9, degraded=True)
+
+    def guard(model: Any) -> None:
+        model.guard = SimpleNamespace(counters=lambda: counters, stop=lambda: None)
+
+    samples, held = scrape_with(guard), {"model": "held", "version": "1"}
+    assert value(samples, "halfserve_guard_fallbacks_total", held) == 4
+    assert value(samples, "halfserve_guard_degraded", held | {"policy": "fallback"}) == 1
+    y = held | {"output": "y"}
+    assert value(samples, "halfserve_guard_non_finite_values_total", y) == 40
+    assert value(samples, "halfserve_guard_non_finite_inputs_total", y) == 2
+    assert [value(samples, "halfserve_guard_drift_bucket", y | {"le": le}) for le in ("0.001", "0.1", "+Inf")] == [5, 8, 9]
+    assert value(samples, "halfserve_guard_drift_sum", y) == 0.75
+
+
+def test_a_registry_of_prometheus_client_takes_the_collector() -> None:
+    async def run() -> bytes:
+        core = InferenceCore([held_model(HeldBackend())])
+        registry = CollectorRegistry()
+        registry.register(ServerCollector(core))
+        try:
+            return generate_latest(registry)
+        finally:
+            await core.drain()
+
+    assert b'halfserve_queue_depth{model="held",version="1"} 0.0' in asyncio.run(run())
+
+
+def test_the_machines_figures_are_shares_and_bytes(tmp_path: Path) -> None:
+    stat, meminfo = tmp_path / "stat", tmp_path / "meminfo"
+    stat.write_text("cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 1 1\n")
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 250 kB\n")
+    cpu = CpuMetrics(tmp_path)
+    assert read(to_text(cpu.collect()))["nv_cpu_utilization", ()] == 0.2
+    stat.write_text("cpu  150 0 125 725 100 0 0 0 0 0\n")
+    samples = read(to_text(cpu.collect()))
+    assert samples["nv_cpu_utilization", ()] == 0.75
+    assert samples["nv_cpu_memory_total_bytes", ()] == 1_024_000
+    assert samples["nv_cpu_memory_used_bytes", ()] == 768_000
+    assert list(CpuMetrics(tmp_path / "none").collect()) == []
+
+
+def test_a_model_name_cannot_break_the_format() -> None:
+    name = 'a"} 1\nnv_fake 2\\'
+
+    async def run() -> Samples:
+        core = InferenceCore([held_model(HeldBackend(), name)])
+        try:
+            return scrape(core)
+        finally:
+            await core.drain()
+
+    samples = asyncio.run(run())
+    assert value(samples, "nv_inference_count", {"model": name, "version": "1"}) == 0
+    assert ("nv_fake", ()) not in samples
+    assert np.isfinite(list(samples.values())).all()

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+from serve.engine.statistics import BatchTimes
+from serve.observability.otlp_json import to_line
+from serve.observability.spans import SpanMaker
+from serve.observability.trace_context import TraceContext
+from serve.observability.tracer import TraceRecord
+
+IDS = {"traceId", "spanId", "parentSpanId"}
+TIMES = BatchTimes(started=2_000, assembled=3_000, computed=7_000, split=8_000)
+
+
+def record(context: TraceContext, batch: BatchTimes | None = TIMES, error: str = "") -> TraceRecord:
+    return TraceRecord(
+        context=context,
+        model='m"1',
+        version="7",
+        request_id="id",
+        rows=2,
+        request_bytes=10,
+        response_bytes=0 if error else 20,
+        status="INTERNAL" if error else "OK",
+        error=error,
+        peer="127.0.0.1:5",
+        epoch_ns=10**18,
+        arrived_ns=1_000,
+        ended_ns=9_000,
+        batch=batch,
+        batch_rows=4,
+    )
+
+
+def with_hex_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: base64.b64decode(v).hex() if k in IDS else with_hex_ids(v) for k, v in value.items()}
+    return [with_hex_ids(v) for v in value] if isinstance(value, list) else value
+
+
+def without_flags(value: Any) -> Any:
+    """Flags tell whether a parent is remote too, in bits that few read; and a status that is unset is as good as none."""
+    if isinstance(value, dict):
+        return {k: without_flags(v) for k, v in value.items() if k != "flags" and v != {}}
+    return [without_flags(v) for v in value] if isinstance(value, list) else value
+
+
+def test_lines_are_what_opentelemetrys_own_encoder_says() -> None:
+    records = [
+        record(TraceContext(trace_id=5)),
+        record(TraceContext(trace_id=6, parent_id=8, state="vendor=1")),
+        record(TraceContext(trace_id=7), None, "the model failed"),
+    ]
+    spans = SpanMaker().spans(records)
+    expected = with_hex_ids(MessageToDict(encode_spans(spans), use_integers_for_enums=True))
+    assert without_flags(json.loads(to_line(spans))) == without_flags(expected)
+
+
+def test_requests_of_one_batch_share_its_span() -> None:
+    other = BatchTimes(started=2_500, assembled=3_000, computed=7_000, split=8_000)
+    spans = SpanMaker().spans([record(TraceContext(5)), record(TraceContext(6)), record(TraceContext(7), other)])
+    batches = [span for span in spans if span.name.startswith("batch")]
+    assert [[link.context.trace_id for link in span.links] for span in batches] == [[5, 6], [7]]
+    computes = [span for span in spans if span.name == "compute"]
+    ids = [span.context.span_id for span in batches if span.context is not None]
+    assert [span.links[0].context.span_id for span in computes] == [ids[0], ids[0], ids[1]]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+
+from serve.observability.outbox import Outbox
+
+WAIT_S = 20.0
+
+
+def test_items_arrive_in_order_on_another_thread() -> None:
+    got: list[int] = []
+    threads: set[str] = set()
+    all_there = threading.Event()
+
+    def deliver(items: list[int]) -> None:
+        got.extend(items)
+        threads.add(threading.current_thread().name)
+        if len(got) == 100:
+            all_there.set()
+
+    async def send() -> None:
+        outbox = Outbox(deliver, name="parcels", every_s=0.001)
+        for number in range(100):
+            outbox.put(number)
+            await asyncio.sleep(0)
+        assert await asyncio.to_thread(all_there.wait, WAIT_S)
+        assert outbox.dropped == 0
+        outbox.close(WAIT_S)
+
+    asyncio.run(send())
+    assert got == list(range(100))
+    assert threads == {"parcels"}
+
+
+def test_what_does_not_fit_is_dropped_and_counted_and_nothing_waits() -> None:
+    go_on = threading.Event()
+    got: list[int] = []
+
+    def deliver(items: list[int]) -> None:
+        assert go_on.wait(WAIT_S)
+        got.extend(items)
+
+    async def send() -> int:
+        outbox = Outbox(deliver, name="parcels", bound=10, every_s=0.001)
+        for number in range(25):
+            outbox.put(number)
+        go_on.set()
+        outbox.close(WAIT_S)
+        outbox.put(99)
+        return outbox.dropped
+
+    assert asyncio.run(send()) == 16
+    assert got == list(range(10))
+
+
+def test_a_failing_delivery_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    failures = iter([True, True, False, True])
+    got: list[str] = []
+    delivered = threading.Semaphore(0)
+
+    def deliver(items: list[str]) -> None:
+        try:
+            if next(failures):
+                raise OSError(28, "No space left on device")
+            got.extend(items)
+        finally:
+            delivered.release()
+
+    async def send() -> int:
+        outbox = Outbox(deliver, name="parcels", every_s=0.0001)
+        for item in "abcd":
+            outbox.put(item)
+            assert await asyncio.to_thread(delivered.acquire, timeout=WAIT_S)
+        outbox.close(WAIT_S)
+        return outbox.dropped
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(send()) == 3
+    assert got == ["c"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "parcels: 1 lost: [Errno 28] No space left on device",
+        "parcels: 1 lost: [Errno 28] No space left on device",
+    ]

@@ -1,0 +1,171 @@
+"""Traces of a real server: in a file, and at a real OTLP collector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import pytest
+import tritonclient.grpc as triton
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from tritonclient.utils import InferenceServerException
+
+from serve.observability.options import AccessLog, ObserveOptions
+from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
+
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "vendor=1"}
+
+
+def spans_of(path: Path) -> list[dict[str, Any]]:
+    requests = [json.loads(line) for line in path.read_text().splitlines()]
+    scopes = [scope for r in requests for resource in r["resourceSpans"] for scope in resource["scopeSpans"]]
+    return [span for scope in scopes for span in scope["spans"]]
+
+
+def attributes(span: dict[str, Any]) -> dict[str, Any]:
+    return {entry["key"]: next(iter(entry["value"].values())) for entry in span["attributes"]}
+
+
+def named(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (span,) = [span for span in spans if span["name"] == name]
+    return span
+
+
+def test_a_request_is_traced_in_its_callers_trace(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    options = ObserveOptions(trace_to=str(file))
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("mlp", row(3), request_id="traced", headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
+        client.infer("mlp", row(3), request_id="not", headers={}, client_timeout=CLIENT_TIMEOUT_S)
+    spans = spans_of(file)
+    assert len(spans) == 7
+    request, batch = named(spans, "inference.GRPCInferenceService/ModelInfer"), named(spans, "batch mlp")
+    assert (request["traceId"], request["parentSpanId"], request["traceState"]) == (TRACE_ID, SPAN_ID, "vendor=1")
+    told = attributes(request)
+    assert (told["halfserve.request_id"], told["halfserve.rows"], told["rpc.response.status_code"]) == ("traced", "3", "OK")
+    queue, compute = named(spans, "queue"), named(spans, "compute")
+    assert {span["parentSpanId"] for span in (queue, compute)} == {request["spanId"]}
+    assert [link["spanId"] for link in compute["links"]] == [batch["spanId"]]
+    assert [(link["traceId"], link["spanId"]) for link in batch["links"]] == [(TRACE_ID, request["spanId"])]
+    assert batch["traceId"] != TRACE_ID
+    stages = [named(spans, f"compute_{stage}") for stage in ("input", "infer", "output")]
+    assert {span["parentSpanId"] for span in stages} == {batch["spanId"]}
+    moments = [request["startTimeUnixNano"], queue["startTimeUnixNano"], queue["endTimeUnixNano"]]
+    moments += [compute["startTimeUnixNano"], *(span["endTimeUnixNano"] for span in stages)]
+    moments += [compute["endTimeUnixNano"], request["endTimeUnixNano"]]
+    assert list(map(int, moments)) == sorted(map(int, moments))
+
+
+def test_without_a_caller_one_in_so_many_is_traced_under_the_id_that_the_log_tells(serving: Serving, tmp_path: Path) -> None:
+    file, log = tmp_path / "traces.json", tmp_path / "access.log"
+    options = ObserveOptions(trace_to=str(file), trace_rate=2, access_log=AccessLog.ALL, access_log_file=log)
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        for number in range(5):
+            client.infer("mlp", row(), request_id=str(number), client_timeout=CLIENT_TIMEOUT_S)
+    requests = [span for span in spans_of(file) if span["name"].endswith("ModelInfer")]
+    assert [attributes(span)["halfserve.request_id"] for span in requests] == ["1", "3"]
+    logged = {line["trace_id"] for line in map(json.loads, log.read_text().splitlines()) if "trace_id" in line}
+    assert logged == {span["traceId"] for span in requests}
+    assert len(logged) == 2
+
+
+def test_a_failed_request_has_a_span_with_its_status_and_no_values(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    with (
+        serving(ObserveOptions(trace_to=str(file))) as server,
+        triton.InferenceServerClient(server.address) as client,
+        pytest.raises(InferenceServerException),
+    ):
+        client.infer("picky", index(4711), headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
+    spans = spans_of(file)
+    request = named(spans, "inference.GRPCInferenceService/ModelInfer")
+    assert request["status"]["code"] == 2
+    assert attributes(request)["rpc.response.status_code"] == "INTERNAL"
+    assert "4711" not in file.read_text()
+    assert {span["name"] for span in spans} == {"inference.GRPCInferenceService/ModelInfer", "queue"}
+
+
+def test_a_file_holds_as_many_traces_as_asked(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    options = ObserveOptions(trace_to=str(file), trace_rate=1, trace_log_frequency=2)
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        for _ in range(5):
+            client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
+    counts = [
+        sum(span["name"].endswith("ModelInfer") for span in spans_of(tmp_path / f"traces.json.{number}")) for number in range(3)
+    ]
+    assert counts == [2, 2, 1]
+    assert not file.exists()
+
+
+class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]  # (grpcio ships no types)
+    """Takes spans as any OTLP collector does."""
+
+    def __init__(self) -> None:
+        self.requests: SimpleQueue[otlp.ExportTraceServiceRequest] = SimpleQueue()
+
+    def service(self, handler_call_details: Any) -> Any:
+        assert handler_call_details.method == "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+
+        def export(request: otlp.ExportTraceServiceRequest, _: Any) -> otlp.ExportTraceServiceResponse:
+            self.requests.put(request)
+            return otlp.ExportTraceServiceResponse()
+
+        return grpc.unary_unary_rpc_method_handler(
+            export, otlp.ExportTraceServiceRequest.FromString, otlp.ExportTraceServiceResponse.SerializeToString
+        )
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[str, Collector]]:
+    collector = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=[collector])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"http://127.0.0.1:{port}", collector
+    finally:
+        server.stop(0).wait()
+
+
+def test_a_collector_gets_traces_that_were_turned_on_at_run_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    with collecting() as (endpoint, collector):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "digits")
+        with serving(ObserveOptions()) as server, triton.InferenceServerClient(server.address) as client:
+            assert server.service.observability.observer is None
+            client.update_trace_settings(settings={"trace_level": "TIMESTAMPS", "trace_rate": "1"})
+            client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
+            (resource,) = collector.requests.get(timeout=CLIENT_TIMEOUT_S).resource_spans
+            assert server.call(server.core.figures.readings["traces"]) == 1
+    assert ("service.name", "digits") in [(entry.key, entry.value.string_value) for entry in resource.resource.attributes]
+    names = [span.name for span in resource.scope_spans[0].spans]
+    assert sorted(names) == [
+        "batch mlp",
+        "compute",
+        "compute_infer",
+        "compute_input",
+        "compute_output",
+        "inference.GRPCInferenceService/ModelInfer",
+        "queue",
+    ]
+
+
+def test_a_lost_collector_costs_traces_and_nothing_else(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    options = ObserveOptions(trace_to="otlp", trace_rate=1)
+    with serving(options) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
+        server.call(server.service.observability.close)
+        assert server.call(server.core.figures.readings["traces_dropped"]) == 1
+    assert "traces: 1 lost: the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT" in caplog.text
