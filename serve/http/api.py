@@ -1,0 +1,39 @@
+"""The applications behind the HTTP ports, put together from their routes."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from serve.engine.inference_core import InferenceCore
+from serve.http.answers import HANDLERS, on_unexpected
+from serve.http.browser_guard import App, BrowserGuard
+from serve.http.infer_route import InferRoute
+from serve.http.model_routes import MODEL, VERSION, ModelRoutes
+from serve.http.options import HttpOptions
+from serve.http.repository_routes import RepositoryRoutes
+from serve.http.request_body import BodyReader
+from serve.http.rpcs import Rpcs
+from serve.http.settings_routes import SettingsRoutes
+from serve.http.shared_memory_routes import SharedMemoryRoutes
+from serve.protocol.service import Service
+
+
+def rest_routes(core: InferenceCore, service: Service, options: HttpOptions) -> list[Route]:
+    """KServe v2's REST interface with Triton's extensions."""
+    rpcs, bodies = Rpcs(service), BodyReader(options.limits)
+    infer = InferRoute(core, service, bodies, options.limits)
+    return [
+        *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
+        *ModelRoutes(rpcs).routes(),
+        *RepositoryRoutes(rpcs, bodies).routes(),
+        *SharedMemoryRoutes(rpcs, bodies).routes(),
+        *SettingsRoutes(rpcs, bodies).routes(),
+    ]
+
+
+def application(routes: list[Route], host: str, options: HttpOptions) -> App:
+    """An ASGI application that answers these routes."""
+    app = Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: on_unexpected})
+    app.router.redirect_slashes = False
+    return BrowserGuard(app, host=host, allowed_hosts=options.allowed_hosts)

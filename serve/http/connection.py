@@ -1,0 +1,91 @@
+"""One HTTP/1.1 connection: uvicorn's, with bounds on how long a client may take."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from serve.http.options import HttpLimits
+
+
+class HttpConnection(H11Protocol):
+    """Closes on clients that open and say nothing, that dribble headers, or that never read their answer."""
+
+    def __init__(self, config: Config, state: ServerState, limits: HttpLimits) -> None:
+        super().__init__(config, state, {})
+        self._limits = limits
+        self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
+        self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
+        self._unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, unless there are too many."""
+        super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)
+        if len(self.connections) > self._limits.max_connections:
+            self.transport.abort()
+            return
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._stop_waiting()
+        if self._unread is not None:
+            self._unread.cancel()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Act on what has arrived, and wait for the rest of headers that have begun to."""
+        super().handle_events()
+        begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not begun:
+            self._stop_waiting()
+        elif self._overdue is None:
+            self._await_headers()
+
+    def on_response_complete(self) -> None:
+        """See that the client takes its answer."""
+        super().on_response_complete()
+        self._unread_bytes = self._write_buffer()
+        if self._unread_bytes and self._unread is None:
+            self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002  (uvicorn hands its own text over)
+        """Answer what is no HTTP in the form of all other errors."""
+        body = b'{"error":"the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"}'
+        headers: list[Any] = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _await_headers(self) -> None:
+        self._overdue = self.loop.call_later(self._limits.header_s, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _check_unread(self) -> None:
+        """Give up on an answer of which nothing was read since the last look."""
+        self._unread = None
+        left = self._write_buffer()
+        if not left:
+            return
+        if left >= self._unread_bytes:
+            self.transport.abort()
+            return
+        self._unread_bytes = left
+        self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread)
+
+    def _write_buffer(self) -> int:
+        return int(self.transport.get_write_buffer_size())

@@ -1,0 +1,108 @@
+"""One listening port that serves an ASGI application with uvicorn's protocol, on the running event loop.
+
+uvicorn's own Server is not used: it takes over the process's signals, looks ten times a second whether it should end, and ends
+the process where it cannot listen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from email.utils import formatdate
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from serve.http.connection import HttpConnection
+from serve.http.options import HttpLimits
+from serve.transports.transport import BindError
+
+BACKLOG = 512
+
+
+class HttpServer:
+    """Serves an application on host:port."""
+
+    def __init__(self, app: Any, host: str, port: int, *, limits: HttpLimits, option: str = "--http-port") -> None:
+        """A server that does not listen yet.
+
+        Args:
+            app: an ASGI application.
+            host: a name or address of this machine.
+            port: 0 finds a free one.
+            limits: what clients may take.
+            option: names the port in the text of a BindError.
+        """
+        self._host, self._port, self._option, self._limits = host, port, option, limits
+        self._config = Config(
+            app,
+            http=HttpConnection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.ERROR,  # what is no HTTP is answered, not logged: anybody could fill the log with it
+            access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # (it is handed to call_later, which takes both)
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+        )
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+        self._clock: asyncio.TimerHandle | None = None
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._state.connections)
+
+    async def start(self) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            BindError: the address is in use, not this machine's, or not allowed.
+        """
+        self._config.load()
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(self._connection, self._host, self._port, backlog=BACKLOG)
+        except (OSError, OverflowError, UnicodeError) as error:
+            number = getattr(error, "errno", None) or 0
+            # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
+            reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
+            raise BindError(
+                f"cannot listen on {self._host}:{self._port}: {reason}; "
+                f"choose another {self._option} (0 finds a free one) or --host"
+            ) from None
+        self._tell_time()
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections, give requests in flight `grace_s` seconds to be answered, then close."""
+        if self._server is None:
+            return
+        self._server.close()
+        if self._clock is not None:
+            self._clock.cancel()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(set(self._state.tasks), timeout=grace_s)
+        left = set(self._state.tasks)
+        for task in left:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*left, return_exceptions=True)
+        for connection in list(self._state.connections):
+            if connection.transport is not None:
+                connection.transport.close()
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self._config, self._state, self._limits)
+
+    def _tell_time(self) -> None:
+        """The Date header, written once a second rather than once an answer."""
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._clock = asyncio.get_running_loop().call_later(1.0, self._tell_time)

@@ -1,0 +1,89 @@
+"""The gRPC message of an answer as REST has it: JSON, and behind it the bytes of the outputs that were asked for as such."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from protos.datatypes import BY_WIRE
+from protos.inference_pb2 import ModelInferResponse
+from serve.engine.errors import InvalidArgumentError
+from serve.http.json_tensors import json_text
+from serve.protocol.raw_tensors import from_raw
+from serve.protocol.shared_tensors import REGION
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestResponse:
+    """An answer on its way out.
+
+    Attributes:
+        body: JSON, and the bytes behind it.
+        json_bytes: the length of the JSON where something follows it; None where nothing does.
+    """
+
+    body: bytes
+    json_bytes: int | None
+
+
+def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResponse:
+    """The body for an answer.
+
+    Args:
+        message: a serialized ModelInferResponse.
+        is_binary: whether an output is to travel as bytes.
+
+    Raises:
+        InvalidArgumentError: an output cannot be written as JSON.
+    """
+    response = ModelInferResponse.FromString(message)
+    content: dict[str, Any] = {"model_name": response.model_name, "model_version": response.model_version}
+    if response.id:
+        content["id"] = response.id
+    if response.parameters:
+        content["parameters"] = _parameters(response.parameters)
+    behind: list[bytes] = []
+    outputs = [
+        _output(entry, raw, behind if is_binary(entry.name) else None)
+        for entry, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+    ]
+    written = _with(content, "outputs", f"[{','.join(outputs)}]").encode()
+    if not any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters):
+        return RestResponse(body=written, json_bytes=None)
+    return RestResponse(body=b"".join([written, *behind]), json_bytes=len(written))
+
+
+def _output(entry: ModelInferResponse.InferOutputTensor, raw: bytes, behind: list[bytes] | None) -> str:
+    shape = list(entry.shape)
+    output: dict[str, Any] = {"name": entry.name, "datatype": entry.datatype, "shape": shape}
+    there = REGION in entry.parameters
+    # Triton's clients take whatever has parameters for bytes behind the JSON, so what lies in shared memory has none.
+    parameters = {} if there else _parameters(entry.parameters)
+    if behind is not None and not there:
+        parameters["binary_data_size"] = len(raw)
+        behind.append(raw)
+    if parameters:
+        output["parameters"] = parameters
+    if there or behind is not None:
+        return _dumped(output)
+    datatype = BY_WIRE[entry.datatype]
+    try:
+        return _with(output, "data", json_text(from_raw(raw, datatype, shape), datatype))
+    except ValueError as error:
+        raise InvalidArgumentError(f"output {entry.name!r} {error}") from None
+
+
+def _with(content: dict[str, Any], name: str, value: str) -> str:
+    """An object, which has fields, as JSON, with one more field that is JSON already."""
+    return f'{_dumped(content)[:-1]},"{name}":{value}}}'
+
+
+def _dumped(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def _parameters(given: Any) -> dict[str, Any]:
+    values = {name: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for name, value in given.items()}
+    return {name: str(value) if isinstance(value, float) and value - value != 0 else value for name, value in values.items()}

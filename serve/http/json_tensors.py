@@ -1,0 +1,166 @@
+"""Tensors as JSON: numbers, true and false, or texts, in a flat list or nested as the shape is."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from protos.datatypes import Datatype
+from serve.engine.tensors import Array
+
+# JSON has no numbers for these; protobuf's JSON mapping writes them so, and numpy reads the texts as numbers:
+# https://protobuf.dev/programming-guides/json/
+SPECIAL = {"NaN", "Infinity", "-Infinity"}
+PIECE = 4096  # elements
+# What Python reads JSON's values as, by what a datatype's elements are.
+KINDS: dict[str, tuple[set[type], str]] = {
+    "text": ({str}, "texts"),
+    "flag": ({bool, int}, "true or false"),
+    "whole": ({int}, "whole numbers"),
+    "fraction": ({int, float, str}, "numbers"),
+}
+
+
+def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Array:
+    """The array that a tensor's "data" describes.
+
+    Raises:
+        ValueError: an element is of another kind or out of range, or the elements do not fit the shape.
+    """
+    family = _family(datatype)
+    values, sizes = _flattened(data)
+    _check_kinds(values, family, datatype)
+    expected = math.prod(shape)
+    if len(values) != expected:
+        raise ValueError(f"has {len(values)} elements in data, expected {expected} for shape {list(shape)}")
+    if len(sizes) > 1 and sizes != list(shape):
+        raise ValueError(f"has data nested as {sizes}, expected {list(shape)}, or a flat list")
+    return _CONVERTED[family](values, datatype).reshape(tuple(shape))
+
+
+def json_text(array: Array, datatype: Datatype) -> str:
+    """The elements as a flat JSON list.
+
+    Raises:
+        ValueError: an element of BYTES is no UTF-8 text.
+    """
+    flat = array.ravel()
+    # In pieces: while one is written, nothing else in this process runs.
+    pieces = (array_to_json(flat[at : at + PIECE], datatype) for at in range(0, flat.size, PIECE))
+    texts = (json.dumps(piece, separators=(",", ":"), allow_nan=False)[1:-1] for piece in pieces)
+    return f"[{','.join(texts)}]"
+
+
+def array_to_json(array: Array, datatype: Datatype) -> list[Any]:
+    """The elements as a flat list of JSON's own types; NaN and infinities are texts.
+
+    Raises:
+        ValueError: an element of BYTES is no UTF-8 text.
+    """
+    flat = array.ravel()
+    if datatype.itemsize is None:
+        try:
+            return [element.decode() if isinstance(element, bytes) else str(element) for element in flat]
+        except UnicodeDecodeError:
+            raise ValueError('holds bytes that are no UTF-8 text; ask for it with "binary_data": true') from None
+    if _family(datatype) != "fraction":
+        return flat.tolist()
+    if datatype.numpy is None:  # bit patterns
+        flat = flat.view(datatype.array_dtype)
+    with np.errstate(invalid="ignore"):  # a NaN of the signalling kind is still only a NaN
+        wide = flat.astype(np.float64)
+    finite = np.isfinite(wide)
+    values: list[Any] = wide.tolist()
+    if not finite.all():
+        for index in np.flatnonzero(~finite):
+            values[index] = _special(values[index])
+    return values
+
+
+def _family(datatype: Datatype) -> str:
+    if datatype.itemsize is None:
+        return "text"
+    if datatype.wire == "BOOL":
+        return "flag"
+    return "fraction" if datatype.wire.startswith(("FP", "BF")) else "whole"
+
+
+def _special(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _flattened(data: Any) -> tuple[list[Any], list[int]]:
+    """The elements of lists in lists, and how these are nested."""
+    if not isinstance(data, list):
+        return [data], []
+    values, sizes = data, [len(data)]
+    while values and type(values[0]) is list:
+        if set(map(type, values)) != {list} or len(set(map(len, values))) > 1:
+            raise ValueError("has lists of different lengths in data, expected a full array")
+        sizes.append(len(values[0]))
+        values = list(chain.from_iterable(values))
+    return values, sizes
+
+
+def _check_kinds(values: list[Any], family: str, datatype: Datatype) -> None:
+    # By type, not as numpy would have it: it takes null for NaN, true for 1, and a text for the number in it.
+    allowed, expected = KINDS[family]
+    found = set(map(type, values))
+    if found <= allowed:
+        return
+    if list in found:
+        raise ValueError("has lists of different lengths in data, expected a full array")
+    wrong = next(value for value in values if type(value) not in allowed)
+    raise ValueError(f"has the element {_shown(wrong)} in data, expected {expected} for {datatype.wire}")
+
+
+def _texts(values: list[Any], _: Datatype) -> Array:
+    array = np.empty(len(values), object)
+    try:
+        array[:] = [value.encode() for value in values]
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair in data, expected whole characters") from None
+    return array
+
+
+def _flags(values: list[Any], datatype: Datatype) -> Array:
+    for value in set(values):
+        if value not in {0, 1}:
+            raise ValueError(f"has the element {_shown(value)} in data, expected true or false for {datatype.wire}")
+    return np.array(values, datatype.numpy)
+
+
+def _wholes(values: list[Any], datatype: Datatype) -> Array:
+    limits = np.iinfo(datatype.array_dtype)
+    for extreme in (min(values), max(values)) if values else ():
+        if not limits.min <= extreme <= limits.max:
+            raise ValueError(f"has the element {_shown(extreme)} in data, outside the range of {datatype.wire}")
+    return np.array(values, datatype.numpy)
+
+
+def _fractions(values: list[Any], datatype: Datatype) -> Array:
+    texts = {value for value in values if type(value) is str} if str in set(map(type, values)) else set()
+    for text in texts - SPECIAL:
+        raise ValueError(f"has the element {_shown(text)} in data, expected numbers for {datatype.wire}")
+    try:
+        wide = np.array(values, np.float64)
+    except OverflowError:
+        raise ValueError(f"has an element in data outside the range of {datatype.wire}") from None
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(datatype.array_dtype)
+    lost = np.isinf(narrow.astype(np.float64)) & ~np.isinf(wide)
+    if lost.any():
+        raise ValueError(f"has the element {wide[lost][0]:g} in data, outside the range of {datatype.wire}")
+    return narrow
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.40}"
+
+
+_CONVERTED = {"text": _texts, "flag": _flags, "whole": _wholes, "fraction": _fractions}

@@ -1,0 +1,52 @@
+"""What the HTTP ports do and allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Bounds that hold whatever a client does.
+
+    Attributes:
+        max_body_bytes: of one request, as received and decompressed.
+        max_held_bytes: of all requests that are being received; beyond it new ones are told to come back.
+        max_header_bytes: of one request's line and headers.
+        max_connections: open at the same time on one port; more are closed at once.
+        header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
+        stall_s: seconds after which a body that does not grow, or an answer that is not read, is given up.
+        keep_alive_s: seconds that a connection may stay open between two requests.
+        inline_bytes: bodies above this size are decoded and encoded on a thread, so that other requests do not wait for them.
+    """
+
+    max_body_bytes: int = 256 * MIB
+    max_held_bytes: int = 1024 * MIB
+    max_header_bytes: int = 32 * 1024
+    max_connections: int = 1000
+    header_s: float = 10.0
+    stall_s: float = 60.0
+    keep_alive_s: float = 75.0
+    inline_bytes: int = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """How to serve HTTP.
+
+    Attributes:
+        port: of the REST interface and the page; 0 finds a free one.
+        metrics_port: of the metrics alone, without the rest; 0 finds a free one, None has none.
+        page: whether there is a page for people at "/".
+        allowed_hosts: names by which browsers may address this server, besides localhost and addresses. Where some are given,
+            or where the server listens on this machine alone, requests for other names are refused (DNS rebinding).
+        limits: what clients may take.
+    """
+
+    port: int = 8000
+    metrics_port: int | None = 8002
+    page: bool = True
+    allowed_hosts: tuple[str, ...] = ()
+    limits: HttpLimits = HttpLimits()

@@ -1,0 +1,81 @@
+// The precision certificate of a model: the verdict, its figures, and how far off the outputs were.
+import { columns } from "./charts.js";
+import { badge, h, number, show } from "./dom.js";
+
+const NAMES = { rounded: "as a GPU rounds", runtime: "as the CPU computes", cuda: "on CUDA" };
+
+export class CertificateCard {
+  constructor(element) {
+    this.element = element;
+  }
+
+  async update(model) {
+    const key = JSON.stringify([model.name, model.version, model.certificate]);
+    if (this.element.dataset.key === key) return;
+    const title = h("h2", { id: "certificate-title" }, "Precision certificate");
+    if (!model.certificate) {
+      const text = "None. halfserve export leaves one beside the model: the proof that fp16 answers as float32 does.";
+      show(this.element, key, () => [title, h("p", { class: "empty" }, text)]);
+      return;
+    }
+    show(this.element, key, () => [title, h("p", { class: "empty" }, "loading")]);
+    const path = `/ui/certificates/${encodeURIComponent(model.name)}/${model.version}`;
+    try {
+      const response = await fetch(path);
+      const content = await response.json();
+      if (this.element.dataset.key !== key) return;
+      const parts = response.ok ? card(content, path) : [h("p", { class: "error" }, content.error)];
+      this.element.replaceChildren(title, ...parts);
+    } catch {
+      delete this.element.dataset.key;
+    }
+  }
+}
+
+function card(certificate, path) {
+  const conversion = certificate.conversion ?? {};
+  const nodes = conversion.float_nodes ? badge(`${conversion.fp16_nodes} of ${conversion.float_nodes} nodes in fp16`) : null;
+  const verdict = certificate.passed ? badge("within budget", "good") : badge("over budget", "bad");
+  const outputs = certificate.outputs ?? [];
+  const plotted = outputs.find((output) => output.plot && output.execution === "rounded") ?? outputs.find((output) => output.plot);
+  return [
+    h("div", { class: "badges" }, verdict, badge(`${certificate.samples} samples`), nodes, badge(String(certificate.created_utc ?? "").slice(0, 10))),
+    certificate.accuracy ? accuracy(certificate.accuracy) : null,
+    table(outputs),
+    plotted ? histogram(plotted, certificate.budget) : null,
+    h("p", {}, h("a", { href: path }, "All of it, as JSON")),
+  ].filter(Boolean);
+}
+
+function accuracy({ reference, rounded }) {
+  const share = (value) => (typeof value === "number" ? `${(value * 100).toFixed(2)} %` : value);
+  return h("p", {}, `Accuracy ${share(reference)} in float32, ${share(rounded)} in fp16.`);
+}
+
+function table(outputs) {
+  const heads = ["output", "computed", "largest error", "of scale", "cosine", "same class"];
+  const rows = outputs.map(({ name, execution, figures, violations }) =>
+    h(
+      "tr",
+      { class: violations.length ? "bad" : null },
+      h("td", {}, h("span", { class: "mono" }, name)),
+      h("td", {}, NAMES[execution] ?? execution),
+      [figures.max_abs_error, figures.max_scaled_error].map((value) => h("td", { class: "number" }, number(value))),
+      h("td", { class: "number" }, typeof figures.cosine === "number" ? figures.cosine.toFixed(6) : String(figures.cosine)),
+      h("td", { class: "number" }, figures.agreement === null ? "–" : `${(figures.agreement * 100).toFixed(2)} %`),
+    ),
+  );
+  const head = h("tr", {}, heads.map((text, index) => h("th", { scope: "col", class: index > 1 ? "number" : null }, text)));
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures by output" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+}
+
+// The bins' edges are log10 of the error in units of the output's scale.
+function histogram({ name, plot }, budget) {
+  const limit = budget?.max_scaled_error;
+  const edges = plot.edges;
+  const at = limit > 0 ? edges.findIndex((edge) => edge >= Math.log10(limit)) : -1;
+  const entries = plot.counts.map((value, index) => [`1e${Math.round(edges[index])}`, value]);
+  const text = `Errors of ${name}, relative to its scale`;
+  const chart = columns(entries, number, text, { over: (index) => at >= 0 && index >= at, limit: at >= 0 ? at : null });
+  return h("figure", {}, chart, h("figcaption", { class: "quiet" }, at >= 0 ? `${text}; the line is the budget` : text));
+}

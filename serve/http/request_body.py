@@ -1,0 +1,92 @@
+"""Receive a request's body within its bounds, and notice when the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from serve.engine.errors import DeadlineExceededError, InvalidArgumentError, MessageTooLargeError, UnavailableError
+from serve.http.content_coding import decompressed
+from serve.http.options import HttpLimits
+
+SMALL_BYTES = 1024  # even what inflates a thousandfold is quickly inflated
+
+
+class BodyReader:
+    """Receives bodies; knows how much of all of them is held."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body, decompressed.
+
+        Raises:
+            MessageTooLargeError: it is over the limit; raised before it is received where its length is told.
+            UnavailableError: too many bodies are being received.
+            DeadlineExceededError: it stopped growing.
+            InvalidArgumentError, UnsupportedError: it does not decompress.
+            ClientDisconnect: the client has gone.
+        """
+        limit = self._limits.max_body_bytes
+        length = request.headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length) > limit:
+            raise MessageTooLargeError(int(length), limit)
+        before = self._held
+        pieces: list[bytes] = []
+        received = 0
+        try:
+            more = True
+            while more:
+                piece, more = await self._next(request)
+                received += len(piece)
+                self._held += len(piece)
+                if received > limit:
+                    raise MessageTooLargeError(received, limit)
+                if before and self._held > self._limits.max_held_bytes:
+                    raise UnavailableError("the server is receiving as much as it can hold; retry with back-off")
+                pieces.append(piece)
+        finally:
+            self._held -= received
+        coding = request.headers.get("content-encoding", "")
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if not coding:
+            return body
+        if len(body) <= SMALL_BYTES:
+            return decompressed(body, coding, limit)
+        return await asyncio.to_thread(decompressed, body, coding, limit)
+
+    async def _next(self, request: Request) -> tuple[bytes, bool]:
+        try:
+            async with asyncio.timeout(self._limits.stall_s):
+                message = await request.receive()
+        except TimeoutError:
+            raise DeadlineExceededError("the rest of the request did not come; send it again") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        return message.get("body", b""), message.get("more_body", False)
+
+
+async def client_gone(request: Request) -> None:
+    """Return when the client has closed the connection; to be called once the body is received."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def header_length(request: Request, body_bytes: int) -> int | None:
+    """How many bytes at the body's start are JSON, as Inference-Header-Content-Length says; None where all are.
+
+    Raises:
+        InvalidArgumentError: the header is no number, or more than the body has.
+    """
+    text = request.headers.get("inference-header-content-length")
+    if text is None:
+        return None
+    length = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+    if not 0 <= length <= body_bytes:
+        raise InvalidArgumentError(
+            f"Inference-Header-Content-Length is {text[:20]!r}, expected a number of bytes up to the body's {body_bytes}"
+        )
+    return length

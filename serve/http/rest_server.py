@@ -1,0 +1,69 @@
+"""The HTTP side of a server: the REST interface and the page on one port, metrics on another."""
+
+from __future__ import annotations
+
+from serve.engine.inference_core import InferenceCore
+from serve.http.api import application, rest_routes
+from serve.http.http_server import HttpServer
+from serve.http.metrics import Metrics
+from serve.http.openapi import OpenApi
+from serve.http.options import HttpOptions
+from serve.http.page.page import Page
+from serve.protocol.service import Service
+
+
+class RestServer:
+    """Listens on one or two ports and answers from the same engine as gRPC does.
+
+    Attributes:
+        routes: everything that the first port answers.
+        port: where the REST interface and the page are; 0 before it listens.
+        metrics_port: where the metrics are alone; None where they are not.
+    """
+
+    def __init__(self, core: InferenceCore, service: Service, host: str, options: HttpOptions) -> None:
+        """A server that does not listen yet.
+
+        Args:
+            core: the models.
+            service: the RPCs, of which each REST path is one.
+            host: a name or address of this machine.
+            options: ports and limits.
+        """
+        self._core = core
+        metrics = Metrics(core)
+        routes = [*rest_routes(core, service, options), *metrics.routes(), *OpenApi(service).routes()]
+        self._page = Page(core) if options.page else None
+        if self._page is not None:
+            routes += self._page.routes()
+        self.routes = routes
+        self._servers = [HttpServer(application(routes, host, options), host, options.port, limits=options.limits)]
+        if options.metrics_port is not None:
+            app = application(metrics.routes(), host, options)
+            self._servers.append(HttpServer(app, host, options.metrics_port, limits=options.limits, option="--metrics-port"))
+        self.port = 0
+        self.metrics_port: int | None = None
+
+    async def start(self) -> None:
+        """Listen, and fill in the ports.
+
+        Raises:
+            BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
+        """
+        try:
+            ports = [await server.start() for server in self._servers]
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        self.port = ports[0]
+        self.metrics_port = ports[1] if len(ports) > 1 else None
+        self._core.figures.readings["http_connections"] = lambda: sum(server.connections for server in self._servers)
+        if self._page is not None:
+            self._page.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new requests, give those in flight `grace_s` seconds to be answered, then close."""
+        if self._page is not None:
+            self._page.stop()
+        for server in self._servers:
+            await server.stop(grace_s)

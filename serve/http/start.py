@@ -1,0 +1,27 @@
+"""Start HTTP; nothing of it is imported where it is off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serve.engine.inference_core import InferenceCore
+from serve.http.options import HttpOptions
+from serve.protocol.service import Service
+
+if TYPE_CHECKING:
+    from serve.http.rest_server import RestServer
+
+
+async def start_http(core: InferenceCore, service: Service, host: str, options: HttpOptions | None) -> RestServer | None:
+    """A server that listens; None where there are no options for one.
+
+    Raises:
+        BindError: an address cannot be listened on; then none is.
+    """
+    if options is None:
+        return None
+    from serve.http.rest_server import RestServer  # noqa: PLC0415  (see above)
+
+    server = RestServer(core, service, host, options)
+    await server.start()
+    return server

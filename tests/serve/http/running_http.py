@@ -1,0 +1,27 @@
+"""A real HTTP server beside a real gRPC server, on the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from serve.http.options import HttpOptions
+from serve.http.rest_server import RestServer
+from serve.observability.options import ObserveOptions
+from serve.protocol.service import Service
+from tests.serve.running_server import RunningServer
+
+
+@contextmanager
+def running_http(
+    server: RunningServer, options: HttpOptions, *, shared_memory: bool = False, observe: ObserveOptions | None = None
+) -> Iterator[RestServer]:
+    """HTTP on the core of a running server."""
+    service = server.call(lambda: Service(server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe))
+    rest = server.call(lambda: RestServer(server.core, service, "127.0.0.1", options))
+    server.run(rest.start())
+    try:
+        yield rest
+    finally:
+        server.run(rest.stop(0.5))
+        server.call(service.observability.close)

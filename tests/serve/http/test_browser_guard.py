@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from serve.http.options import HttpOptions
+from tests.serve.http.running_http import running_http
+from tests.serve.running_server import RunningServer
+
+
+def test_another_origins_page_may_not_post(http: httpx.Client) -> None:
+    answer = http.post("/v2/repository/index", headers={"origin": "https://evil.example"})
+    assert answer.status_code == 403
+    assert answer.json() == {
+        "error": "a page of another origin may not send this request; use the server's own page, or no browser"
+    }
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origin", ["null", "http://127.0.0.1:1", "http://127.0.0.1.evil.example", "http://["])
+def test_nor_may_a_page_without_one_or_of_another_port(http: httpx.Client, origin: str) -> None:
+    assert http.post("/v2/repository/index", headers={"origin": origin}).status_code == 403
+
+
+def test_the_servers_own_page_may(http: httpx.Client) -> None:
+    own = str(http.base_url).rstrip("/")
+    assert http.post("/v2/repository/index", headers={"origin": own}).status_code == 200
+
+
+def test_a_name_that_was_made_to_lead_here_is_refused(http: httpx.Client) -> None:
+    answer = http.get("/ui/state", headers={"host": "rebound.example"})
+    assert answer.status_code == 403
+    assert answer.json()["error"].startswith("requests for host 'rebound.example' are refused here; start the server with")
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1", "[::1]:80", "10.1.2.3:99", "a.localhost"])
+def test_addresses_and_localhost_are_no_names(http: httpx.Client, host: str) -> None:
+    assert http.get("/v2/health/live", headers={"host": host}).status_code == 200
+
+
+def test_names_may_be_allowed(server: RunningServer) -> None:
+    options = HttpOptions(port=0, metrics_port=None, allowed_hosts=("gpu-box.example",))
+    with running_http(server, options) as rest:
+        url = f"http://127.0.0.1:{rest.port}/v2/health/live"
+        assert httpx.get(url, headers={"host": "GPU-box.example.:8000"}).status_code == 200
+        assert httpx.get(url, headers={"host": "other.example"}).status_code == 403
+
+
+def test_answers_are_not_taken_for_what_they_are_not(http: httpx.Client) -> None:
+    headers = http.get("/v2").headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from serve.http.api import application
+from serve.http.http_server import HttpServer
+from serve.http.options import HttpLimits, HttpOptions
+from serve.http.rest_server import RestServer
+from serve.protocol.service import Service
+from serve.transports.transport import BindError
+from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
+from tests.serve.http.running_http import running_http
+from tests.serve.http.test_infer_route import held_body, post, read_answer
+from tests.serve.running_server import RunningServer, running_server
+
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+@contextmanager
+def limited(server: RunningServer, limits: HttpLimits) -> Iterator[tuple[str, int]]:
+    with running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest:
+        yield "127.0.0.1", rest.port
+
+
+def ended(peer: socket.socket) -> bool:
+    """Whether the server has closed the connection; waits until it has."""
+    peer.settimeout(HOLD_S)
+    try:
+        while peer.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("words", [b"", b"GET /v2 HT", b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx-slow: "], ids=range(3))
+def test_a_client_that_dribbles_headers_is_cut_off(server: RunningServer, words: bytes) -> None:
+    with limited(server, HttpLimits(header_s=0.05)) as address, socket.create_connection(address) as peer:
+        peer.sendall(words)
+        assert ended(peer)
+
+
+def test_a_second_request_must_come_whole_too(server: RunningServer) -> None:
+    with limited(server, HttpLimits(header_s=0.1)) as address, socket.create_connection(address) as peer:
+        peer.sendall(LIVE)
+        assert b"200" in read_answer(peer)
+        peer.sendall(LIVE[:9])
+        assert ended(peer)
+
+
+def test_an_idle_connection_is_closed(server: RunningServer) -> None:
+    with limited(server, HttpLimits(keep_alive_s=0.05)) as address, socket.create_connection(address) as peer:
+        peer.sendall(LIVE)
+        assert b"200" in read_answer(peer)
+        assert ended(peer)
+
+
+def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
+    with (
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits(stall_s=0.1))) as rest,
+        socket.socket() as peer,
+    ):
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.connect(("127.0.0.1", rest.port))
+        request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        for _ in range(200):  # some 10 MB of answers, more than the system keeps for anybody
+            try:
+                peer.sendall(request)
+            except OSError:
+                break
+        connections = rest._servers[0]._state.connections
+        for _ in range(2000):
+            if not server.call(lambda: len(connections)):
+                return
+            server.run(asyncio.sleep(0.005))
+        raise AssertionError("the connection is still open")
+
+
+def test_connections_over_the_limit_are_closed(server: RunningServer) -> None:
+    with limited(server, HttpLimits(max_connections=1)) as address, socket.create_connection(address) as first:
+        first.sendall(LIVE)
+        assert b"200" in read_answer(first)
+        with socket.create_connection(address) as second:
+            assert ended(second)
+        first.sendall(LIVE)
+        assert b"200" in read_answer(first)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 50_000,
+    ],
+    ids=["tls", "two-hosts", "two-lengths", "long"],
+)
+def test_what_is_no_http_is_told_so_and_not_logged(rest: RestServer, words: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", rest.port)) as peer:
+        peer.sendall(words)
+        answer = read_answer(peer)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'{"error":"the request is not HTTP/1.1 as this server reads it' in answer
+    assert caplog.records == []
+
+
+def test_a_failure_of_the_servers_own_is_logged_and_not_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(_: Request) -> Response:
+        raise KeyError("/secret/path")
+
+    app = application([Route("/fail", fail)], "127.0.0.1", HttpOptions())
+    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
+    port = server.run(listening.start())
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/fail")
+    finally:
+        server.run(listening.stop(1))
+    assert (answer.status_code, answer.json()) == (500, {"error": "the server failed on this request; its log says why"})
+    assert "/secret/path" in caplog.text
+
+
+def test_websockets_are_answered_as_what_they_also_are(http: httpx.Client) -> None:
+    answer = http.get("/v2/health/live", headers={"connection": "upgrade", "upgrade": "websocket", "sec-websocket-key": "x"})
+    assert (answer.status_code, answer.json()) == (200, {"live": True})
+
+
+def test_more_is_not_received_than_can_be_held(server: RunningServer) -> None:
+    limits = HttpLimits(max_held_bytes=1000)
+    head = b"POST /v2/models/unbatched/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 700\r\n\r\n"
+    with (
+        limited(server, limits) as address,
+        socket.create_connection(address) as first,
+        socket.create_connection(address) as second,
+        socket.create_connection(address) as third,
+    ):
+        first.sendall(head + b" " * 600)
+        for _ in range(5):  # turns of the event loop, in which the first body has been received
+            third.sendall(LIVE)
+            read_answer(third)
+        second.sendall(head + b" " * 700)
+        answer = read_answer(second)
+        assert b"503" in answer.splitlines()[0]
+        assert b"the server is receiving as much as it can hold; retry with back-off" in answer
+        first.sendall(b" " * 100)
+        assert b"400" in read_answer(first).splitlines()[0]
+
+
+def test_requests_may_be_pipelined(rest: RestServer) -> None:
+    with socket.create_connection(("127.0.0.1", rest.port)) as peer:
+        peer.sendall(LIVE * 3)
+        peer.settimeout(HOLD_S)
+        data = b""
+        while data.count(b'{"live":true}') < 3:
+            data += peer.recv(65536)
+
+
+def test_draining_finishes_what_was_taken() -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as busy,
+        socket.create_connection(("127.0.0.1", rest.port)) as idle,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        idle.sendall(LIVE)
+        read_answer(idle)
+        post(busy, held_body(1))
+        assert backend.entered.wait(HOLD_S)
+        draining = threads.submit(lambda: server.run(server.core.drain()))
+        while server.call(lambda: server.core.is_ready):
+            pass
+        ready = httpx.get(f"http://127.0.0.1:{rest.port}/v2/health/ready")
+        assert (ready.status_code, ready.json()["error"][:36]) == (503, "the server takes no requests now; se")
+        refused = httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/held/infer", json=held_body(2))
+        assert refused.status_code == 503
+        stopping = threads.submit(lambda: server.run(rest.stop(HOLD_S)))
+        assert ended(idle)
+        backend.release.set()
+        assert b'"data":[2.0]' in read_answer(busy)
+        assert ended(busy)
+        stopping.result(HOLD_S)
+        draining.result(HOLD_S)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{rest.port}/v2")
+
+
+def test_what_does_not_end_in_time_is_cut_off() -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as busy,
+    ):
+        post(busy, held_body(1))
+        assert backend.entered.wait(HOLD_S)
+        server.run(rest.stop(0.01))
+        assert ended(busy)
+        backend.release.set()
+
+
+def test_a_port_that_is_taken_is_said_and_none_is_kept(server: RunningServer) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(
+                BindError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --http-port"
+            ),
+            running_http(server, HttpOptions(port=port, metrics_port=0)),
+        ):
+            pass
+        with (
+            pytest.raises(BindError, match=f"{port}: Address already in use; choose another --metrics-port"),
+            running_http(server, HttpOptions(port=0, metrics_port=port)),
+        ):
+            pass
+
+
+def test_a_host_that_is_none_is_said(server: RunningServer) -> None:
+    service = server.call(lambda: Service(server.core, server_version="0"))
+    rest = server.call(lambda: RestServer(server.core, service, "no.such.host.invalid", HttpOptions(port=0)))
+    with pytest.raises(BindError, match="cannot listen on no.such.host.invalid:0: .* or --host"):
+        server.run(rest.start())

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from serve.http.options import HttpLimits, HttpOptions
+from serve.http.rest_server import RestServer
+from serve.observability.options import AccessLog, ObserveOptions
+from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
+from tests.serve.http.running_http import running_http
+from tests.serve.running_server import running_server
+
+INFER = "/v2/models/unbatched/infer"
+HEADER = "inference-header-content-length"
+X = {"name": "x", "datatype": "FP32", "shape": [3], "data": [1, 2, 3]}
+
+
+def test_json_in_json_out(http: httpx.Client) -> None:
+    answer = http.post(INFER, json={"id": "a", "inputs": [X]})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert HEADER not in answer.headers
+    assert answer.json() == {
+        "model_name": "unbatched",
+        "model_version": "1",
+        "id": "a",
+        "outputs": [{"name": "y", "datatype": "FP32", "shape": [3], "data": [2.0, 4.0, 6.0]}],
+    }
+
+
+def test_fp16_as_numbers(http: httpx.Client) -> None:
+    x = {"name": "x", "datatype": "FP16", "shape": [1, 64], "data": [[0.5] * 64]}
+    answer = http.post("/v2/models/mlp/versions/1/infer", json={"inputs": [x]}).json()
+    assert answer["model_version"] == "1"
+    data = np.array(answer["outputs"][0]["data"])
+    np.testing.assert_array_equal(data, data.astype(np.float16))  # each is an fp16 number
+
+
+def test_a_body_may_be_the_bytes_of_the_only_input(http: httpx.Client) -> None:
+    raw = np.array([1, 2, 3], "<f4").tobytes()
+    answer = http.post(INFER, content=raw, headers={HEADER: "0"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    length = int(answer.headers[HEADER])
+    assert json.loads(answer.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 12}
+    assert np.frombuffer(answer.content[length:], "<f4").tolist() == [2, 4, 6]
+
+
+def test_the_batch_of_such_a_body_is_one(http: httpx.Client) -> None:
+    answer = http.post("/v2/models/mlp/infer", content=bytes(128), headers={HEADER: "0"})
+    assert json.loads(answer.content[: int(answer.headers[HEADER])])["outputs"][0]["shape"] == [1, 10]
+
+
+def test_mixed_outputs_travel_as_asked(http: httpx.Client) -> None:
+    asked = [{"name": "y", "parameters": {"binary_data": True, "classification": 2}}]
+    x = {"name": "x", "datatype": "FP16", "shape": [1, 64], "data": [0] * 64}
+    answer = http.post("/v2/models/mlp/infer", json={"inputs": [x], "outputs": asked})
+    length = int(answer.headers[HEADER])
+    assert json.loads(answer.content[:length])["outputs"][0]["datatype"] == "BYTES"
+    assert answer.content[length:].endswith(b"0.000000:1:one")
+
+
+def test_answers_are_compressed_where_it_pays(http: httpx.Client) -> None:
+    x = {"name": "x", "datatype": "FP16", "shape": [16, 64], "data": [1] * 1024}
+    large = http.post("/v2/models/mlp/infer", json={"inputs": [x]}, headers={"accept-encoding": "gzip"})
+    assert large.headers["content-encoding"] == "gzip"
+    assert len(large.json()["outputs"][0]["data"]) == 160
+    small = http.post(INFER, json={"inputs": [X]}, headers={"accept-encoding": "gzip"})
+    assert "content-encoding" not in small.headers
+
+
+def test_large_bodies_are_answered_alike(http: httpx.Client) -> None:
+    x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float16)
+    data = [{"name": "x", "datatype": "FP16", "shape": [16, 64], "data": x.ravel().tolist()}]
+    padded = json.dumps({"inputs": data, "parameters": {"note": "." * 200_000}}).encode()
+    first = http.post("/v2/models/mlp/infer", content=gzip.compress(padded), headers={"content-encoding": "gzip"})
+    assert first.json() == http.post("/v2/models/mlp/infer", json={"inputs": data}).json()
+
+
+def test_answers_that_are_no_text_must_be_asked_for_as_bytes(http: httpx.Client) -> None:
+    answer = http.post("/v2/models/echo_types/infer", json={"inputs": [X]})
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("input 'x' is not one of the model's: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status", "text"),
+    [
+        (INFER, b"{", {}, 400, "the body is no JSON: "),
+        (INFER, b"{}", {}, 400, "missing input 'x'; the model takes 'x'"),
+        (
+            INFER,
+            b"",
+            {HEADER: "5"},
+            400,
+            "Inference-Header-Content-Length is '5', expected a number of bytes up to the body's 0",
+        ),
+        (INFER, b"abc", {HEADER: "-1"}, 400, "Inference-Header-Content-Length is '-1', expected a number"),
+        (INFER, b"abc", {HEADER: "0"}, 400, "input 'x' has 3 bytes, expected 12 for FP32 of shape [3]"),
+        (
+            "/v2/models/echo_types/infer",
+            b"abc",
+            {HEADER: "0"},
+            400,
+            "Inference-Header-Content-Length is 0, but model 'echo_types' has ",
+        ),
+        (INFER, b"abc", {"content-encoding": "gzip"}, 400, "the body does not decompress as gzip"),
+        (INFER, b"abc", {"content-encoding": "zstd"}, 501, "Content-Encoding 'zstd' is not known here"),
+        ("/v2/models/nobody/infer", b"{}", {}, 404, "model 'nobody' is not served here"),
+        ("/v2/models/mlp/versions/7/infer", b"{}", {}, 404, "model 'mlp' has no version 7; served: 1, 3"),
+        ("/v2/models/mlp/versions/x/infer", b"{}", {}, 400, "model version 'x' is not a number"),
+        ("/v2/models/%2e%2e%2fsecret/infer", b"{}", {}, 404, ""),
+        ("/v2/models/mlp/inferno", b"{}", {}, 404, "nothing is served at this path; /openapi.json lists what is"),
+    ],
+    ids=range(13),
+)
+def test_wrong_requests_are_answered(
+    http: httpx.Client, path: str, content: bytes, headers: dict[str, str], status: int, text: str
+) -> None:
+    answer = http.post(path, content=content, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"].startswith(text)
+    assert http.get("/v2/health/live").status_code == 200
+
+
+def test_a_wrong_method_is_told_the_right_one(http: httpx.Client) -> None:
+    answer = http.get(INFER)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json() == {"error": "GET is not served at this path, expected POST"}
+
+
+def test_requests_are_in_the_access_log(tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    observe = ObserveOptions(access_log=AccessLog.ALL, access_log_file=log)
+    options = HttpOptions(port=0, metrics_port=None)
+    with running_server(lambda: [held_model(HeldBackend())]) as server:
+        with (
+            running_http(server, options, observe=observe) as rest,
+            httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as http,
+        ):
+            path, headers = "/v2/models/held/infer", {"x-request-id": "from-proxy"}
+            assert http.post(path, json=held_body(1), headers=headers).status_code == 200
+            assert http.post(path, json=held_body(-1)).status_code == 500
+            assert http.post(path, json={"inputs": 3}).status_code == 400
+        assert server.call(lambda: dict(server.core.figures.refused)) == {"invalid_argument": 1}
+    answered, failed, refused = map(json.loads, log.read_text().splitlines())
+    assert (answered["status"], answered["model"], answered["id"]) == ("OK", "held", "from-proxy")
+    assert (failed["status"], failed["model"]) == ("INTERNAL", "held")
+    assert (refused["status"], refused["model"], refused["error"][:24]) == (
+        "INVALID_ARGUMENT",
+        "held",
+        "the request has inputs 3",
+    )
+
+
+def held_body(value: float = 1, **parameters: Any) -> dict[str, Any]:
+    return {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}], "parameters": parameters}
+
+
+def test_a_full_queue_and_a_spent_time_have_their_statuses() -> None:
+    backend = HeldBackend(held=True)
+    model = held_model(backend, max_waiting=1)
+    with running_server(lambda: [model]) as server, running_http(server, HttpOptions(port=0, metrics_port=None)) as rest:
+        address = ("127.0.0.1", rest.port)
+        with socket.create_connection(address) as first, socket.create_connection(address) as second:
+            post(first, held_body(1))
+            assert backend.entered.wait(HOLD_S)
+            post(second, held_body(2))
+            wait_until_waiting(rest, 1)
+            answer = httpx.post(f"http://127.0.0.1:{rest.port}/v2/models/held/infer", json=held_body(3))
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"].startswith("the model's queue is full")
+            backend.release.set()
+            assert b'"data":[2.0]' in read_answer(first)
+            assert b'"data":[3.0]' in read_answer(second)
+
+
+def test_a_client_that_goes_frees_its_place() -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as first,
+    ):
+        post(first, held_body(1))
+        assert backend.entered.wait(HOLD_S)
+        with socket.create_connection(("127.0.0.1", rest.port)) as second:
+            post(second, held_body(2))
+            wait_until_waiting(rest, 1)
+        wait_until_waiting(rest, 0)
+        backend.release.set()
+        assert b'"data":[2.0]' in read_answer(first)
+        assert backend.batches == [[1.0]]
+
+
+def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Client) -> None:
+    limits = HttpLimits(max_body_bytes=1000)
+    with (
+        running_server(lambda: [held_model(HeldBackend())]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+    ):
+        url = f"http://127.0.0.1:{rest.port}/v2/models/held/infer"
+        for headers, content in (({}, bytes(2000)), ({"content-encoding": "gzip"}, gzip.compress(bytes(2_000_000), 9)[:900])):
+            answer = httpx.post(url, content=content, headers=headers)
+            assert answer.status_code == 413
+            assert "is too large, expected at most 1000; split the request" in answer.json()["error"]
+        chunks = httpx.post(url, content=iter([bytes(600), bytes(600)]))
+        assert chunks.status_code == 413
+
+
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    limits = HttpLimits(stall_s=0.05)
+    with (
+        running_server(lambda: [held_model(HeldBackend())]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as peer,
+    ):
+        peer.sendall(b"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
+        assert b"504" in read_answer(peer).splitlines()[0]
+
+
+def post(peer: socket.socket, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    head = f"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
+    peer.settimeout(HOLD_S)
+    peer.sendall(head.encode() + content)
+
+
+def read_answer(peer: socket.socket) -> bytes:
+    peer.settimeout(HOLD_S)
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += peer.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next(int(line.split(b":")[1]) for line in head.lower().splitlines() if line.startswith(b"content-length"))
+    while len(body) < length:
+        body += peer.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def wait_until_waiting(rest: RestServer, count: int) -> None:
+    """Ask the page's state until its queue holds `count` requests; each question is a turn of the event loop."""
+    for _ in range(2000):
+        (model,) = httpx.get(f"http://127.0.0.1:{rest.port}/ui/state").json()["models"]
+        if model["waiting"] == count:
+            return
+    raise AssertionError(f"the queue never held {count} requests")

@@ -1,0 +1,129 @@
+"""The OpenAPI document against the server: every route, every example, every answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from serve.http.openapi import document
+from serve.http.rest_server import RestServer
+from tests.serve.running_server import RunningServer
+
+DOCUMENT = document()
+KINDS: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+KINDS["null"] = type(None)
+
+
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in schema:
+        node: Any = DOCUMENT
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            node = node[part]
+        schema = node
+    return schema
+
+
+def check(value: Any, schema: dict[str, Any], where: str) -> None:
+    """Check a value against the part of JSON Schema that the document uses."""
+    schema = resolved(schema)
+    known = {
+        "type",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "additionalProperties",
+        "description",
+        "minimum",
+        "maxProperties",
+    }
+    known |= {"default", "pattern", "contentMediaType"}
+    assert schema.keys() <= known, (where, schema.keys() - known)
+    kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    assert any(isinstance(value, KINDS[kind]) for kind in kinds), (where, value, kinds)
+    assert not (isinstance(value, bool) and "boolean" not in kinds), (where, value)
+    assert value in schema.get("enum", [value]), (where, value)
+    if isinstance(value, dict):
+        assert set(schema.get("required", ())) <= value.keys(), (where, value)
+        assert len(value) <= schema.get("maxProperties", len(value)), where
+        for name, entry in value.items():
+            inner = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            if inner is not None:
+                check(entry, inner, f"{where}.{name}")
+    if isinstance(value, list) and "items" in schema:
+        for entry in value:
+            check(entry, schema["items"], f"{where}[]")
+    if isinstance(value, int) and "minimum" in schema:
+        assert value >= schema["minimum"], (where, value)
+
+
+def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in DOCUMENT["paths"].items():
+        for method, operation in item.items():
+            if method != "parameters":
+                yield path, method.upper(), operation
+
+
+def test_every_route_is_in_it_and_nothing_else(rest: RestServer) -> None:
+    routes: list[Route] = rest.routes
+    served = {
+        (route.path, method)
+        for route in routes
+        for method in (route.methods or set()) - {"HEAD"}
+        if not route.path.startswith("/ui/") and route.path not in {"/", "/v2/"}
+    }
+    assert {(path, method) for path, method, _ in operations()} == served
+
+
+def test_references_lead_somewhere_and_names_are_unique() -> None:
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                assert resolved(node)
+            for entry in node.values():
+                walk(entry)
+        elif isinstance(node, list):
+            for entry in node:
+                walk(entry)
+
+    walk(DOCUMENT)
+    names = [operation["operationId"] for _, _, operation in operations()]
+    assert len(set(names)) == len(names)
+    tags = {tag["name"] for tag in DOCUMENT["tags"]}
+    assert all(set(operation["tags"]) <= tags for _, _, operation in operations())
+
+
+def test_every_path_parameter_is_described() -> None:
+    for path, item in DOCUMENT["paths"].items():
+        described = {resolved(parameter)["name"] for parameter in item.get("parameters", ())}
+        assert described == {part[1:-1] for part in path.split("/") if part.startswith("{")}
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [(path, method) for path, method, _ in operations() if not path.startswith("/metrics")],
+    ids=lambda value: value,
+)
+def test_answers_are_as_described(http: httpx.Client, path: str, method: str) -> None:
+    operation = DOCUMENT["paths"][path][method.lower()]
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+    if body is not None:
+        check(body, operation["requestBody"]["content"]["application/json"]["schema"], "request")
+    real = path.replace("{model}", "unbatched").replace("{version}", "1").replace("{region}", "none")
+    answer = http.request(method, real, json={} if body is None and method == "POST" else body)
+    response = resolved(operation["responses"][str(answer.status_code)])
+    check(answer.json(), response["content"]["application/json"]["schema"], f"{method} {path}")
+    example = response["content"]["application/json"].get("example")
+    if example is not None and "infer" in path:
+        assert answer.json() == example  # what people read is what they get
+
+
+def test_it_is_served_with_the_servers_version(http: httpx.Client, server: RunningServer) -> None:
+    content = http.get("/openapi.json").json()
+    assert content["openapi"].startswith("3.1.")
+    assert content["info"].pop("version") == "0.0.test"
+    assert content["paths"] == DOCUMENT["paths"]

@@ -1,0 +1,202 @@
+"""Every method of tritonclient.http against our server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as tc
+from tritonclient.utils import InferenceServerException, shared_memory
+
+from serve.http.rest_server import RestServer
+from tests.models import mlp_weights
+
+
+@pytest.fixture(scope="module")
+def client(rest: RestServer) -> Iterator[Any]:
+    with tc.InferenceServerClient(f"127.0.0.1:{rest.port}") as client:
+        yield client
+
+
+def expected(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    first, second = (w.astype(np.float32) for w in mlp_weights())
+    return np.asarray(np.maximum(x.astype(np.float32) @ first, 0) @ second).astype(np.float16)
+
+
+def tensor(name: str, array: np.ndarray[Any, Any], datatype: str, *, binary: bool = True) -> Any:
+    made = tc.InferInput(name, list(array.shape), datatype)
+    made.set_data_from_numpy(array, binary_data=binary)
+    return made
+
+
+X = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float16)
+
+
+def test_the_server_and_its_models_are_ready(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("mlp")
+    assert client.is_model_ready("mlp", "1")
+    assert not client.is_model_ready("mlp", "2")
+    assert not client.is_model_ready("nobody")
+
+
+def test_metadata_and_configuration(client: Any) -> None:
+    assert client.get_server_metadata()["name"] == "halfserve"
+    metadata = client.get_model_metadata("mlp", "1")
+    assert metadata["versions"] == ["1", "3"]
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [-1, 64]}]
+    config = client.get_model_config("mlp")
+    assert config["max_batch_size"] == 16
+    assert config["input"][0]["dims"] == [64]
+
+
+def test_statistics_count(client: Any) -> None:
+    def count() -> int:
+        (entry,) = client.get_inference_statistics("mlp", "3")["model_stats"]
+        return int(entry["inference_stats"]["success"]["count"])
+
+    before = count()
+    client.infer("mlp", [tensor("x", X, "FP16")])
+    assert count() == before + 1
+    names = {entry["name"] for entry in client.get_inference_statistics()["model_stats"]}
+    assert names == {"mlp", "echo_types", "picky", "unbatched"}
+
+
+def test_the_index_lists_everything(client: Any) -> None:
+    index = client.get_model_repository_index()
+    assert {"name": "mlp", "version": "3", "state": "READY", "reason": ""} in index
+
+
+@pytest.mark.parametrize("coding", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+def test_fp16_goes_both_ways(client: Any, coding: str | None, binary: bool) -> None:
+    outputs = [tc.InferRequestedOutput("y", binary_data=binary)]
+    result = client.infer(
+        "mlp",
+        [tensor("x", X, "FP16")],
+        outputs=outputs,
+        request_id="17",
+        request_compression_algorithm=coding,
+        response_compression_algorithm=coding,
+    )
+    np.testing.assert_allclose(result.as_numpy("y"), expected(X), rtol=2e-3, atol=2e-3)
+    assert result.as_numpy("y").dtype == np.float16
+    assert result.get_response()["id"] == "17"
+
+
+def test_large_answers_are_compressed(client: Any) -> None:
+    x = np.zeros((1, 200_000), np.float32)
+    inputs = [tensor("in_FP32", x, "FP32")]
+    rest = [(n, w) for n, w in everything().items() if n != "in_FP32"]
+    inputs += [tensor(name, array, name.removeprefix("in_")) for name, array in rest]
+    result = client.infer(
+        "echo_types",
+        inputs,
+        outputs=[tc.InferRequestedOutput("out_FP32", binary_data=True)],
+        request_compression_algorithm="gzip",
+        response_compression_algorithm="gzip",
+    )
+    np.testing.assert_array_equal(result.as_numpy("out_FP32"), x)
+
+
+def everything() -> dict[str, np.ndarray[Any, Any]]:
+    """One input of every datatype for "echo_types"."""
+    kinds = {"BOOL": "?", "FP16": "f2", "FP32": "f4", "FP64": "f8"}
+    kinds |= {
+        f"{prefix}INT{bits}": f"{kind}{bits // 8}" for prefix, kind in (("", "i"), ("U", "u")) for bits in (8, 16, 32, 64)
+    }
+    arrays: dict[str, np.ndarray[Any, Any]] = {f"in_{name}": np.array([[0, 1, 1]], kind) for name, kind in kinds.items()}
+    arrays["in_BYTES"] = np.array([["a", "", "ä€"]], object)
+    return arrays
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["sent-binary", "sent-json"])
+@pytest.mark.parametrize("asked", [True, False], ids=["asked-binary", "asked-json"])
+def test_every_datatype_goes_both_ways(client: Any, sent: bool, asked: bool) -> None:
+    arrays = everything()
+    inputs = [
+        tensor(name, array, wire, binary=sent or wire == "FP16")  # tritonclient cannot write FP16 as JSON
+        for name, array in arrays.items()
+        for wire in [name.removeprefix("in_")]
+    ]
+    outputs = [tc.InferRequestedOutput(name.replace("in_", "out_"), binary_data=asked) for name in arrays]
+    result = client.infer("echo_types", inputs, outputs=outputs)
+    for name, array in arrays.items():
+        got = result.as_numpy(name.replace("in_", "out_"))
+        if name == "in_BYTES":
+            got = np.array([e if isinstance(e, str) else e.decode() for e in got.ravel()], object).reshape(got.shape)
+        np.testing.assert_array_equal(got, array)
+
+
+def test_classes_are_named(client: Any) -> None:
+    result = client.infer("mlp", [tensor("x", X, "FP16")], outputs=[tc.InferRequestedOutput("y", class_count=2)])
+    best = expected(X)[0].argmax()
+    assert result.as_numpy("y").shape == (3, 2)
+    assert result.as_numpy("y")[0, 0].decode().split(":")[1] == str(best)
+
+
+def test_tensors_may_lie_in_shared_memory(client: Any) -> None:
+    x = np.arange(3, dtype=np.float32)
+    inward = shared_memory.create_shared_memory_region("in", "/halfserve_test_http_in", x.nbytes)
+    outward = shared_memory.create_shared_memory_region("out", "/halfserve_test_http_out", x.nbytes)
+    try:
+        shared_memory.set_shared_memory_region(inward, [x])
+        client.register_system_shared_memory("in", "/halfserve_test_http_in", x.nbytes)
+        client.register_system_shared_memory("out", "/halfserve_test_http_out", x.nbytes)
+        names = {region["name"] for region in client.get_system_shared_memory_status()}
+        assert names == {"in", "out"}
+        given, wanted = tc.InferInput("x", [3], "FP32"), tc.InferRequestedOutput("y")
+        given.set_shared_memory("in", x.nbytes)
+        wanted.set_shared_memory("out", x.nbytes)
+        result = client.infer("unbatched", [given], outputs=[wanted])
+        assert result.get_output("y") == {"name": "y", "datatype": "FP32", "shape": [3]}
+        np.testing.assert_array_equal(shared_memory.get_contents_as_numpy(outward, np.float32, [3]), x + x)
+        client.unregister_system_shared_memory("in")
+        with pytest.raises(InferenceServerException, match="region 'in' is not registered"):
+            client.get_system_shared_memory_status("in")
+        client.unregister_system_shared_memory()
+        assert client.get_system_shared_memory_status() == []
+    finally:
+        for region in (inward, outward):
+            shared_memory.destroy_shared_memory_region(region)
+
+
+def test_there_is_no_cuda_shared_memory(client: Any) -> None:
+    assert client.get_cuda_shared_memory_status() == []
+    client.unregister_cuda_shared_memory()
+    with pytest.raises(InferenceServerException, match=r"\[501\] this server takes no CUDA shared memory"):
+        client.register_cuda_shared_memory("c", b"aGFuZGxl", 0, 64)
+
+
+def test_settings_are_read_and_changed(client: Any) -> None:
+    assert client.get_log_settings()["log_info"] is True
+    assert client.update_log_settings({"log_verbose_level": 0})["log_verbose_level"] == 0
+    assert client.get_trace_settings()["trace_level"] == ["OFF"]
+    assert client.update_trace_settings("mlp", {"trace_rate": "500"})["trace_rate"] == "500"
+    assert client.update_trace_settings("mlp", {"trace_rate": None})["trace_rate"] == client.get_trace_settings()["trace_rate"]
+    with pytest.raises(InferenceServerException, match=r"\[400\]"):
+        client.update_log_settings({"no_such_setting": True})
+
+
+def test_models_are_not_loaded_by_request_where_that_is_off(client: Any) -> None:
+    for name in ("load_model", "unload_model"):
+        with pytest.raises(InferenceServerException, match=r"\[409\] models are not loaded by request here"):
+            getattr(client, name)("mlp")
+
+
+def test_errors_reach_the_user(client: Any) -> None:
+    with pytest.raises(InferenceServerException, match=r"\[404\] model 'nobody' is not served here"):
+        client.infer("nobody", [tensor("x", X, "FP16")])
+    with pytest.raises(InferenceServerException, match=r"\[400\] input 'x' has datatype 'FP32', expected 'FP16'"):
+        client.infer("mlp", [tensor("x", X.astype(np.float32), "FP32")])
+    with pytest.raises(InferenceServerException, match=r"\[500\] the model failed on this request"):
+        client.infer("picky", [tensor("i", np.array([[9]], np.int64), "INT64")])
+
+
+def test_requests_may_run_side_by_side(client: Any) -> None:
+    waiting = [client.async_infer("mlp", [tensor("x", X[i : i + 1], "FP16")]) for i in range(3)]
+    for row, request in enumerate(waiting):
+        np.testing.assert_allclose(request.get_result().as_numpy("y"), expected(X[row : row + 1]), rtol=2e-3, atol=2e-3)
