@@ -32,6 +32,7 @@ def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool)
 
 
 def _text(score: np.generic, index: int, labels: Sequence[str]) -> bytes:
-    value = f"{float(score):.6f}" if np.issubdtype(score.dtype, np.floating) else str(score)
+    # numpy does not count bfloat16 among the floating kinds.
+    value = str(score) if score.dtype.kind in "iub" else f"{float(score):.6f}"
     label = f":{labels[index]}" if index < len(labels) else ""
     return f"{value}:{index}{label}".encode()

@@ -13,11 +13,11 @@ from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
+from serve.engine.raw_inputs import RawInput, RawLayout
 from serve.engine.tensors import Array, TensorSpec
 from serve.protocol.raw_tensors import from_raw
-from serve.protocol.request_forms import InputForm
-from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.shared_tensors import place_of
+from serve.protocol.shared_memory import Place, SharedMemory
+from serve.protocol.shared_tensors import PLACE_PARAMETERS, place_of
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class DecodedInputs:
     Attributes:
         inputs: read-only views on the received bytes where possible.
         rows: of the batch dimension; 1 for a model without one.
-        bucket: equal for requests that can be concatenated; None for one that runs alone.
+        bucket: equal for requests of one shape, apart from the batch dimension.
     """
 
     inputs: dict[str, Array]
     rows: int
-    bucket: Hashable | None
+    bucket: Hashable
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
@@ -44,7 +44,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
         UnsupportedError: an input lies in shared memory, which is off here.
     """
     raw = request.raw_input_contents
-    places = [place_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
+    places = input_places(request)
     sent = places.count(None)
     if raw and len(raw) != sent:
         raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {sent}, one per input that is sent")
@@ -57,9 +57,9 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
             raise InvalidArgumentError(f"input {spec.name!r} has contents and {other}, expected one of them")
         try:
             if place is not None:
-                arrays[spec.name] = from_raw(memory.read(place).data, spec.datatype, tensor.shape)
+                arrays[spec.name] = _from_raw(memory.read(place).data, spec.datatype, tensor.shape)
             elif raw:
-                arrays[spec.name] = from_raw(next(entries), spec.datatype, tensor.shape)
+                arrays[spec.name] = _from_raw(next(entries), spec.datatype, tensor.shape)
             else:
                 arrays[spec.name] = _from_contents(tensor.contents, spec.datatype, tensor.shape)
         except ValueError as error:
@@ -72,22 +72,29 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
     return DecodedInputs(arrays, rows, _bucket(arrays, model))
 
 
-def input_forms(request: ModelInferRequest, model: Model) -> tuple[InputForm, ...]:
-    """How to view the raw contents of requests like this checked one; empty where each must be parsed for itself.
+def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
+    """What the bytes of requests like this checked one mean; None where each must be parsed for itself.
 
     That is so where elements have no fixed size, where their bytes need a look (BOOL), and where parameters could say more.
     """
-    if len(request.raw_input_contents) != len(request.inputs) or set(request.parameters) - {"timeout", "priority"}:
-        return ()
-    forms = []
+    sent = [tensor for tensor in request.inputs if not tensor.parameters]
+    if not request.inputs or len(request.raw_input_contents) != len(sent) or set(request.parameters) - {"timeout", "priority"}:
+        return None
+    inputs = []
     for tensor in request.inputs:
         spec = model.inputs[tensor.name]
-        dtype = spec.datatype.numpy
-        if tensor.parameters or dtype is None or dtype.hasobject or dtype == np.bool_:
-            return ()
+        dtype = spec.datatype.array_dtype
+        if set(tensor.parameters) - PLACE_PARAMETERS or dtype.hasobject or dtype == np.bool_:
+            return None
         elements = math.prod(tensor.shape)
-        forms.append(InputForm(spec, dtype, tuple(tensor.shape), elements, elements * dtype.itemsize))
-    return tuple(forms)
+        shape = spec.shape_for_model(tuple(tensor.shape))
+        inputs.append(RawInput(spec.name, dtype, shape, elements, elements * dtype.itemsize))
+    return RawLayout(tuple(inputs))
+
+
+def input_places(request: ModelInferRequest) -> list[Place | None]:
+    """Where each input of a checked request lies in shared memory; None where it is sent."""
+    return [place_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
 
 
 def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: dict[str, Array]) -> TensorSpec:
@@ -116,14 +123,20 @@ def _rows(arrays: dict[str, Array], model: Model) -> int:
     return rows
 
 
-def _bucket(arrays: dict[str, Array], model: Model) -> Hashable | None:
-    if not model.max_batch_size:
-        return None  # a model without a batch dimension runs every request alone
+def _bucket(arrays: dict[str, Array], model: Model) -> Hashable:
+    # Without a batch dimension requests run alone, as a batch is one row then; how long that takes depends on the whole shape.
+    first = 1 if model.max_batch_size else 0
     if len(arrays) == 1:
         (array,) = arrays.values()
-        return tuple(array.shape[1:])
+        return tuple(array.shape[first:])
     # By the model's order: clients may name their inputs in any.
-    return tuple(arrays[name].shape[1:] for name in model.inputs)
+    return tuple(arrays[name].shape[first:] for name in model.inputs)
+
+
+def _from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) -> Array:
+    array = from_raw(raw, datatype, shape)
+    # Bit patterns are enough for a client; a backend computes with the numbers.
+    return array.view(datatype.array_dtype) if datatype.numpy is None else array
 
 
 def _from_contents(contents: Any, datatype: Datatype, shape: Sequence[int]) -> Array:

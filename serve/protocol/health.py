@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 from google.protobuf.message import Message
@@ -11,6 +13,7 @@ from serve.engine.errors import InvalidArgumentError, NotFoundError
 from serve.engine.inference_core import InferenceCore
 
 Response = health_pb2.HealthCheckResponse
+RECHECK_S = 1.0
 
 
 class Health:
@@ -39,13 +42,22 @@ class Health:
     async def watch(self, requests: AsyncIterator[health_pb2.HealthCheckRequest]) -> AsyncIterator[Message]:
         """The status now and again whenever it changes, for as long as the client listens."""
         async for request in requests:
+            told: int | None = None
             while True:
                 changed = self._core.changed
-                yield Response(status=self._status(request.service))
-                await changed.wait()
+                status = self._status(request.service)
+                if status != told:
+                    told = status
+                    yield Response(status=status)
+                # An instance that breaks, or a guard that finds fault, tells nobody; to be late by a moment does no harm.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RECHECK_S):
+                        await changed.wait()
         raise InvalidArgumentError("Watch got no request; expected one HealthCheckRequest")
 
     def _status(self, service: str) -> int:
-        if service not in self._overall and service not in {model.name for model in self._core.models()}:
+        if service in self._overall:
+            return int(Response.SERVING if self._core.is_ready else Response.NOT_SERVING)
+        if not self._core.knows(service):
             return int(Response.SERVICE_UNKNOWN)
-        return int(Response.SERVING if self._core.is_ready else Response.NOT_SERVING)
+        return int(Response.SERVING if self._core.is_model_ready(service) else Response.NOT_SERVING)

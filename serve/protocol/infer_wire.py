@@ -23,11 +23,13 @@ class CutRequest:
     Attributes:
         form: all of the message but its id and its raw contents.
         id: the request's id, ASCII.
+        id_offset: where it lies in the message; 0 where there is none.
         raw: where each entry of raw_input_contents lies in the message: (offset, bytes).
     """
 
     form: bytes
     id: bytes
+    id_offset: int
     raw: list[tuple[int, int]]
 
 
@@ -36,7 +38,7 @@ def cut_request(data: bytes) -> CutRequest | None:
     pieces: list[bytes] = []
     raw: list[tuple[int, int]] = []
     request_id = b""
-    position = start = 0
+    position = start = id_offset = 0
     end = len(data)
     try:
         while position < end:
@@ -53,7 +55,7 @@ def cut_request(data: bytes) -> CutRequest | None:
                 if tag == REQUEST_RAW:
                     raw.append((body, length))
                 else:
-                    request_id = data[body:after]
+                    request_id, id_offset = data[body:after], body
             position = after
     except IndexError:
         return None
@@ -61,7 +63,7 @@ def cut_request(data: bytes) -> CutRequest | None:
         return None
     if start != end:
         pieces.append(data[start:])
-    return CutRequest(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, raw)
+    return CutRequest(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, id_offset, raw)
 
 
 def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes]) -> bytes:
@@ -73,13 +75,20 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes
         outputs: a message with the entries of the outputs.
         raw: the bytes of each output.
     """
-    parts = [head]
-    if request_id:
-        parts += (RESPONSE_ID, varint(len(request_id)), request_id)
-    parts.append(outputs)
+    parts = [head, put_id(request_id), outputs]
     for tensor in raw:
-        parts += (RESPONSE_RAW, varint(len(tensor)), tensor)
+        parts += (raw_tag(len(tensor)), tensor)
     return b"".join(parts)
+
+
+def put_id(request_id: bytes) -> bytes:
+    """The response's field of the request's id; nothing where it has none."""
+    return RESPONSE_ID + varint(len(request_id)) + request_id if request_id else b""
+
+
+def raw_tag(size: int) -> bytes:
+    """What stands before the bytes of an output."""
+    return RESPONSE_RAW + varint(size)
 
 
 def varint(number: int) -> bytes:

@@ -6,23 +6,33 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
+from serve.engine.raw_inputs import RawInputs
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
-from serve.protocol.codec import decode_inputs, input_forms
+from serve.protocol.codec import decode_inputs, input_places, raw_layout
 from serve.protocol.infer_wire import cut_request
 from serve.protocol.messages import parse
 from serve.protocol.request_forms import RequestForm, RequestForms
 from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.wanted_outputs import WantedOutput, special_response, wanted_names, wanted_specially
+from serve.protocol.wanted_outputs import special_response, wanted_names, wanted_specially
 
 logger = logging.getLogger(__name__)
 
 Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
+
+
+class Watch(Protocol):
+    """Who follows one request."""
+
+    def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
+        """It is right, and about to be queued."""
 
 
 class Inference:
@@ -32,14 +42,16 @@ class Inference:
         self._core = core
         self._memory = memory
         self._forms = RequestForms()
+        core.on_change(self._forms.forget)
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
 
         Args:
             data: a ModelInferRequest as received.
             time_left_s: until the client's deadline, in seconds; None where it has none.
             reply: gets the ModelInferResponse as it goes out, or the error.
+            watch: is told what the request is before it is queued; None tells nobody.
 
         Returns:
             A function to call when the client has gone.
@@ -47,42 +59,71 @@ class Inference:
         Raises:
             InferenceError: the request is wrong or cannot be taken; `reply` is not called then.
         """
-        cut = cut_request(data)
-        form = self._forms.find(cut)
-        inputs = None if form is None or cut is None else form.arrays(data, cut.raw)
-        if form is None or cut is None or inputs is None:
-            request = parse(ModelInferRequest, data)
-            form, inputs = self._checked(request)
-            request_id = request.id.encode()
-            special = wanted_specially(request, form.model, self._memory)
-            if form.inputs and not special:
-                self._forms.keep(cut, form)
+        twin = self._forms.twin(data)
+        if twin is not None and (twin.id_start == twin.id_end or data[twin.id_start : twin.id_end].isascii()):
+            form, request_id = twin.form, data[twin.id_start : twin.id_end]
+            for place in form.places:
+                self._memory.check(place)
+            inputs: Tensors = RawInputs(twin.layout, data, twin.offsets, form.readers)
         else:
-            request_id = cut.id
-            special = {}
+            form, request_id, inputs = self._understand(data)
+        turn = form.turn
         queued = InferRequest(
-            inputs=inputs,
-            outputs=form.outputs,
-            rows=form.rows,
-            bucket=object() if form.bucket is None else form.bucket,
-            deadline=_in(form.turn.drop_after_s, time_left_s),
-            priority=form.turn.level,
-            patience=_in(form.turn.delay_after_s),
-            done=partial(self._answer, form, request_id, special, reply),
+            inputs,
+            form.outputs,
+            form.rows,
+            form.bucket,
+            None if time_left_s is None and turn.drop_after_s is None else _in(turn.drop_after_s, time_left_s),
+            partial(self._answer, form, request_id, reply),
+            turn.level,
+            None if turn.delay_after_s is None else _in(turn.delay_after_s),
         )
+        if watch is not None:
+            watch.taken(form.model, request_id, queued)
         self._core.submit(form.model, queued)
         return partial(form.model.batcher.cancel, queued)
+
+    def failed(self, data: bytes, error: Exception) -> None:
+        """Called by transports for a request that got an error. Nobody listens here (see `observed_inference`)."""
+
+    def gone(self, data: bytes) -> None:
+        """Called by transports for a request whose client has gone before its answer. As `failed`."""
+
+    def _understand(self, data: bytes) -> tuple[RequestForm, bytes, Tensors]:
+        cut = cut_request(data)
+        form = self._forms.find(cut)
+        offsets = None if form is None or cut is None else form.offsets(cut.raw)
+        try:
+            if form is not None and form.layout is not None and cut is not None and offsets is not None:
+                for place in form.places:
+                    self._memory.check(place)
+                self._forms.keep_twin(data, cut, form)
+                return form, cut.id, RawInputs(form.layout, data, offsets, form.readers)
+            request = parse(ModelInferRequest, data)
+            form, decoded = self._checked(request)
+        except InferenceError as error:
+            self._core.figures.refuse(error)
+            raise
+        self._forms.keep(cut, form)
+        return form, request.id.encode(), decoded
 
     def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, dict[str, Array]]:
         model = self._core.model(request.model_name, request.model_version)
         decoded = decode_inputs(request, model, self._memory)
+        special = wanted_specially(request, model, self._memory)
+        lying = input_places(request)
+        readers = tuple([None if place is None else partial(self._memory.read_into, place) for place in lying])
+        places = [place for place in (*lying, *(wanted.place for wanted in special.values())) if place is not None]
         form = RequestForm(
             model=model,
-            inputs=input_forms(request, model),
+            layout=raw_layout(request, model),
             outputs=wanted_names(request, model),
             rows=decoded.rows,
             bucket=decoded.bucket,
             turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),
+            readers=readers if any(readers) else None,
+            places=tuple(places),
+            special=special,
         )
         return form, decoded.inputs
 
@@ -90,7 +131,6 @@ class Inference:
         self,
         form: RequestForm,
         request_id: bytes,
-        special: dict[str, WantedOutput],
         reply: Reply,
         result: Tensors | InferenceError,
     ) -> None:
@@ -98,8 +138,8 @@ class Inference:
             reply(result)
             return
         try:
-            if special:
-                response = special_response(form.model, request_id, result, special, self._memory)
+            if form.special:
+                response = special_response(form.model, request_id, result, form.special, self._memory)
             else:
                 response = form.response(request_id, result)
         except InferenceError as error:

@@ -10,12 +10,14 @@ from functools import partial
 from protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
 from serve.engine.errors import InferenceError
 from serve.protocol.infer_wire import cut_request, varint
-from serve.protocol.inference import Cancel, Inference
+from serve.protocol.inference import Cancel
+from serve.protocol.observed_inference import AnyInference
 from serve.protocol.status import status_of
 
 logger = logging.getLogger(__name__)
 
 INFER_RESPONSE = b"\x12"  # the field of a ModelStreamInferResponse
+STATUS = "grpc-status"  # gRPC's own name for the number of a status
 # What Triton's clients look at in a stream to know that a request has got its last answer; here each has one.
 FINAL = ModelInferResponse()
 FINAL.parameters["triton_final_response"].bool_param = True
@@ -25,9 +27,10 @@ FINAL_BYTES = FINAL.SerializeToString()
 class _Slot:
     """A request's place in the order of answers."""
 
-    __slots__ = ("answer", "cancel")
+    __slots__ = ("answer", "cancel", "request")
 
-    def __init__(self) -> None:
+    def __init__(self, request: bytes) -> None:
+        self.request = request
         self.answer: bytes | None = None
         self.cancel: Cancel | None = None
 
@@ -35,7 +38,7 @@ class _Slot:
 class InferenceStream:
     """One call. A request that fails gets an answer with its error; the stream goes on."""
 
-    def __init__(self, inference: Inference, send: Callable[[bytes], None]) -> None:
+    def __init__(self, inference: AnyInference, send: Callable[[bytes], None]) -> None:
         """A stream.
 
         Args:
@@ -52,7 +55,7 @@ class InferenceStream:
 
     def receive(self, data: bytes, time_left_s: float | None) -> None:
         """Take a serialized ModelInferRequest. Whatever is wrong with it is answered, not raised."""
-        slot = _Slot()
+        slot = _Slot(data)
         self._slots.append(slot)
         try:
             slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data))
@@ -64,6 +67,7 @@ class InferenceStream:
         for slot in self._slots:
             if slot.cancel is not None and slot.answer is None:
                 slot.cancel()
+                self._inference.gone(slot.request)
         self._slots.clear()
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
@@ -76,9 +80,15 @@ class InferenceStream:
     def _fail(self, slot: _Slot, data: bytes, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a request in a stream failed", exc_info=error)
+        self._inference.failed(data, error)
         cut = cut_request(data)
-        response = ModelStreamInferResponse(error_message=status_of(error).details)
+        status = status_of(error)
+        response = ModelStreamInferResponse(error_message=status.details)
         response.infer_response.MergeFrom(FINAL)
+        # The protocol has but a text here: what the trailers of a call of its own would have said goes into parameters.
+        response.infer_response.parameters[STATUS].int64_param = status.code
+        for name, value in status.trailers:
+            response.infer_response.parameters[name].string_param = value
         response.infer_response.id = "" if cut is None else cut.id.decode("ascii")
         self._answer(slot, response.SerializeToString())
 

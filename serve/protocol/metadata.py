@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from protos import inference_pb2 as pb
-from serve.engine.config import PLATFORM
 from serve.engine.model import Model
 from serve.engine.statistics import Duration
 from serve.engine.tensors import TensorSpec
@@ -18,7 +17,7 @@ def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataR
     return pb.ModelMetadataResponse(
         name=model.name,
         versions=[str(m.version) for m in versions],
-        platform=PLATFORM,
+        platform=model.interface.kind.platform,
         inputs=[_tensor(spec) for spec in model.interface.inputs],
         outputs=[_tensor(spec) for spec in model.interface.outputs],
     )
@@ -51,12 +50,6 @@ def model_statistics(model: Model) -> pb.ModelStatistics:
             for size, per_size in sorted(s.by_batch_size.items())
         ],
     )
-
-
-def index_entry(model: Model, *, ready: bool) -> pb.RepositoryIndexResponse.ModelIndex:
-    """One line of the repository's index."""
-    state, reason = ("READY", "") if ready else ("UNLOADING", "the server is shutting down")
-    return pb.RepositoryIndexResponse.ModelIndex(name=model.name, version=str(model.version), state=state, reason=reason)
 
 
 def _tensor(spec: TensorSpec) -> TensorMetadata:

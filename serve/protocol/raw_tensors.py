@@ -40,10 +40,14 @@ def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) 
 
 
 def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
-    """The array's elements as wire bytes; BYTES from an array of `bytes` or `str` (UTF-8)."""
+    """The array's elements as wire bytes; BYTES from an array of `bytes` or `str` (UTF-8), BF16 from one of
+    `ml_dtypes.bfloat16` or of uint16 bit patterns.
+    """
     if datatype.itemsize is None:
         return _to_length_prefixed(array)
-    return np.ascontiguousarray(array, datatype.numpy or np.dtype("<u2")).tobytes()
+    if datatype.numpy is None:
+        return np.ascontiguousarray(array).view("<u2").tobytes()
+    return np.ascontiguousarray(array, datatype.numpy).tobytes()
 
 
 def _from_length_prefixed(raw: bytes | memoryview, shape: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -2,97 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from protos.inference_pb2 import ModelInferResponse
 from serve.engine.model import Model
 from serve.engine.queue_policy import Turn
-from serve.engine.tensors import Array, Tensors, TensorSpec
-from serve.protocol.infer_wire import CutRequest, put_response
-from serve.protocol.raw_tensors import to_raw
+from serve.engine.raw_inputs import RawLayout, Readers
+from serve.engine.tensors import Tensors
+from serve.protocol.infer_wire import CutRequest
+from serve.protocol.response_forms import ResponseForms
+from serve.protocol.shared_memory import Place
+from serve.protocol.wanted_outputs import WantedOutput
 
 # Of all forms together; a client that varies its form endlessly costs no more than this, and falls back to parsing.
 MAX_FORMS = 1024
 MAX_FORM_BYTES = 4096
+MAX_OF_ONE_LENGTH = 4
 
 
-@dataclass(frozen=True, slots=True)
-class InputForm:
-    """One input, at its place in raw_input_contents.
-
-    Attributes:
-        spec: of the model.
-        dtype: of its elements.
-        shape: that clients use.
-        elements: of that shape.
-        size: in bytes.
-    """
-
-    spec: TensorSpec
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    elements: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestForm:
     """A request that has been checked, but for its id and its bytes.
 
     Attributes:
         model: that it asks.
-        inputs: in the order of raw_input_contents.
+        layout: of its raw contents; None where each request must be parsed for itself.
         outputs: names, in the order of the answer.
         rows: of its batch dimension.
-        bucket: what it can share a batch with; None runs alone.
+        bucket: what it can share a batch with.
         turn: how it waits.
+        readers: of the inputs that are not sent but lie in shared memory; None where all are sent.
+        places: in shared memory, of inputs and outputs.
+        special: the outputs that are not just sent.
     """
 
     model: Model
-    inputs: tuple[InputForm, ...]
+    layout: RawLayout | None
     outputs: tuple[str, ...]
     rows: int
-    bucket: Hashable | None
+    bucket: Hashable
     turn: Turn
-    _responses: dict[tuple[tuple[int, ...], ...], tuple[bytes, bytes]] = field(default_factory=dict)
+    readers: Readers | None = None
+    places: tuple[Place, ...] = ()
+    special: Mapping[str, WantedOutput] = field(default_factory=dict)
+    _responses: ResponseForms = field(init=False)
 
-    def arrays(self, data: bytes, raw: list[tuple[int, int]]) -> dict[str, Array] | None:
-        """Views on the request's bytes; None where their number or sizes are not this form's."""
-        if len(raw) != len(self.inputs):
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_responses", ResponseForms(self.model, self.rows))
+
+    def offsets(self, raw: list[tuple[int, int]]) -> tuple[int, ...] | None:
+        """Where the inputs begin, by the places of the raw contents; None where their number or sizes are not this form's.
+
+        Those in shared memory begin at 0.
+        """
+        layout = self.layout
+        if layout is None:
             return None
-        arrays = {}
-        for form, (offset, size) in zip(self.inputs, raw, strict=True):
-            if size != form.size:
-                return None
-            array = np.frombuffer(data, form.dtype, form.elements, offset).reshape(form.shape)
-            arrays[form.spec.name] = form.spec.to_model(array)
-        return arrays
+        readers = self.readers or (None,) * len(layout.inputs)
+        sent = [place for place, reader in enumerate(readers) if reader is None]
+        if [size for _, size in raw] != [layout.inputs[place].size for place in sent]:
+            return None
+        offsets = [0] * len(readers)
+        for place, (offset, _) in zip(sent, raw, strict=True):
+            offsets[place] = offset
+        return tuple(offsets)
 
     def response(self, request_id: bytes, outputs: Tensors) -> bytes:
         """The answer, serialized."""
-        model = self.model
-        shaped = [(model.outputs[name], array) for name, array in outputs.items()]
-        arrays = [spec.to_client(array) for spec, array in shaped]
-        shapes = tuple(array.shape for array in arrays)
-        known = self._responses.get(shapes)
-        if known is None:
-            known = self._learn(shaped, shapes)
-        raw = [to_raw(array, spec.datatype) for (spec, _), array in zip(shaped, arrays, strict=True)]
-        return put_response(known[0], request_id, known[1], raw)
+        return self._responses.response(request_id, outputs)
 
-    def _learn(self, shaped: list[tuple[TensorSpec, Array]], shapes: tuple[tuple[int, ...], ...]) -> tuple[bytes, bytes]:
-        head = ModelInferResponse(model_name=self.model.name, model_version=str(self.model.version))
-        entries = ModelInferResponse()
-        for (spec, _), shape in zip(shaped, shapes, strict=True):
-            entries.outputs.add(name=spec.name, datatype=spec.datatype.wire, shape=shape)
-        known = (head.SerializeToString(), entries.SerializeToString())
-        if len(self._responses) < MAX_FORMS:  # a model's answers may have any number of shapes
-            self._responses[shapes] = known
-        return known
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """What tells that a request is another one of a form without looking at its fields: all but its holes is the same.
+
+    Attributes:
+        form: of both.
+        layout: of that form.
+        segments: what must be the same: (offset, bytes).
+        offsets: where the inputs begin.
+        id_start: where the id begins.
+        id_end: where it ends; the same where there is none.
+    """
+
+    form: RequestForm
+    layout: RawLayout
+    segments: tuple[tuple[int, bytes], ...]
+    offsets: tuple[int, ...]
+    id_start: int
+    id_end: int
+
+    def is_like(self, data: bytes) -> bool:
+        """Whether `data`, which is as long, is another such request."""
+        for offset, segment in self.segments:  # noqa: SIM110  (a generator would cost as much as the rest)
+            if not data.startswith(segment, offset):
+                return False
+        return True
 
 
 class RequestForms:
@@ -100,19 +105,54 @@ class RequestForms:
 
     def __init__(self) -> None:
         self._forms: dict[bytes, RequestForm] = {}
+        self._twins: dict[int, list[Twin]] = {}  # by the length of the request
+        self._kept_twins = 0
+
+    def twin(self, data: bytes) -> Twin | None:
+        """A request that `data` repeats but for its id and its tensors' bytes."""
+        for twin in self._twins.get(len(data), ()):
+            if twin.is_like(data):
+                return twin
+        return None
 
     def find(self, cut: CutRequest | None) -> RequestForm | None:
         """The form of a request that has been met before."""
         return None if cut is None else self._forms.get(cut.form)
 
-    def keep(self, cut: CutRequest | None, form: RequestForm | None) -> None:
-        """Remember a form, if there is one, and it is small."""
-        if cut is None or form is None or len(cut.form) > MAX_FORM_BYTES:
+    def keep(self, cut: CutRequest | None, form: RequestForm) -> None:
+        """Remember a form, if it is small and its requests need not be parsed."""
+        if cut is None or form.layout is None or len(cut.form) > MAX_FORM_BYTES:
             return
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()
         self._forms[cut.form] = form
 
+    def keep_twin(self, data: bytes, cut: CutRequest, form: RequestForm) -> None:
+        """Remember where a request of a form that is kept has its holes."""
+        offsets = form.offsets(cut.raw)
+        if form.layout is None or offsets is None:
+            return
+        if self._kept_twins >= MAX_FORMS:
+            self._twins.clear()
+            self._kept_twins = 0
+        of_length = self._twins.setdefault(len(data), [])
+        if len(of_length) >= MAX_OF_ONE_LENGTH:
+            of_length.pop()
+        else:
+            self._kept_twins += 1
+        holes = sorted([(cut.id_offset, len(cut.id)), *cut.raw])
+        segments, start = [], 0
+        for offset, size in holes:
+            if offset > start:
+                segments.append((start, data[start:offset]))
+            start = offset + size
+        if start < len(data):
+            segments.append((start, data[start:]))
+        twin = Twin(form, form.layout, tuple(segments), offsets, cut.id_offset, cut.id_offset + len(cut.id))
+        of_length.insert(0, twin)
+
     def forget(self) -> None:
         """Forget all: the models have changed."""
         self._forms.clear()
+        self._twins.clear()
+        self._kept_twins = 0

@@ -14,10 +14,15 @@ from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
 from serve.engine.inference_core import InferenceCore
+from serve.observability.observability import Observability
+from serve.observability.options import ObserveOptions
 from serve.protocol.health import Health
 from serve.protocol.inference import Inference
-from serve.protocol.metadata import index_entry, model_metadata, model_statistics
+from serve.protocol.metadata import model_metadata, model_statistics
+from serve.protocol.observed_inference import status_name
 from serve.protocol.reflection import reflection_methods
+from serve.protocol.repository_rpcs import RepositoryRpcs
+from serve.protocol.settings_rpcs import SettingsRpcs
 from serve.protocol.shared_memory import SharedMemory
 from serve.protocol.shared_memory_rpcs import SharedMemoryRpcs
 
@@ -48,15 +53,23 @@ class StreamMethod:
 class Service:
     """Everything that can be called, by method path."""
 
-    def __init__(self, core: InferenceCore, *, server_version: str, shared_memory: bool = False) -> None:
+    def __init__(
+        self, core: InferenceCore, *, server_version: str, shared_memory: bool = False, observe: ObserveOptions | None = None
+    ) -> None:
         """A service.
 
         Args:
             core: the models.
             server_version: told to clients.
             shared_memory: whether clients on this machine may leave tensors in shared memory.
+            observe: what to log and trace from the start; None nothing.
+
+        Raises:
+            FailedPreconditionError: there are to be traces, and there cannot be any.
         """
         self._core = core
+        self.observability = Observability(observe or ObserveOptions(), core, status_name)
+        settings = SettingsRpcs(core, self.observability)
         memory = SharedMemory(enabled=shared_memory)
         shared = SharedMemoryRpcs(memory)
         self.inference = Inference(core, memory)
@@ -72,7 +85,8 @@ class Service:
                 ("ModelMetadata", pb.ModelMetadataRequest, self.model_metadata),
                 ("ModelConfig", pb.ModelConfigRequest, self.model_config),
                 ("ModelStatistics", pb.ModelStatisticsRequest, self.model_statistics),
-                ("RepositoryIndex", pb.RepositoryIndexRequest, self.repository_index),
+                ("TraceSetting", pb.TraceSettingRequest, settings.trace_setting),
+                ("LogSettings", pb.LogSettingsRequest, settings.log_settings),
                 ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest, shared.system_status),
                 ("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest, shared.system_register),
                 ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest, shared.system_unregister),
@@ -83,8 +97,14 @@ class Service:
         }
         self.unary[health.CHECK_PATH] = UnaryMethod(health.request, health.check)
         self.streams: dict[str, StreamMethod] = {health.WATCH_PATH: StreamMethod(health.request, health.watch)}
+        for name, (request, answer) in RepositoryRpcs(core).methods().items():
+            self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer)
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
+
+    def tell(self, name: str, read: Callable[[], float]) -> None:
+        """Let metrics ask for a figure of the transport's, by a name that they know."""
+        self._core.figures.readings[name] = read
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """The process answers."""
@@ -95,9 +115,10 @@ class Service:
         return pb.ServerReadyResponse(ready=self._core.is_ready)
 
     def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Whether the model takes requests. An unknown one is NOT_FOUND."""
-        self._core.model(request.name, request.version)
-        return pb.ModelReadyResponse(ready=self._core.is_ready)
+        """Whether the model takes requests: not while it is loaded for the first time, was refused or is unloaded. One of which
+        nothing is known is NOT_FOUND.
+        """
+        return pb.ModelReadyResponse(ready=self._core.is_model_ready(request.name, request.version))
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Name, version and the protocol extensions that are served."""
@@ -121,8 +142,3 @@ class Service:
         else:
             models = self._core.models()
         return pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in models])
-
-    def repository_index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        """Every model version and its state."""
-        entries = [index_entry(model, ready=self._core.is_ready) for model in self._core.models()]
-        return pb.RepositoryIndexResponse(models=[e for e in entries if e.state == "READY" or not request.ready])

@@ -22,6 +22,21 @@ KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}")
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
 
 
+class OpenFile:
+    """A file that is closed when nobody holds it any more.
+
+    A worker thread may read from it while its region is unregistered: its number must not become another file's in that moment.
+    """
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Region:
     """A part of a shared memory file that a client has registered.
@@ -31,14 +46,14 @@ class Region:
         key: of the file.
         offset: of the region in the file, in bytes.
         byte_size: of the region.
-        descriptor: of the open file.
+        file: that holds it.
     """
 
     name: str
     key: str
     offset: int
     byte_size: int
-    descriptor: int
+    file: OpenFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +97,20 @@ class SharedMemory:
                 f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
                 "memory object, and at least one byte of it"
             )
-        descriptor = _open(name, key)
-        size = os.fstat(descriptor).st_size
+        file = OpenFile(_open(name, key))
+        size = os.fstat(file.descriptor).st_size
         if offset + byte_size > size:
-            os.close(descriptor)
             raise InvalidArgumentError(
                 f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
             )
-        self._regions[name] = Region(name=name, key=key, offset=offset, byte_size=byte_size, descriptor=descriptor)
+        self._regions[name] = Region(name=name, key=key, offset=offset, byte_size=byte_size, file=file)
 
     def unregister(self, name: str) -> None:
         """Close a region; "" closes all. One that is not registered is as good as closed."""
-        for region in [self._regions.pop(name)] if name in self._regions else [] if name else self._pop_all():
-            os.close(region.descriptor)
+        if name:
+            self._regions.pop(name, None)
+        else:
+            self._regions.clear()
 
     def regions(self, name: str) -> list[Region]:
         """The region of this name; "" lists all.
@@ -111,11 +127,21 @@ class SharedMemory:
             NotFoundError: the region is not registered.
             InvalidArgumentError: the tensor is not wholly inside of the region, or the client has shrunk its file.
         """
-        region = self.check(place)
+        self.check(place)
         data = np.empty(place.byte_size, np.uint8)
-        if os.preadv(region.descriptor, [data.data], region.offset + place.offset) != place.byte_size:
-            raise InvalidArgumentError(f"shared memory region {place.region!r} has become smaller than what is registered")
+        self.read_into(place, data.data)
         return data
+
+    def read_into(self, place: Place, target: memoryview) -> None:
+        """Put the bytes of a tensor where they are wanted. Called on worker threads too.
+
+        Raises:
+            NotFoundError: the region is not registered.
+            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has shrunk its file.
+        """
+        region = self.check(place)
+        if os.preadv(region.file.descriptor, [target], region.offset + place.offset) != place.byte_size:
+            raise InvalidArgumentError(f"shared memory region {place.region!r} has become smaller than what is registered")
 
     def write(self, place: Place, data: bytes) -> None:
         """Put a tensor's bytes into its place.
@@ -130,7 +156,7 @@ class SharedMemory:
                 f"an output of {len(data)} bytes does not fit its {place.byte_size} bytes of shared memory region "
                 f"{place.region!r}; make them more"
             )
-        os.pwrite(region.descriptor, data, region.offset + place.offset)
+        os.pwrite(region.file.descriptor, data, region.offset + place.offset)
 
     def check(self, place: Place) -> Region:
         """The region that holds a place.
@@ -159,11 +185,6 @@ class SharedMemory:
         if region is None:
             raise NotFoundError(f"shared memory region {name!r} is not registered; register it first")
         return region
-
-    def _pop_all(self) -> list[Region]:
-        regions = list(self._regions.values())
-        self._regions.clear()
-        return regions
 
 
 def _open(name: str, key: str) -> int:

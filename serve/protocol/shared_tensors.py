@@ -8,6 +8,7 @@ from serve.engine.errors import InvalidArgumentError
 from serve.protocol.shared_memory import Place
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+PLACE_PARAMETERS = frozenset((REGION, SIZE, OFFSET))
 
 
 def place_of(what: str, parameters: Any) -> Place | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from serve.engine.model import Model
 from serve.engine.tensors import Tensors
 from serve.protocol.classification import classify
 from serve.protocol.raw_tensors import to_raw
+from serve.protocol.response_parameters import parameters_of
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import place_of, tell_place
 
@@ -74,7 +76,7 @@ def wanted_specially(request: ModelInferRequest, model: Model, memory: SharedMem
 
 
 def special_response(
-    model: Model, request_id: bytes, outputs: Tensors, wanted: dict[str, WantedOutput], memory: SharedMemory
+    model: Model, request_id: bytes, outputs: Tensors, wanted: Mapping[str, WantedOutput], memory: SharedMemory
 ) -> bytes:
     """The answer to a request of which some outputs are wanted specially.
 
@@ -97,7 +99,7 @@ def special_response(
             tell_place(entry.parameters, special.place, len(raw))
             raw = b""
         response.raw_output_contents.append(raw)
-    return response.SerializeToString()
+    return response.SerializeToString() + parameters_of(outputs)
 
 
 def _classes(what: str, parameters: Any) -> int | None:

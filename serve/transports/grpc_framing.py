@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from struct import Struct
 
 from serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
 
-PREFIX_BYTES = 5  # flag, then the length in four bytes, big-endian
+PREFIX = Struct(">BI")  # flag, then the length
+PREFIX_BYTES = PREFIX.size
 # zlib's window argument for each encoding: "deflate" is zlib's format in HTTP, not the bare one.
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 ACCEPTED_ENCODINGS = b"identity,deflate,gzip"
@@ -18,7 +20,15 @@ ACCEPTED_ENCODINGS = b"identity,deflate,gzip"
 
 def frame(message: bytes) -> bytes:
     """An uncompressed message with its prefix."""
-    return b"\0" + len(message).to_bytes(4, "big") + message
+    return PREFIX.pack(0, len(message)) + message
+
+
+def sole_message(data: bytes, max_message_bytes: int) -> bytes | None:
+    """The message, where these bytes are one, whole and not compressed, and no longer than that; None otherwise."""
+    length = len(data) - PREFIX_BYTES
+    if length < 0 or length > max_message_bytes or PREFIX.unpack_from(data) != (0, length):
+        return None
+    return data[PREFIX_BYTES:]
 
 
 class MessageReader:
@@ -33,14 +43,16 @@ class MessageReader:
         """
         self._limit = max_message_bytes
         self._encoding = encoding
+        self._prefix = b""  # of the message that comes next, as far as it has come
+        self._flag = 0
+        self._missing: int | None = None  # bytes of the message; None while its prefix is not whole
         self._pieces: list[bytes] = []
         self._held = 0  # bytes in _pieces
-        self._wanted = PREFIX_BYTES  # bytes that _pieces must hold before anything can be done
 
     @property
     def held_bytes(self) -> int:
         """Bytes that wait for the rest of their message."""
-        return self._held
+        return len(self._prefix) if self._missing is None else PREFIX_BYTES + self._held
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Take the next bytes and give out the messages that they complete.
@@ -50,21 +62,27 @@ class MessageReader:
             InvalidArgumentError: a flag or a compressed message is not what gRPC defines.
             UnsupportedError: the call's encoding is not known here.
         """
-        self._pieces.append(data)
-        self._held += len(data)
-        while self._held >= self._wanted:
-            joined = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-            flag, length = joined[0], int.from_bytes(joined[1:PREFIX_BYTES], "big")
-            if length > self._limit:
-                raise MessageTooLargeError(length, self._limit)
-            end = PREFIX_BYTES + length
-            if len(joined) < end:
-                self._pieces, self._wanted = [joined], end
+        while True:
+            if self._missing is None:
+                start = self._prefix + data
+                if len(start) < PREFIX_BYTES:
+                    self._prefix = start
+                    return
+                self._flag, length = PREFIX.unpack_from(start)
+                if length > self._limit:
+                    raise MessageTooLargeError(length, self._limit)
+                self._prefix, self._missing, data = b"", length, start[PREFIX_BYTES:]
+            piece = data if len(data) <= self._missing else data[: self._missing]
+            self._pieces.append(piece)
+            self._held += len(piece)
+            self._missing -= len(piece)
+            if self._missing:
                 return
-            rest = joined[end:]
-            self._pieces, self._held, self._wanted = ([rest] if rest else []), len(rest), PREFIX_BYTES
-            message = joined[PREFIX_BYTES:end]
-            yield self._decompressed(message) if flag else message
+            data = data[len(piece) :]
+            # The only copy of a large message that is made here.
+            message = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces, self._held, self._missing = [], 0, None
+            yield self._decompressed(message) if self._flag else message
 
     def finish(self) -> None:
         """The client will send no more.
@@ -72,8 +90,10 @@ class MessageReader:
         Raises:
             InvalidArgumentError: in the middle of a message.
         """
-        if self._held:
-            raise InvalidArgumentError(f"the call ended inside a message: {self._held} bytes came, expected {self._wanted}")
+        held = self.held_bytes
+        if held:
+            wanted = PREFIX_BYTES if self._missing is None else held + self._missing
+            raise InvalidArgumentError(f"the call ended inside a message: {held} bytes came, expected {wanted}")
 
     def _decompressed(self, message: bytes) -> bytes:
         if self._encoding is None or self._encoding == b"identity":

@@ -8,12 +8,14 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 
 from serve.engine.errors import InferenceError, UnsupportedError
 from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.messages import parse
+from serve.protocol.observed_inference import AnyInference, ObservedInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.transport import BindError
@@ -109,24 +111,38 @@ def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
             else:
                 answered.set_result(result)
 
+        inference = _inference(service, context)
         try:
-            cancel = service.inference.infer(data, context.time_remaining(), reply)
+            cancel = inference.infer(data, context.time_remaining(), reply)
             try:
                 return await answered
             except asyncio.CancelledError:
                 cancel()
+                inference.gone(data)
                 raise
         except Exception as error:  # noqa: BLE001  (see above)
+            inference.failed(data, error)
             await _abort(context, error)
 
     return handle
+
+
+def _inference(service: Service, context: Context) -> AnyInference:
+    """A call's way in, by whoever observes it."""
+    observer = service.observability.observer
+    if observer is None:
+        return service.inference
+    metadata = context.invocation_metadata() or ()
+    headers = {name.encode(): value if isinstance(value, bytes) else value.encode() for name, value in metadata}
+    _, _, peer = unquote(context.peer()).partition(":")
+    return ObservedInference(service.inference, observer, peer, headers)
 
 
 def _infer_stream(service: Service) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
-        stream = InferenceStream(service.inference, answers.put_nowait)
+        stream = InferenceStream(_inference(service, context), answers.put_nowait)
 
         async def receive() -> None:
             async for data in messages:

@@ -20,6 +20,9 @@ class TransportLimits:
         connection_window_bytes: the same over all calls of a connection.
         max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on.
         max_unsent_bytes: of answers of one streaming call; beyond it the call's answers wait.
+        reset_burst: calls that a client may give up at once; a connection with more is closed. Clients whose deadlines pass
+            give up all of their calls, so it is not few; each costs no more than the request did.
+        resets_per_s: of these in the long run.
         handshake_s: seconds for a new connection to say its first words of HTTP/2.
         stall_s: seconds after which a request message that does not grow is given up.
         keepalive_s: silence after which a connection is asked whether it still lives.
@@ -37,6 +40,8 @@ class TransportLimits:
     connection_window_bytes: int = 16 * MIB
     max_held_bytes: int = 64 * MIB
     max_unsent_bytes: int = MIB
+    reset_burst: int = 10_000
+    resets_per_s: int = 2_000
     handshake_s: float = 10.0
     stall_s: float = 60.0
     keepalive_s: float = 600.0

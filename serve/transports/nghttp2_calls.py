@@ -1,4 +1,4 @@
-"""From the path of a call to the object that carries it."""
+"""From the headers of a call to the object that carries it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 from functools import partial
 
 from serve.engine.errors import InferenceError, UnsupportedError
+from serve.protocol.observed_inference import ObservedInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
-from serve.transports.grpc_framing import MessageReader
 from serve.transports.grpc_headers import timeout_seconds
-from serve.transports.nghttp2_connection import Call, GrpcConnection
+from serve.transports.nghttp2_connection import Call, GrpcConnection, OpenCall
 from serve.transports.nghttp2_streams import InferStreamCall, StreamCall
 from serve.transports.nghttp2_unary import InferCall, UnaryCall
 
 
 class Calls:
-    """Opens the call that a path names."""
+    """Opens the calls that headers ask for."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -25,26 +25,56 @@ class Calls:
         self._infer = INFER_PATH.encode()
         self._infer_stream = INFER_STREAM_PATH.encode()
 
-    def open(self, connection: GrpcConnection, stream: int, headers: dict[bytes, bytes]) -> Call:
-        """The call that these headers begin; one that is refused already takes no more than its end."""
+    def route(self, headers: dict[bytes, bytes]) -> OpenCall:
+        """What opens the calls that begin with these headers; one that is refused already takes no more than its end."""
         path = headers.get(b":path", b"")
+        encoding = headers.get(b"grpc-encoding")
         try:
             time_left = timeout_seconds(headers.get(b"grpc-timeout"))
-            reader = MessageReader(connection.limits.max_message_bytes, headers.get(b"grpc-encoding"))
-            if path == self._infer:
-                return InferCall(connection, stream, reader, self._service.inference, time_left)
-            if path == self._infer_stream:
-                return InferStreamCall(connection, stream, reader, self._service.inference, time_left)
-            unary = self._unary.get(path)
-            if unary is not None:
-                return UnaryCall(connection, stream, reader, unary)
-            method = self._streams.get(path)
-            if method is not None:
-                return StreamCall(connection, stream, reader, method, time_left)
-            name = path.decode("ascii", "replace")
-            raise UnsupportedError(f"{name} is not served here; server reflection lists what is")
         except InferenceError as error:
-            return RefusedCall(connection, stream, error)
+            return partial(RefusedCall, error=error)
+        if path == self._infer:
+            return _Inferring(InferCall, self._service, headers, encoding, time_left)
+        if path == self._infer_stream:
+            return _Inferring(InferStreamCall, self._service, headers, encoding, time_left)
+        unary = self._unary.get(path)
+        if unary is not None:
+            return partial(UnaryCall, encoding=encoding, method=unary)
+        method = self._streams.get(path)
+        if method is not None:
+            return partial(StreamCall, encoding=encoding, method=method, time_left_s=time_left)
+        name = path.decode("ascii", "replace")
+        return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
+
+
+class _Inferring:
+    """Opens the inference calls of one list of headers on one connection."""
+
+    __slots__ = ("_encoding", "_headers", "_kind", "_observability", "_observed", "_plain", "_time_left_s")
+
+    def __init__(
+        self,
+        kind: type[InferCall | InferStreamCall],
+        service: Service,
+        headers: dict[bytes, bytes],
+        encoding: bytes | None,
+        time_left_s: float | None,
+    ) -> None:
+        self._kind = kind
+        self._plain = service.inference
+        self._observability = service.observability
+        self._observed: ObservedInference | None = None
+        self._headers = headers
+        self._encoding = encoding
+        self._time_left_s = time_left_s
+
+    def __call__(self, connection: GrpcConnection, stream: int) -> Call:
+        observer = self._observability.observer  # which comes and goes while connections last
+        if observer is None:
+            return self._kind(connection, stream, self._encoding, self._plain, self._time_left_s)
+        if self._observed is None:
+            self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
+        return self._kind(connection, stream, self._encoding, self._observed, self._time_left_s)
 
 
 class RefusedCall:
@@ -57,6 +87,10 @@ class RefusedCall:
         asyncio.get_running_loop().call_soon(partial(connection.fail, stream, status_of(error), ended=False))
 
     def receive(self, data: bytes) -> int:
+        """Drop it."""
+        return len(data)
+
+    def receive_last(self, data: bytes) -> int:
         """Drop it."""
         return len(data)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 from ngh2 import (
@@ -18,6 +19,7 @@ from ngh2 import (
     ConnectionClosed,
     DataReceived,
     Event,
+    Header,
     PingAcknowledged,
     RequestReceived,
     Role,
@@ -27,19 +29,22 @@ from ngh2 import (
     StreamUnavailableError,
     TrailersReceived,
 )
-from ngh2.exceptions import NGH2Error
+from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, NGH2Error
 
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
 from serve.transports.limits import TransportLimits
+from serve.transports.receive_windows import ReceiveWindows
 
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 3, 4, 5, 6  # RFC 9113, section 6.5.2
 FRAME_BYTES = 2**20  # fewer, larger frames for large tensors
 WRITE_BYTES = 2**18  # given to the socket at a time, so that a slow reader's answers stay where they can still be dropped
-NO_ERROR, ENHANCE_YOUR_CALM = 0x00, 0x0B
+EVENTS_A_TURN = 256  # of one connection; a call is two or three
+NO_ERROR = 0x00
+CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
 
 
 class Call(Protocol):
@@ -52,8 +57,11 @@ class Call(Protocol):
     def receive(self, data: bytes) -> int:
         """Take what the client sent; return how many bytes it may send in its place at once."""
 
+    def receive_last(self, data: bytes) -> int:
+        """The same, for the last of what the client sends."""
+
     def end(self) -> None:
-        """The client will send no more."""
+        """The client will send no more, and has not sent anything with that."""
 
     def gone(self) -> None:
         """The client does not wait for an answer any more, or cannot get it."""
@@ -62,7 +70,8 @@ class Call(Protocol):
         """End with a status if the client owes the rest of a message since `before_s`, on the loop's clock."""
 
 
-OpenCall = Callable[["GrpcConnection", int, dict[bytes, bytes]], Call]
+OpenCall = Callable[["GrpcConnection", int], Call]
+Route = Callable[[dict[bytes, bytes]], OpenCall]
 
 
 class Owner(Protocol):
@@ -81,17 +90,19 @@ class Owner(Protocol):
 class GrpcConnection(asyncio.Protocol):
     """The server's side of one client connection."""
 
-    def __init__(self, owner: Owner, open_call: OpenCall, limits: TransportLimits) -> None:
+    def __init__(self, owner: Owner, route: Route, limits: TransportLimits) -> None:
         self._owner = owner
-        self._open_call = open_call
+        self._route = route
         self.limits = limits
+        self._headers: tuple[Header, ...] = ()  # of the latest call, which the next one mostly repeats
+        self._open_call: OpenCall | None = None  # what they ask for
         self._transport: asyncio.Transport | None = None
+        self._peer = ""
         self._http2 = Connection(Role.SERVER, _configuration(limits))
         self._calls: dict[int, Call] = {}
-        self._withheld: dict[int, int] = {}  # stream -> bytes taken and not yet given back to the client's window
-        self._unfinished: dict[int, int] = {}  # stream -> bytes held of its unfinished message, the oldest first
-        self._held = 0  # the sum of these
+        self._windows = ReceiveWindows(self._http2.acknowledge_received_data, limits.max_held_bytes)
         self._ending: set[int] = set()  # answered before the client had ended: to be reset once the answer is out
+        self._backlog: deque[Event] = deque()  # what has come and is not yet looked at
         self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls that wait for their answers to leave
         self._paused = self._receiving = self._closing = False
         self.opened_s = self.heard_s = asyncio.get_running_loop().time()
@@ -102,6 +113,15 @@ class GrpcConnection(asyncio.Protocol):
     def calls(self) -> int:
         """Calls in flight."""
         return len(self._calls)
+
+    @property
+    def peer(self) -> str:
+        """The client's address."""
+        if not self._peer and self._transport is not None:
+            name = self._transport.get_extra_info("peername")
+            host, port = name[:2] if isinstance(name, tuple) else ("unix", 0)
+            self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._peer
 
     # asyncio's side
 
@@ -126,17 +146,18 @@ class GrpcConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes, hand events to their calls, answer what can be answered at once."""
         self.heard_s = asyncio.get_running_loop().time()
-        self._receiving = True
         try:
             self._http2.receive_data(data)
-            self._handle_events()
+            events = self._http2.events()
         except NGH2Error as error:
-            logger.info("a connection broke HTTP/2: %s", error)
-            self._give_up()
+            self._broken(error)
             return
-        finally:
-            self._receiving = False
-        self.flush()
+        if self._backlog or len(events) > EVENTS_A_TURN:
+            self._backlog.extend(events)
+            if len(self._backlog) == len(events):  # otherwise its next part is due already
+                self._handle_backlog()
+        else:
+            self._handle(events)
 
     def eof_received(self) -> bool:
         """The client will send nothing more, answers included that it would read: gRPC clients do not half-close."""
@@ -166,24 +187,27 @@ class GrpcConnection(asyncio.Protocol):
         """The only message of a call, and its good end."""
         if self._forget(stream) is None:
             return
+        http2 = self._http2
         try:
-            self._http2.send_response(stream, RESPONSE)
-            self._http2.send_data(stream, frame(message))
-            self._http2.send_trailers(stream, OK_TRAILERS)
-        except StreamUnavailableError:
-            pass  # reset by the client in this very turn
+            http2.send_response(stream, RESPONSE)
+            http2.send_data(stream, frame(message))
+            http2.send_trailers(stream, OK_TRAILERS)
+        except CANNOT_BE_ANSWERED:
+            pass  # reset by the client in this very turn, or the connection is being ended
         self._flush_soon()
 
     def begin(self, stream: int) -> None:
         """The headers of a call with any number of messages."""
         if stream in self._calls:
-            self._http2.send_response(stream, RESPONSE)
+            with contextlib.suppress(*CANNOT_BE_ANSWERED):
+                self._http2.send_response(stream, RESPONSE)
             self._flush_soon()
 
     def send(self, stream: int, message: bytes) -> None:
         """One message of such a call."""
         if stream in self._calls:
-            self._http2.send_data(stream, frame(message))
+            with contextlib.suppress(*CANNOT_BE_ANSWERED):
+                self._http2.send_data(stream, frame(message))
             self._flush_soon()
 
     def is_behind(self, stream: int) -> bool:
@@ -208,11 +232,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def give_back(self, stream: int, size: int) -> None:
         """A call has read `size` bytes that `receive` kept back: the client may send as many."""
-        withheld = self._withheld.get(stream, 0)
-        size = min(size, withheld)
-        if size:
-            self._withheld[stream] = withheld - size
-            self._http2.acknowledge_received_data(size, stream)
+        if self._windows.give_back(stream, size):
             self._flush_soon()
 
     # The server's side
@@ -278,31 +298,56 @@ class GrpcConnection(asyncio.Protocol):
                 self._http2.reset_stream(stream, NO_ERROR)
         return bool(out)
 
-    def _handle_events(self) -> None:
-        for event in self._http2.events():
-            kind = type(event)
-            if kind is DataReceived:
-                self._data(cast("DataReceived", event))
-            elif kind is RequestReceived:
-                self._request(cast("RequestReceived", event))
-            elif kind is StreamClosed or kind is StreamReset:
-                self._stream_gone(cast("StreamClosed", event).stream_id)
-            elif kind is TrailersReceived:
-                call = self._calls.get(cast("TrailersReceived", event).stream_id)
-                if call is not None:
-                    call.end()
-            else:
-                self._connection_event(event)
+    def _handle_backlog(self) -> None:
+        """The next part of what has come. The rest waits a turn, and the socket with it, so that batches get theirs."""
+        transport = self._transport
+        if transport is None:
+            self._backlog.clear()
+            return
+        self._handle([self._backlog.popleft() for _ in range(min(EVENTS_A_TURN, len(self._backlog)))])
+        if self._backlog:
+            transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._handle_backlog)
+        else:
+            transport.resume_reading()
+
+    def _handle(self, events: Iterable[Event]) -> None:
+        self._receiving = True
+        try:
+            for event in events:
+                if isinstance(event, DataReceived):
+                    self._data(event)
+                elif isinstance(event, RequestReceived):
+                    self._request(event)
+                elif isinstance(event, StreamClosed | StreamReset):
+                    self._stream_gone(event.stream_id)
+                elif isinstance(event, TrailersReceived):
+                    call = self._calls.get(event.stream_id)
+                    if call is not None:
+                        call.end()
+                else:
+                    self._connection_event(event)
+        except NGH2Error as error:
+            self._broken(error)
+            return
+        finally:
+            self._receiving = False
+        self.flush()
 
     def _request(self, event: RequestReceived) -> None:
-        stream, headers = event.stream_id, dict(event.headers)
-        refused = refusal(headers)
-        if refused is not None:
-            self._http2.send_response(stream, refused, end_stream=True)
-            if not event.end_stream:
-                self._ending.add(stream)
-            return
-        call = self._open_call(self, stream, headers)
+        stream, headers, open_call = event.stream_id, event.headers, self._open_call
+        if open_call is None or headers != self._headers:
+            fields = dict(headers)
+            refused = refusal(fields)
+            if refused is not None:
+                with contextlib.suppress(*CANNOT_BE_ANSWERED):
+                    self._http2.send_response(stream, refused, end_stream=True)
+                if not event.end_stream:
+                    self._ending.add(stream)
+                return
+            open_call = self._route(fields)
+            self._headers, self._open_call = headers, open_call
+        call = open_call(self, stream)
         self._calls[stream] = call
         if event.end_stream:
             call.end()
@@ -311,42 +356,26 @@ class GrpcConnection(asyncio.Protocol):
         stream, data = event.stream_id, event.data
         call = self._calls.get(stream)
         size = len(data)
-        free = size if call is None else call.receive(data)
-        if call is not None and not event.end_stream and self._holds_too_much(stream, call):
-            free = 0
-        if free:
-            self._http2.acknowledge_received_data(free, stream)
-        if free != size:
-            self._withheld[stream] = self._withheld.get(stream, 0) + size - free
-        if event.end_stream and call is not None:
-            call.end()
-
-    def _holds_too_much(self, stream: int, call: Call) -> bool:
-        """Whether this call's message must wait until older ones are whole, so that they always can become it."""
-        held = call.held_bytes
-        self._held += held - self._unfinished.get(stream, 0)
-        if held:
-            self._unfinished[stream] = held
+        if call is None:
+            free = size
+        elif event.end_stream:
+            free = call.receive_last(data)
         else:
-            self._unfinished.pop(stream, None)
-        return self._held > self.limits.max_held_bytes and bool(held) and stream != next(iter(self._unfinished))
+            free = call.receive(data)
+            if self._windows.must_wait(stream, call.held_bytes):
+                free = 0
+        self._windows.took(stream, size, free)
 
     def _forget(self, stream: int) -> Call | None:
-        held = self._unfinished.pop(stream, 0)
-        if held:
-            self._held -= held
-            oldest = next(iter(self._unfinished), None)
-            if oldest is not None:
-                self.give_back(oldest, self._withheld.get(oldest, 0))
+        self._windows.answered(stream)
         return self._calls.pop(stream, None)
 
     def _stream_gone(self, stream: int) -> None:
         self._ending.discard(stream)
-        withheld = self._withheld.pop(stream, 0)
-        if withheld:
-            self._http2.acknowledge_received_data(withheld, stream)
-        self._waiting.pop(stream, None)
-        call = self._forget(stream)
+        if self._waiting:
+            self._waiting.pop(stream, None)
+        self._windows.closed(stream)
+        call = self._calls.pop(stream, None)
         if call is not None:
             call.gone()
 
@@ -363,7 +392,7 @@ class GrpcConnection(asyncio.Protocol):
             return
         try:
             send()
-        except StreamUnavailableError:
+        except CANNOT_BE_ANSWERED:
             return
         if not ended:
             self._ending.add(stream)
@@ -372,6 +401,10 @@ class GrpcConnection(asyncio.Protocol):
     def _flush_soon(self) -> None:
         if not self._receiving:
             self._owner.flush_soon(self)
+
+    def _broken(self, error: NGH2Error) -> None:
+        logger.info("a connection broke HTTP/2: %s", error)
+        self._give_up()
 
     def _give_up(self) -> None:
         """Say why, if that is still possible, and close."""
@@ -384,4 +417,8 @@ class GrpcConnection(asyncio.Protocol):
 
 
 def _configuration(limits: TransportLimits) -> Configuration:
-    return Configuration(auto_window_update=False, max_inbound_header_list_size=limits.max_header_bytes)
+    return Configuration(
+        auto_window_update=False,
+        max_inbound_header_list_size=limits.max_header_bytes,
+        stream_reset_rate_limit=(limits.reset_burst, limits.resets_per_s),
+    )

@@ -54,6 +54,8 @@ class Nghttp2Server:
         self._server: asyncio.Server | None = None
         self._closing = False
         self._sweeping: asyncio.TimerHandle | None = None
+        service.tell("connections", lambda: len(self._connections))
+        service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
     @property
     def is_closing(self) -> bool:
@@ -70,7 +72,7 @@ class Nghttp2Server:
         handshake_s = None if self._tls is None else self._limits.handshake_s
         try:
             self._server = await loop.create_server(
-                self._connection, self._host, self._port, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                self.connection, self._host, self._port, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
         except (OSError, OverflowError, UnicodeError) as error:
             number = getattr(error, "errno", None) or 0
@@ -104,6 +106,10 @@ class Nghttp2Server:
         for connection in list(self._connections):
             connection.abort()
 
+    def connection(self) -> GrpcConnection:
+        """The server's side of a new connection, for whatever carries its bytes."""
+        return GrpcConnection(self, self._calls.route, self._limits)
+
     def connected(self, connection: GrpcConnection) -> bool:
         """Take note of a new connection; False where there are too many."""
         if len(self._connections) >= self._limits.max_connections:
@@ -129,9 +135,6 @@ class Nghttp2Server:
         while not reached():
             self._changed.clear()
             await self._changed.wait()
-
-    def _connection(self) -> GrpcConnection:
-        return GrpcConnection(self, self._calls.open, self._limits)
 
     def _flush(self) -> None:
         connections, self._unflushed = self._unflushed, set()

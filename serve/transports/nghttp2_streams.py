@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from google.protobuf.message import Message
 
 from serve.engine.errors import DeadlineExceededError, InferenceError
-from serve.protocol.inference import Inference
 from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.messages import parse
+from serve.protocol.observed_inference import AnyInference
 from serve.protocol.service import StreamMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader
@@ -32,13 +32,13 @@ class InferStreamCall:
         self,
         connection: GrpcConnection,
         stream: int,
-        reader: MessageReader,
-        inference: Inference,
+        encoding: bytes | None,
+        inference: AnyInference,
         time_left_s: float | None,
     ) -> None:
         self._connection = connection
         self._stream = stream
-        self._reader = reader
+        self._reader = MessageReader(connection.limits.max_message_bytes, encoding)
         self._requests = InferenceStream(inference, self._answer)
         self._ended = self._begun = False
         self._withheld = 0
@@ -63,6 +63,12 @@ class InferStreamCall:
             return len(data)
         self._withheld += len(data)
         return 0
+
+    def receive_last(self, data: bytes) -> int:
+        """The same, and the client's end."""
+        free = self.receive(data)
+        self.end()
+        return free
 
     def end(self) -> None:
         """The client will send no more: once everything is answered, so is the call."""
@@ -127,13 +133,13 @@ class StreamCall:
         self,
         connection: GrpcConnection,
         stream: int,
-        reader: MessageReader,
+        encoding: bytes | None,
         method: StreamMethod,
         time_left_s: float | None,
     ) -> None:
         self._connection = connection
         self._stream = stream
-        self._reader = reader
+        self._reader = MessageReader(connection.limits.max_message_bytes, encoding)
         self._method = method
         self._messages: deque[bytes] = deque()
         self._arrived = asyncio.Event()
@@ -158,6 +164,12 @@ class StreamCall:
             return len(data)
         self._unread += len(data)
         return 0
+
+    def receive_last(self, data: bytes) -> int:
+        """The same, and the client's end."""
+        free = self.receive(data)
+        self.end()
+        return free
 
     def end(self) -> None:
         """The client will send no more."""

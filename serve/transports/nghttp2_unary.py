@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError
-from serve.protocol.inference import Cancel, Inference
+from serve.protocol.inference import Cancel
 from serve.protocol.messages import parse
+from serve.protocol.observed_inference import AnyInference
 from serve.protocol.service import UnaryMethod
 from serve.protocol.status import status_of
-from serve.transports.grpc_framing import MessageReader
+from serve.transports.grpc_framing import MessageReader, sole_message
 from serve.transports.nghttp2_connection import GrpcConnection
 
 logger = logging.getLogger(__name__)
@@ -18,10 +19,13 @@ logger = logging.getLogger(__name__)
 class _Unary:
     """A call that takes one message and gives one."""
 
-    def __init__(self, connection: GrpcConnection, stream: int, reader: MessageReader) -> None:
+    __slots__ = ("_connection", "_encoding", "_ended", "_grown_s", "_message", "_reader", "_stream")
+
+    def __init__(self, connection: GrpcConnection, stream: int, encoding: bytes | None) -> None:
         self._connection = connection
         self._stream = stream
-        self._reader = reader
+        self._encoding = encoding
+        self._reader: MessageReader | None = None  # for a message that comes in pieces, or compressed
         self._message: bytes | None = None
         self._ended = False
         self._grown_s = connection.heard_s
@@ -29,11 +33,13 @@ class _Unary:
     @property
     def held_bytes(self) -> int:
         """Bytes of an unfinished message."""
-        return self._reader.held_bytes
+        return 0 if self._reader is None else self._reader.held_bytes
 
     def receive(self, data: bytes) -> int:
         """Take what the client sent; all of it may be sent again, as a message must be whole before it can be read."""
         self._grown_s = self._connection.heard_s
+        if self._reader is None:
+            self._reader = MessageReader(self._connection.limits.max_message_bytes, self._encoding)
         try:
             for message in self._reader.feed(data):
                 if self._message is not None:
@@ -43,11 +49,21 @@ class _Unary:
             self._fail(error)
         return len(data)
 
+    def receive_last(self, data: bytes) -> int:
+        """The same, and the client's end."""
+        if self._reader is None:
+            self._message = sole_message(data, self._connection.limits.max_message_bytes)
+        if self._message is None or self._reader is not None:
+            self.receive(data)
+        self.end()
+        return len(data)
+
     def end(self) -> None:
         """The client will send no more: answer."""
         self._ended = True
         try:
-            self._reader.finish()
+            if self._reader is not None:
+                self._reader.finish()
             if self._message is None:
                 raise InvalidArgumentError("the call ended without a message, expected one")  # noqa: TRY301  (see above)
             self._answer(self._message)
@@ -74,15 +90,17 @@ class _Unary:
 class InferCall(_Unary):
     """ModelInfer: queued, and answered when its batch has run."""
 
+    __slots__ = ("_cancel", "_inference", "_time_left_s")
+
     def __init__(
         self,
         connection: GrpcConnection,
         stream: int,
-        reader: MessageReader,
-        inference: Inference,
+        encoding: bytes | None,
+        inference: AnyInference,
         time_left_s: float | None,
     ) -> None:
-        super().__init__(connection, stream, reader)
+        super().__init__(connection, stream, encoding)
         self._inference = inference
         self._time_left_s = time_left_s
         self._cancel: Cancel | None = None
@@ -91,6 +109,7 @@ class InferCall(_Unary):
         """Free the request's place in the queue."""
         if self._cancel is not None:
             self._cancel()
+            self._inference.gone(self._message or b"")
 
     def _answer(self, message: bytes) -> None:
         self._cancel = self._inference.infer(message, self._time_left_s, self._reply)
@@ -102,12 +121,18 @@ class InferCall(_Unary):
         else:
             self._connection.answer(self._stream, result)
 
+    def _fail(self, error: Exception) -> None:
+        self._inference.failed(self._message or b"", error)
+        super()._fail(error)
+
 
 class UnaryCall(_Unary):
     """Any other method with one message each way, answered at once."""
 
-    def __init__(self, connection: GrpcConnection, stream: int, reader: MessageReader, method: UnaryMethod) -> None:
-        super().__init__(connection, stream, reader)
+    __slots__ = ("_method",)
+
+    def __init__(self, connection: GrpcConnection, stream: int, encoding: bytes | None, method: UnaryMethod) -> None:
+        super().__init__(connection, stream, encoding)
         self._method = method
 
     def _answer(self, message: bytes) -> None:

@@ -11,11 +11,11 @@ from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferRequest
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
-from serve.engine.batch_queue import BatchLimits
+from serve.engine.batch_limits import BatchLimits
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
 from serve.engine.tensors import TensorSpec
-from serve.protocol.codec import decode_inputs, input_forms
+from serve.protocol.codec import decode_inputs, raw_layout
 from serve.protocol.shared_memory import SharedMemory
 from serve.protocol.wanted_outputs import wanted_names, wanted_specially
 from tests.serve.engine.fakes import HeldBackend
@@ -161,8 +161,9 @@ def test_a_huge_shape_is_a_clear_error() -> None:
 
 
 def test_a_form_is_learned_where_the_bytes_speak_for_themselves() -> None:
-    forms = input_forms(request(B, A), TWO)
-    assert [(f.spec.name, f.dtype.str, f.shape, f.elements, f.size) for f in forms] == [
+    layout = raw_layout(request(B, A), TWO)
+    assert layout is not None
+    assert [(f.name, f.dtype.str, f.shape, f.elements, f.size) for f in layout.inputs] == [
         ("b", "<i4", (1, 3), 3, 12),
         ("a", "<f2", (1, 2), 2, 4),
     ]
@@ -170,13 +171,13 @@ def test_a_form_is_learned_where_the_bytes_speak_for_themselves() -> None:
 
 def test_no_form_is_learned_where_each_request_needs_a_look() -> None:
     with_parameter = request(A, B)
-    with_parameter.inputs[0].parameters["shared_memory_region"].string_param = "region"
+    with_parameter.inputs[0].parameters["unknown"].string_param = "meaning"
     sequence = request(A, B)
     sequence.parameters["sequence_id"].int64_param = 1
-    assert input_forms(with_parameter, TWO) == input_forms(sequence, TWO) == ()
-    for wire, raw in (("BOOL", b"\1"), ("BYTES", bytes(4)), ("BF16", bytes(2))):
-        assert input_forms(request(("x", wire, [1, 1], raw)), model(spec("x", wire, -1, -1))) == ()
-    assert input_forms(ModelInferRequest(inputs=request(A).inputs), TWO) == ()
+    assert raw_layout(with_parameter, TWO) is raw_layout(sequence, TWO) is None
+    for wire, raw in (("BOOL", b"\1"), ("BYTES", bytes(4))):
+        assert raw_layout(request(("x", wire, [1, 1], raw)), model(spec("x", wire, -1, -1))) is None
+    assert raw_layout(ModelInferRequest(inputs=request(A).inputs), TWO) is None
 
 
 @given(st.binary(max_size=200))

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from serve.engine.raw_inputs import RawInputs
 from serve.engine.tensors import Tensors
-from serve.protocol.codec import input_forms
+from serve.protocol.codec import raw_layout
 from serve.protocol.infer_wire import CutRequest, cut_request
 from serve.protocol.request_forms import MAX_FORM_BYTES, MAX_FORMS, RequestForm, RequestForms
 from tests.serve.protocol.test_codec import TWO, A, B, request
@@ -13,7 +14,7 @@ from tests.serve.protocol.test_codec import TWO, A, B, request
 
 def form_of(message: ModelInferRequest) -> RequestForm:
     return RequestForm(
-        model=TWO, inputs=input_forms(message, TWO), outputs=("y",), rows=1, bucket="same", turn=TWO.queue_policy.turn(0, None)
+        model=TWO, layout=raw_layout(message, TWO), outputs=("y",), rows=1, bucket="same", turn=TWO.queue_policy.turn(0, None)
     )
 
 
@@ -29,15 +30,17 @@ def test_the_bytes_of_the_next_request_are_viewed_in_place() -> None:
     data = second.SerializeToString()
     cut = cut_request(data)
     assert cut is not None
-    arrays = form.arrays(data, cut.raw)
-    assert arrays is not None
+    offsets = form.offsets(cut.raw)
+    assert offsets is not None
+    assert form.layout is not None
+    arrays = RawInputs(form.layout, data, offsets)
     assert (arrays["a"].tolist(), arrays["b"].tolist()) == ([[1.0, 2.0]], [[0, 1, 2]])
     assert not arrays["a"].flags.owndata
 
 
 @pytest.mark.parametrize("raw", [[], [(0, 4)], [(0, 4), (4, 11)], [(0, 4), (4, 12), (16, 1)]])
 def test_other_counts_or_sizes_are_not_of_this_form(raw: list[tuple[int, int]]) -> None:
-    assert form_of(request(A, B)).arrays(bytes(40), raw) is None
+    assert form_of(request(A, B)).offsets(raw) is None
 
 
 @pytest.mark.parametrize("times", [1, 2])  # the second one is answered from what was learned
@@ -74,7 +77,7 @@ def test_forms_are_found_by_all_that_is_neither_id_nor_bytes() -> None:
 def test_endlessly_many_forms_are_forgotten() -> None:
     forms, form = RequestForms(), form_of(request(A, B))
     for number in range(MAX_FORMS + 1):
-        forms.keep(CutRequest(str(number).encode(), b"", []), form)
-    assert forms.find(CutRequest(b"0", b"", [])) is None
-    forms.keep(CutRequest(bytes(MAX_FORM_BYTES + 1), b"", []), form)
-    assert forms.find(CutRequest(bytes(MAX_FORM_BYTES + 1), b"", [])) is None
+        forms.keep(CutRequest(str(number).encode(), b"", 0, []), form)
+    assert forms.find(CutRequest(b"0", b"", 0, [])) is None
+    forms.keep(CutRequest(bytes(MAX_FORM_BYTES + 1), b"", 0, []), form)
+    assert forms.find(CutRequest(bytes(MAX_FORM_BYTES + 1), b"", 0, [])) is None

@@ -237,15 +237,31 @@ def test_a_stream_whose_answers_are_not_read_may_send_no_more_until_they_are(lim
         assert all(not pb.ModelStreamInferResponse.FromString(answer).error_message for answer in answered)
 
 
-def test_rapid_resets_cost_the_connection_that_sends_them(server: RunningServer) -> None:
+def give_up(client: Http2Peer, calls: int) -> None:
+    """Begin calls and reset each of them at once."""
+    with contextlib.suppress(ConnectionError):
+        for _ in range(calls):
+            stream = client.http2.send_request(call_headers())
+            client.push()
+            client.http2.reset_stream(stream)
+        client.push()
+
+
+def test_rapid_resets_cost_the_connection_that_sends_them(limited: Limited) -> None:
+    server = limited(reset_burst=100, resets_per_s=1)
     with peer(server) as hostile:
-        with contextlib.suppress(ConnectionError):
-            for _ in range(4000):
-                stream = hostile.http2.send_request(call_headers())
-                hostile.push()
-                hostile.http2.reset_stream(stream)
+        give_up(hostile, 2000)
         assert hostile.is_closed_by_server()
     assert serves(server)
+
+
+def test_a_client_may_give_up_all_calls_whose_deadlines_pass(server: RunningServer) -> None:
+    with peer(server) as late:
+        give_up(late, 2000)
+        stream = late.http2.send_request(call_headers(SERVER_LIVE))
+        late.http2.send_data(stream, frame(b""), end_stream=True)
+        late.push()
+        assert late.status(stream) == (0, "")
 
 
 def test_a_flood_of_continuations_is_cut_off(server: RunningServer) -> None:
@@ -312,3 +328,13 @@ def test_nothing_is_left_of_clients_that_are_gone(server: RunningServer) -> None
     while not server.run(alone()):
         pass
     assert serves(server)
+
+
+def test_a_flood_in_one_piece_is_answered_in_full(server: RunningServer) -> None:
+    with peer(server) as eager:
+        streams = []
+        for _ in range(1000):
+            streams.append(eager.http2.send_request(call_headers(SERVER_LIVE)))
+            eager.http2.send_data(streams[-1], frame(b""), end_stream=True)
+        eager.push()
+        assert all(eager.status(stream) == (0, "") for stream in streams)

@@ -54,6 +54,24 @@ def test_inputs_and_outputs_in_shared_memory(client: triton.InferenceServerClien
     np.testing.assert_array_equal(client.infer("mlp", [x_shared]).as_numpy("y"), sent)
 
 
+def test_every_request_reads_and_writes_what_lies_there_then(client: triton.InferenceServerClient, region: Any) -> None:
+    x_shared, y_shared = triton.InferInput("x", (1, 64), "FP16"), triton.InferRequestedOutput("y")
+    x_shared.set_shared_memory(NAME, 128)
+    y_shared.set_shared_memory(NAME, 20, offset=128)
+    for scale in (1, -2, 0, 3):  # from the second one on, the request is known by its bytes
+        x = np.full((1, 64), scale, np.float16)
+        sent = client.infer("mlp", [triton.InferInput("x", (1, 64), "FP16").set_data_from_numpy(x)]).as_numpy("y")
+        shm.set_shared_memory_region(region, [x])
+        client.infer("mlp", [x_shared], outputs=[y_shared])
+        np.testing.assert_array_equal(shm.get_contents_as_numpy(region, np.float16, [1, 10], offset=128), sent)
+    client.unregister_system_shared_memory(NAME)
+    with pytest.raises(InferenceServerException, match="is not registered"):
+        client.infer("mlp", [x_shared], outputs=[y_shared])
+    client.register_system_shared_memory(NAME, f"/{NAME}", 100)
+    with pytest.raises(InferenceServerException, match="are not inside of shared memory region"):
+        client.infer("mlp", [x_shared], outputs=[y_shared])
+
+
 def test_status_tells_what_is_registered(client: triton.InferenceServerClient, region: Any) -> None:
     del region
     status = client.get_system_shared_memory_status(NAME).regions[NAME]

@@ -177,7 +177,7 @@ def test_bytes_that_are_no_message_do_not_stop_the_server(channel: grpc.Channel,
     assert client.is_server_ready()
 
 
-@pytest.mark.parametrize("method", [SERVICE + "RepositoryModelLoad", "/other.Service/Method"])
+@pytest.mark.parametrize("method", [SERVICE + "NoSuchMethod", "/other.Service/Method"])
 def test_a_method_that_is_not_served_says_so(channel: grpc.Channel, method: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         channel.unary_unary(method)(b"", timeout=20)

@@ -140,5 +140,4 @@ def test_the_more_urgent_request_overtakes(transport: MakeTransport) -> None:
             answer.result(20)
         assert backend.batches == [[1], [3], [2]]
         urgent.parameters["priority"].uint64_param = 3
-        with pytest.raises(grpc.RpcError, match="priority is 3, expected 1"):
-            stub(urgent, timeout=20)
+        stub(urgent, timeout=20)  # no such priority: the model's default, as in Triton

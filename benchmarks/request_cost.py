@@ -1,0 +1,189 @@
+"""Where a request's microseconds go inside of the server: no sockets, but an HTTP/2 client in the same process, taking turns.
+
+python -m benchmarks.request_cost mlp.onnx --in-flight 16
+
+The total is measured first, without a profiler. The shares are cProfile's, which makes every call of Python more expensive:
+places with many small calls look somewhat larger than they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import pstats
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import numpy as np
+import typer
+from ngh2 import Connection, Role, StreamClosed
+
+from protos import inference_pb2 as pb
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.engine.backend import Placement
+from serve.engine.config import Defaults
+from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
+from serve.engine.model_repository import find_models, load_model
+from serve.protocol.service import INFER_PATH, Service
+from serve.transports.grpc_framing import frame
+from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.nghttp2_server import Nghttp2Server
+
+SERVE = f"{Path(__file__).parent.parent / 'serve'}/"
+HEADERS = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", INFER_PATH.encode()),
+    (b":authority", b"127.0.0.1"),
+    (b"content-type", b"application/grpc"),
+    (b"te", b"trailers"),
+]
+# By the path below serve/, the first that fits.
+ROOMS = {
+    "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
+    "protocol/": "request and response messages",
+    "engine/batch.py": "rows in and out of the batch",
+    "engine/assembly.py": "rows in and out of the batch",
+    "engine/answer.py": "rows in and out of the batch",
+    "engine/raw_inputs.py": "rows in and out of the batch",
+    "engine/statistics.py": "statistics",
+    "engine/histograms.py": "statistics",
+    "engine/latency_model.py": "statistics",
+    "engine/": "queue and batcher",
+    "backends/": "the model (ONNX Runtime and its call)",
+}
+LOOP = "the event loop"
+
+
+class Wire:
+    """A socket that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        """Keep it."""
+        self.written.append(data)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def get_extra_info(self, name: str) -> Any:
+        """There is no other side."""
+        del name
+
+
+class Client:
+    """Sends requests to a connection of the server and waits for all of the answers."""
+
+    def __init__(self, connection: GrpcConnection, request: bytes) -> None:
+        self._connection = connection
+        self._request = request
+        self._wire = Wire()
+        self._http2 = Connection(Role.CLIENT)
+        self._http2.initiate_connection()
+        connection.connection_made(cast("asyncio.Transport", self._wire))
+        connection.data_received(self._http2.data_to_send())
+        self._read()
+
+    async def round(self, in_flight: int, profile: cProfile.Profile | None = None) -> float:
+        """Seconds that the server takes from the bytes of so many requests to the bytes of their answers."""
+        for _ in range(in_flight):
+            stream = self._http2.send_request(HEADERS)
+            self._http2.send_data(stream, self._request, end_stream=True)
+        answered, spent = 0, 0.0
+        while answered < in_flight:
+            arrived = self._http2.data_to_send()
+            if profile is not None:
+                profile.enable()
+            began = time.perf_counter()
+            if arrived:
+                self._connection.data_received(arrived)
+            await asyncio.sleep(0)
+            spent += time.perf_counter() - began
+            if profile is not None:
+                profile.disable()
+            answered += self._read()
+        return spent
+
+    def _read(self) -> int:
+        for data in self._wire.written:
+            self._http2.receive_data(data)
+        self._wire.written.clear()
+        return sum(isinstance(event, StreamClosed) for event in self._http2.events())
+
+
+def loaded(path: Path) -> Model:
+    """The model, on the CPU."""
+    (files,) = find_models(path)
+    return load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+
+
+def one_row(model: Model) -> bytes:
+    """A framed request of ones."""
+    request = pb.ModelInferRequest(model_name=model.name)
+    for spec in model.interface.inputs:
+        shape = [1, *(16 if size < 0 else size for size in spec.shape[1:])]
+        request.inputs.add(name=spec.name, datatype=spec.datatype.wire, shape=shape)
+        request.raw_input_contents.append(np.ones(shape, spec.datatype.array_dtype).tobytes())
+    return frame(request.SerializeToString())
+
+
+def shares(profile: cProfile.Profile) -> Counter[str]:
+    """Profiled seconds by room; what is not ours counts for whoever called it."""
+    seconds: Counter[str] = Counter()
+    stats = cast("dict[Any, Any]", pstats.Stats(profile).stats)  # type: ignore[attr-defined]  # (not in typeshed)
+    for (path, _, name), (_, _, own, _, callers) in stats.items():
+        room = _room(path)
+        if room is not None:
+            seconds[room] += own
+            continue
+        for (caller, _, _), (_, _, in_caller, _) in callers.items():
+            seconds[_room(caller) or LOOP] += in_caller
+        if not callers and "disable" not in name:
+            seconds[LOOP] += own
+    return seconds
+
+
+def _room(path: str) -> str | None:
+    if "onnxruntime" in path and "serve" not in path:
+        return ROOMS["backends/"]
+    below = path.removeprefix(SERVE)
+    return next((room for start, room in ROOMS.items() if below != path and below.startswith(start)), None)
+
+
+async def _measure(path: Path, in_flight: int, rounds: int) -> tuple[float, Counter[str]]:
+    model = loaded(path)
+    server = Nghttp2Server(Service(InferenceCore([model]), server_version="0"), "127.0.0.1", 0)
+    client = Client(server.connection(), one_row(model))
+    for _ in range(rounds // 4):
+        await client.round(in_flight)
+    seconds = statistics.median([await client.round(in_flight) for _ in range(rounds)])
+    profile = cProfile.Profile()
+    for _ in range(rounds):
+        await client.round(in_flight, profile)
+    return seconds / in_flight, shares(profile)
+
+
+def main(
+    model: Path,
+    in_flight: Annotated[int, typer.Option(min=1, help="Requests that arrive together.")] = 16,
+    rounds: Annotated[int, typer.Option(min=4)] = 3000,
+) -> None:
+    """Print the microseconds of a request, and of each part of its way."""
+    import uvloop  # noqa: PLC0415  (has no wheel for Windows)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        seconds, by_room = runner.run(_measure(model, in_flight, rounds))
+    print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds)")
+    for room, part in by_room.most_common():
+        share = part / by_room.total()
+        print(f"{share * seconds * 1e6:6.1f} us  {share:4.0%}  {room}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,89 @@
+"""ModelInfer with somebody listening; a call that nobody listens to does not come by here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from protos.inference_pb2 import ModelInferRequest
+from serve.engine.errors import InvalidArgumentError
+from serve.observability.exchange import Caller, Exchange
+from serve.observability.observer import Observer
+from serve.protocol.inference import Cancel, Inference, Reply
+from serve.protocol.messages import parse
+from serve.protocol.status import status_of
+
+AnyInference: TypeAlias = "Inference | ObservedInference"
+# https://grpc.github.io/grpc/core/md_doc_statuscodes.html
+NAMES = {
+    3: "INVALID_ARGUMENT",
+    4: "DEADLINE_EXCEEDED",
+    5: "NOT_FOUND",
+    6: "ALREADY_EXISTS",
+    8: "RESOURCE_EXHAUSTED",
+    9: "FAILED_PRECONDITION",
+    12: "UNIMPLEMENTED",
+    13: "INTERNAL",
+    14: "UNAVAILABLE",
+    16: "UNAUTHENTICATED",
+}
+
+
+def status_name(error: Exception | None) -> str:
+    """The wire's word for an error; CANCELLED for none, where the client has gone."""
+    if error is None:
+        return "CANCELLED"
+    code = status_of(error).code
+    return NAMES.get(code, str(code))
+
+
+class ObservedInference:
+    """The way in for calls with one list of headers on one connection."""
+
+    __slots__ = ("_caller", "_inference", "_observer", "_parent")
+
+    def __init__(self, inference: Inference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
+        """A way in.
+
+        Args:
+            inference: answers requests.
+            observer: is told of them.
+            peer: the client's address.
+            headers: of the calls, names in lower case.
+        """
+        self._inference = inference
+        self._observer = observer
+        self._caller = Caller(peer, headers)
+        self._parent = self._caller.parent
+
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+        """As `Inference.infer`."""
+        observer = self._observer
+        observer.until -= 1
+        if observer.until and (self._parent is None or observer.tracer is None):
+            return self._inference.infer(data, time_left_s, reply)
+        exchange = Exchange(observer, self._caller, len(data), reply)
+        observer.choose(exchange)
+        try:
+            exchange.cancel = self._inference.infer(data, time_left_s, exchange.answered, exchange)
+        except Exception as error:
+            exchange.refused(error)
+            raise
+        return exchange.gone
+
+    def failed(self, data: bytes, error: Exception) -> None:
+        """As `Inference.failed`."""
+        self._observer.failed(self._caller, _asked(data), len(data), error)
+
+    def gone(self, data: bytes) -> None:
+        """As `Inference.gone`."""
+        self._observer.failed(self._caller, _asked(data), len(data), None)
+
+
+def _asked(data: bytes) -> tuple[str, str, str]:
+    """Model, version and id of a request, as far as they can be read."""
+    try:
+        request = parse(ModelInferRequest, data)
+    except InvalidArgumentError:
+        return "", "", ""
+    return request.model_name, request.model_version, request.id

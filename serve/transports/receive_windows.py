@@ -1,0 +1,76 @@
+"""How much a client may send on one connection: what unfinished messages hold back, and who may go on. Pure.
+
+HTTP/2 lets a client send as many bytes as its window has, and each byte that is acknowledged opens the window again. A message
+must be whole before it can be read, so all of its bytes are acknowledged as they come: unless the messages in progress hold too
+much in all. Then only the oldest of them goes on, which it can always do, until it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Acknowledge = Callable[[int, int], None]
+
+
+class ReceiveWindows:
+    """The bookkeeping of one connection."""
+
+    def __init__(self, acknowledge: Acknowledge, max_held_bytes: int) -> None:
+        """Nothing received yet.
+
+        Args:
+            acknowledge: takes a number of bytes, at least 1, and a stream: the client may send as many again on it.
+            max_held_bytes: of unfinished messages, over all streams.
+        """
+        self._acknowledge = acknowledge
+        self._max_held = max_held_bytes
+        self._withheld: dict[int, int] = {}  # stream -> bytes taken and not yet acknowledged
+        self._unfinished: dict[int, int] = {}  # stream -> bytes held of its unfinished message, the oldest first
+        self._held = 0  # the sum of these
+
+    @property
+    def held_bytes(self) -> int:
+        """Of unfinished messages."""
+        return self._held
+
+    def took(self, stream: int, size: int, free: int) -> None:
+        """`size` bytes came on a stream; `free` of them may be sent again at once."""
+        if free:
+            self._acknowledge(free, stream)
+        if free != size:
+            self._withheld[stream] = self._withheld.get(stream, 0) + size - free
+
+    def must_wait(self, stream: int, held: int) -> bool:
+        """Whether a stream that now holds `held` bytes of an unfinished message may not send more for now."""
+        self._held += held - self._unfinished.get(stream, 0)
+        if held:
+            self._unfinished[stream] = held
+        else:
+            self._unfinished.pop(stream, None)
+        return self._held > self._max_held and bool(held) and stream != next(iter(self._unfinished))
+
+    def give_back(self, stream: int, size: int) -> bool:
+        """Up to `size` withheld bytes of a stream may be sent again; False where none are withheld."""
+        withheld = self._withheld.get(stream, 0)
+        size = min(size, withheld)
+        if size <= 0:
+            return False
+        self._withheld[stream] = withheld - size
+        self._acknowledge(size, stream)
+        return True
+
+    def answered(self, stream: int) -> None:
+        """A stream's message is no longer in progress: the oldest of the others may go on."""
+        held = self._unfinished.pop(stream, 0) if self._unfinished else 0
+        if held:
+            self._held -= held
+            oldest = next(iter(self._unfinished), None)
+            if oldest is not None:
+                self.give_back(oldest, self._withheld.get(oldest, 0))
+
+    def closed(self, stream: int) -> None:
+        """A stream is over: what was withheld of it still counts against the connection's window, and is given back."""
+        self.answered(stream)
+        withheld = self._withheld.pop(stream, 0) if self._withheld else 0
+        if withheld:
+            self._acknowledge(withheld, stream)
