@@ -19,8 +19,8 @@ from rich.console import Console
 
 from examples.digits.ask import ask_held_out
 from examples.digits.report import DemoResult, result_tables, write_report
-from serve.benchmark.cli import parse_concurrencies
 from serve.benchmark.errors import BenchmarkArgumentError
+from serve.benchmark.loads import parse_concurrencies
 
 MODEL, DATA, NAME = "examples.digits.model:model", "examples.digits.data:data", "digits"
 

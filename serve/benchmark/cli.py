@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from protos.inference_pb2 import ModelInferRequest
+from serve.benchmark.campaign import Campaign, carry_out, default_processes
+from serve.benchmark.contestant import RequestOptions
 from serve.benchmark.errors import BenchmarkArgumentError, BenchmarkError
-from serve.benchmark.level import Level
-from serve.benchmark.load_generator import LoadGenerator
-from serve.benchmark.report import Report, write_json
-from serve.benchmark.request_inputs import RequestPlan, parse_shapes
-from serve.benchmark.sweep import Sweep, run_sweep
-from serve.client import InferenceClient, InferenceClientError
-from serve.client.atomic_file import checked_output
-from serve.client.display import provider_of
-from serve.client.input_arguments import InputArgumentError, fitted_inputs, read_inputs
+from serve.benchmark.load.links import MAX_CONNECTIONS
+from serve.benchmark.load.order import Arrivals
+from serve.benchmark.loads import Load, parse_concurrencies, parse_rates
+from serve.benchmark.measurement import Measurement
+from serve.benchmark.progress import ProgressBar
+from serve.benchmark.reports.report import Report
+from serve.benchmark.reports.tables import tables
+from serve.benchmark.reports.writers import Files
+from serve.benchmark.request_inputs import parse_parameters, parse_shapes
+from serve.benchmark.sweep import Goal
+from serve.client import InferenceClientError
+from serve.client.input_arguments import InputArgumentError, read_inputs
+from serve.client.tls import Tls
 
 EXIT_CODES: dict[type[Exception], int] = {
     BenchmarkArgumentError: 2,
@@ -33,136 +38,210 @@ EXIT_CODES: dict[type[Exception], int] = {
     InferenceClientError: 1,
     OSError: 1,
 }
+PATIENCE_S = 10.0  # with what is asked beside the load
+DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="The model's name.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The model; requests go to several in turn.")],
     *,
     address: Annotated[str, typer.Option(help="HOST:PORT of the server's gRPC port.")] = "127.0.0.1:8001",
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt the connection.")] = False,
+    tls_authorities: Annotated[Path | None, typer.Option(help="PEM file of whom to trust; implies --tls.")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file with our certificate; implies --tls.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key.")] = None,
+    tls_server_name: Annotated[str | None, typer.Option(help="In the server's certificate, if not the host.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of every call, such as a token.")] = None,
     version: Annotated[str, typer.Option(help="The model's version; without it, the server's choice.")] = "",
-    concurrency: Annotated[str, typer.Option(help="Requests in flight, one level for each number.")] = "1,2,4,8,16,32,64",
-    seconds: Annotated[float, typer.Option(help="Length of each level.", min=0.01)] = 2.0,
+    concurrency: Annotated[
+        str | None, typer.Option(help=f"Requests in flight: 1,4,16 or 1:64:x2. Without it {DEFAULT_CONCURRENCIES}.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Requests per second instead, sent whether earlier ones are answered or not.")
+    ] = None,
+    arrivals: Annotated[Arrivals, typer.Option(help="How the requests of a rate follow each other.")] = "poisson",
+    seconds: Annotated[float, typer.Option(help="Length of each level, or of a window of it.", min=0.01)] = 2.0,
     requests: Annotated[int | None, typer.Option(help="End each level after so many requests instead.", min=1)] = None,
+    until_stable: Annotated[
+        bool, typer.Option("--until-stable", help="Measure windows of --seconds until three agree within 10 %.")
+    ] = False,
     warmup: Annotated[float, typer.Option(help="Seconds of unmeasured load before each level.", min=0)] = 0.5,
-    batch_size: Annotated[int, typer.Option(help="Rows per request.", min=1)] = 1,
-    shape: Annotated[list[str] | None, typer.Option(help="NAME:SIZES without the batch size, for variable sizes.")] = None,
+    max_latency_ms: Annotated[
+        float | None, typer.Option(help="Find the highest load that keeps --percentile within this.", min=0.001)
+    ] = None,
+    percentile: Annotated[float, typer.Option(help="Of the latency, to be kept or stable.", min=1, max=100)] = 99.0,
+    goodput_ms: Annotated[float | None, typer.Option(help="Count what is answered within this too.", min=0.001)] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT/MODEL, or MODEL of the same server, to compare with, in turn.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of a comparison.", min=1)] = 5,
+    batch_size: Annotated[str, typer.Option(help="Rows per request: 1 or 1,8,32.")] = "1",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="NAME:SIZES without the batch size, for variable sizes; several take turns.")
+    ] = None,
+    parameter: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of every request, such as priority=1.")] = None,
     inputs: Annotated[list[str] | None, typer.Option("--input", help="NAME=FILE.npy with rows to send, or JSON.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes that generate the load.", min=1)] = 1,
+    data: Annotated[str, typer.Option(help="Other inputs: random, zeros, or FILE.npz.")] = "random",
+    streaming: Annotated[bool, typer.Option("--streaming", help="Over ModelStreamInfer.")] = False,
+    shared_memory: Annotated[
+        Literal["none", "system"], typer.Option(help="Leave tensors in memory that the server reads.")
+    ] = "none",
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that generate the load; without it, what the machine gives.", min=1)
+    ] = None,
+    connections: Annotated[int | None, typer.Option(help="To the server; without it, one per process.", min=1)] = None,
     timeout: Annotated[float, typer.Option(help="Deadline of each request, in seconds.", min=0.001)] = 30.0,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a line per level to this CSV file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,
+    hgrm: Annotated[Path | None, typer.Option(help="Write latency distributions as HdrHistogram's text.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw throughput and latency into this PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure a server's throughput and latency at rising concurrency.
+    """Measure a server's throughput and latency under rising load.
 
-    Without --input, the requests hold random numbers in the model's shape, the same ones in every run.
+    Without --input and --data, the requests hold random numbers in the model's shape, the same ones in every run.
+    Latency at a --rate counts from when a request was to be sent, so a server that stalls cannot hide it.
+    --max-latency-ms searches between the lowest and the highest load given; a single load is doubled until it fails.
 
-    Example: halfserve bench digits --concurrency 1,4,16,64 --output bench.json --plot bench.png
+    Example: halfserve bench digits --concurrency 1,4,16,64 --output bench.json --html bench.html
+
+    Example: halfserve bench digits --rate 500 --max-latency-ms 5
+
+    Example: halfserve bench digits --against digits_fp32
     """
-    writers = _writers(output, plot)
-    sweep = Sweep(
-        model=model,
-        version=version,
-        batch_size=batch_size,
-        concurrencies=parse_concurrencies(concurrency),
-        seconds=None if requests else seconds,
-        requests=requests,
-        warmup_s=warmup,
-        timeout_s=timeout,
+    goal = None if max_latency_ms is None else Goal(percent=percentile, max_ms=max_latency_ms)
+    given, zeros = _data(inputs or [], data)
+    used = processes or default_processes()
+    campaign = Campaign(
+        address=address,
+        models=models,
+        against=[_contestant(text, address) for text in against or []],
+        loads=_loads(concurrency, rate, searching=goal is not None),
+        how=Measurement(
+            seconds=None if requests else seconds,
+            requests=requests,
+            until_stable=until_stable,
+            warmup_s=warmup,
+            timeout_s=timeout,
+            arrivals=arrivals,
+            connections=connections or used,
+            percent=percentile,
+            goodput_ms=goodput_ms,
+        ),
+        options=RequestOptions(
+            shapes=parse_shapes(shape or []),
+            given=given,
+            zeros=zeros,
+            parameters=parse_parameters(parameter or []),
+            version=version,
+            streaming=streaming,
+            shared_memory=shared_memory == "system",
+            processes=used,
+            timeout_s=max(timeout, PATIENCE_S),
+            tls=_tls(tls, tls_authorities, tls_certificate, tls_key, tls_server_name),
+            metadata=dict(_name_and_value(text) for text in metadata or []),
+        ),
+        batch_sizes=parse_concurrencies(batch_size, "--batch-size"),
+        goal=goal,
+        rounds=rounds,
+        command=_command(sys.argv[1:]),
     )
-    shapes, given = parse_shapes(shape or []), read_inputs(inputs or [])
-    with InferenceClient(address, timeout_s=timeout) as client:
-        messages, report = _prepared(client, sweep, shapes=shapes, given=given)
-        with LoadGenerator(address, messages, processes=processes) as generator:
-            levels, failure = _measured(sweep, client, generator)
-    report = replace(report, levels=levels)
-    if levels:
+    _check(campaign)
+    _run(campaign, Files(output=output, csv=csv, html=html, hgrm=hgrm, plot=plot), as_json=as_json)
+
+
+def _run(campaign: Campaign, files: Files, *, as_json: bool) -> None:
+    writers = files.writers()
+    with ProgressBar() as bar:
+        report, ending = carry_out(campaign, bar)
+    if report.levels:
         for write in writers:
             write(report)
         _show(report, as_json=as_json)
-    if failure is not None:
-        raise failure
+    if ending is not None:
+        raise ending
 
 
-def parse_concurrencies(text: str) -> list[int]:
-    """Read "1,2,4".
-
-    Raises:
-        BenchmarkArgumentError: it is no such list, or a number is below 1.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise BenchmarkArgumentError(f"--concurrency {text}: expected numbers above 0 with commas between, such as 1,4,16")
-    return [int(part) for part in parts]
+def _loads(concurrency: str | None, rate: str | None, *, searching: bool) -> list[Load]:
+    if rate is not None:
+        if concurrency is not None:
+            raise BenchmarkArgumentError("--concurrency and --rate are two kinds of load; expected one of them")
+        return [Load(rate=number) for number in parse_rates(rate)]
+    text = concurrency or ("1" if searching else DEFAULT_CONCURRENCIES)
+    return [Load(concurrency=number) for number in parse_concurrencies(text)]
 
 
-def _writers(output: Path | None, plot: Path | None) -> list[Callable[[Report], None]]:
-    """What is to be done with the report; whatever would stop it is found now, not after the measurement."""
-    writers: list[Callable[[Report], None]] = []
-    if output is not None:
-        json_path = checked_output(output, "--output")
-        writers.append(lambda report: write_json(json_path, report.to_json()))
-    if plot is not None:
-        from serve.benchmark.plot import write_plot  # noqa: PLC0415  (matplotlib is an extra, and slow to load)
-
-        plot_path = checked_output(plot, "--plot")
-        writers.append(lambda report: write_plot(plot_path, report))
-    return writers
+def _data(inputs: list[str], data: str) -> tuple[dict[str, object], bool]:
+    """The inputs given by name, and whether the others are zeros."""
+    if data in ("random", "zeros"):
+        return read_inputs(inputs), data == "zeros"
+    if not data.endswith(".npz"):
+        raise BenchmarkArgumentError(f"--data {data}: expected random, zeros or the name of a .npz file")
+    return read_inputs([*inputs, data]), False
 
 
-def _prepared(
-    client: InferenceClient, sweep: Sweep, *, shapes: dict[str, list[int]], given: dict[str, Any]
-) -> tuple[list[bytes], Report]:
-    """The requests to send, one of which the server has answered, and a report that has no levels yet."""
-    metadata, config = client.model_metadata(sweep.model, sweep.version), client.model_config(sweep.model, sweep.version)
-    fitted, notes = fitted_inputs(given, metadata)
-    for note in notes:
-        typer.echo(note, err=True)
-    plan = RequestPlan(
-        metadata=metadata,
-        max_batch_size=config.max_batch_size,
-        batch_size=sweep.batch_size,
-        shapes=shapes,
-        given=fitted,
-        version=sweep.version,
-    )
-    messages = plan.serialized()
-    # What the server has against a request is said before any load, and in its own words.
-    answer = client.infer_message(ModelInferRequest.FromString(messages[0]))
-    report = Report(
-        model=sweep.model,
-        version=answer.model_version,
-        address=client.address,
-        provider=provider_of(config),
-        batch_size=sweep.batch_size,
-        command=shlex.join(["halfserve", *sys.argv[1:]]),
-        levels=[],
-    )
-    return messages, report
+def _tls(
+    asked: bool, authorities: Path | None, certificate: Path | None, key: Path | None, server_name: str | None
+) -> Tls | None:
+    if not (asked or authorities or certificate or key or server_name):
+        return None
+    return Tls(authorities=authorities, certificate=certificate, key=key, server_name=server_name)
 
 
-def _measured(
-    sweep: Sweep, client: InferenceClient, generator: LoadGenerator
-) -> tuple[list[Level], BenchmarkError | InferenceClientError | None]:
-    """The levels, and what ended the sweep early: the levels before it are worth keeping."""
-    levels: list[Level] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task(f"measuring {sweep.model}", total=len(sweep.concurrencies))
-        try:
-            for level in run_sweep(sweep, client, generator):
-                levels.append(level)
-                text = f"{level.concurrency} in flight: {level.requests_per_second:,.0f} requests/s"
-                progress.update(bar, advance=1, description=text)
-        except (BenchmarkError, InferenceClientError) as error:
-            return levels, error
-    return levels, None
+def _name_and_value(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise BenchmarkArgumentError(f"--metadata {text}: expected NAME=VALUE, such as authorization=...")
+    return name, value
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command line, without the values of metadata: a token has no place in a report."""
+    shown = [
+        re.sub(r"=.*", "=...", argument, flags=re.DOTALL) if before == "--metadata" else argument
+        for before, argument in pairwise(["", *arguments])
+    ]
+    return shlex.join(["halfserve", *(re.sub(r"(?s)^(--metadata=[^=]*=).*", r"\1...", argument) for argument in shown)])
+
+
+def _contestant(text: str, address: str) -> tuple[str, str]:
+    """(address, model) of an --against."""
+    place, slash, model = text.partition("/")
+    if not slash and text:
+        return address, text
+    if ":" not in place or not model:
+        raise BenchmarkArgumentError(f"--against {text}: expected HOST:PORT/MODEL, or MODEL of the same server")
+    return place, model
+
+
+def _check(campaign: Campaign) -> None:
+    """Raise for options that exclude each other."""
+    most = MAX_CONNECTIONS * campaign.options.processes
+    if campaign.how.connections > most:
+        raise BenchmarkArgumentError(
+            f"--connections {campaign.how.connections}: expected at most {most}, {MAX_CONNECTIONS} for each of --processes"
+        )
+    several = len(campaign.batch_sizes) > 1
+    if campaign.how.until_stable and campaign.how.requests is not None:
+        raise BenchmarkArgumentError("--until-stable and --requests both say when to end; expected one of them")
+    if campaign.goal and (campaign.against or several):
+        raise BenchmarkArgumentError("--max-latency-ms searches on one server with one --batch-size; leave the others out")
+    if campaign.against and (several or len(campaign.models) > 1):
+        raise BenchmarkArgumentError("--against compares one model with one --batch-size; expected one of each")
 
 
 def _show(report: Report, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json(), allow_nan=False))
     else:
-        Console().print(report.table())
-    for warning in report.warnings():
-        typer.echo(warning, err=True)
+        console = Console()
+        for table in tables(report):
+            console.print(table)
+        for line in report.failures():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if report.goal and report.best:
+            level = report.best
+            console.print(f"{report.goal.text}: up to {level.load.text}, {level.requests_per_second:,.0f} requests/s")
+    for line in report.doubts():
+        typer.echo(line, err=True)

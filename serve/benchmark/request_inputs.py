@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,11 @@ import numpy as np
 from protos.datatypes import Datatype
 from serve.benchmark.errors import BenchmarkArgumentError
 from serve.client.messages import infer_request
+from serve.client.parameters import Parameter
 from serve.client.tensors import Array, converted, datatype_named
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelMetadataResponse
+    from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 
 SEED = 2024
 DISTINCT_RANDOM = 8  # enough that no cache answers for the model
@@ -24,20 +26,43 @@ MAX_BYTES = 64 * 2**20  # of all distinct requests together; they are copied to 
 RANDOM_STRING_BYTES = 8
 
 
-def parse_shapes(arguments: Sequence[str]) -> dict[str, list[int]]:
+def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
     """Read `--shape NAME:D1,D2,...`.
+
+    Returns:
+        Which shapes the requests have, in turn: as many as the name that was given most often has.
 
     Raises:
         BenchmarkArgumentError: it does not read like that, or a size is below 1.
     """
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, list[list[int]]] = {}
     for argument in arguments:
         name, colon, text = argument.rpartition(":")
         sizes = text.split(",")
         if not colon or not name or not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise BenchmarkArgumentError(f"--shape {argument}: expected NAME:SIZE,... without the batch size, as x:1,8,8")
-        shapes[name] = [int(size) for size in sizes]
-    return shapes
+        shapes.setdefault(name, []).append([int(size) for size in sizes])
+    variants = max((len(given) for given in shapes.values()), default=1)
+    return [{name: given[index % len(given)] for name, given in shapes.items()} for index in range(variants)]
+
+
+def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
+    """Read `--parameter NAME=VALUE`: a value that is a JSON number, true or false is one, any other is text.
+
+    Raises:
+        BenchmarkArgumentError: it does not read like that.
+    """
+    parameters: dict[str, Parameter] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or not name:
+            raise BenchmarkArgumentError(f"--parameter {argument}: expected NAME=VALUE, such as priority=1")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        parameters[name] = value if isinstance(value, bool | int | float) else text
+    return parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +76,8 @@ class RequestPlan:
         shapes: sizes for inputs that have variable ones, by name, without the batch dimension.
         given: arrays that fit the model (`serve.client.input_arguments.fitted_inputs`); inputs missing here are random.
         version: the model's version; empty for the server's choice.
+        zeros: inputs that are not given are zeros (empty strings) instead of random.
+        parameters: of every request.
     """
 
     metadata: ModelMetadataResponse
@@ -59,9 +86,15 @@ class RequestPlan:
     shapes: Mapping[str, Sequence[int]]
     given: Mapping[str, Array]
     version: str = ""
+    zeros: bool = False
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def serialized(self) -> list[bytes]:
-        """Serialized ModelInferRequests, to be sent in turn; the same ones at every call.
+        """The requests as they are sent."""
+        return [request.SerializeToString() for request in self.requests()]
+
+    def requests(self) -> list[ModelInferRequest]:
+        """Requests to be sent in turn; the same ones at every call.
 
         Given rows are taken in order and from the start again, so that a file of a hundred images makes a hundred different
         requests of one row.
@@ -76,7 +109,8 @@ class RequestPlan:
         requests = []
         for index in range(count):
             inputs = {name: self._take(pool, index) for name, pool in pools.items()}
-            requests.append(infer_request(self.metadata, inputs, version=self.version).SerializeToString())
+            request = infer_request(self.metadata, inputs, version=self.version, parameters=self.parameters)
+            requests.append(request)
         return requests
 
     def _check(self) -> None:
@@ -121,13 +155,24 @@ class RequestPlan:
         """The rows that requests take from: [rows, *row shape]."""
         if name in self.given:
             return self.given[name] if self.max_batch_size else self.given[name][np.newaxis]
-        return random_values(datatype_named(wire), [count * self.batch_size, *self._row_shape(name)], generator)
+        shape = [count * self.batch_size, *self._row_shape(name)]
+        if self.zeros:
+            return zero_values(datatype_named(wire), shape)
+        return random_values(datatype_named(wire), shape, generator)
 
     def _take(self, pool: Array, index: int) -> Array:
         if not self.max_batch_size:
             taken: Array = pool[index % len(pool)]
             return taken
         return pool[(np.arange(self.batch_size) + index * self.batch_size) % len(pool)]
+
+
+def zero_values(datatype: Datatype, shape: Sequence[int]) -> Array:
+    """Zeros, or empty strings for BYTES."""
+    if datatype.wire == "BYTES":
+        empty: Array = np.full(shape, b"", object)
+        return empty
+    return converted(np.zeros(shape), datatype, "an input of zeros")
 
 
 def random_values(datatype: Datatype, shape: Sequence[int], generator: np.random.Generator) -> Array:

@@ -1,4 +1,4 @@
-"""The server's own counters around a load: how large its batches were, and how long requests waited and were computed."""
+"""The server's own counters around a load: how large its batches were, and where a request's time went."""
 
 from __future__ import annotations
 
@@ -18,36 +18,45 @@ class ServerTotals:
 
     Attributes:
         requests: answered with success.
+        failed: answered with an error.
         rows: rows computed (`inference_count`).
         executions: batches computed.
         queued: requests whose waiting time is in queue_ns.
         queue_ns: nanoseconds that they waited in all.
-        computed: requests whose computing time is in compute_ns.
-        compute_ns: nanoseconds for assembling the batch, running the model and taking the batch apart.
+        computed: requests whose computing times are in the next three.
+        compute_input_ns: nanoseconds for assembling their batches.
+        compute_infer_ns: nanoseconds for running the model.
+        compute_output_ns: nanoseconds for taking the batches apart.
     """
 
     requests: int = 0
+    failed: int = 0
     rows: int = 0
     executions: int = 0
     queued: int = 0
     queue_ns: int = 0
     computed: int = 0
-    compute_ns: int = 0
+    compute_input_ns: int = 0
+    compute_infer_ns: int = 0
+    compute_output_ns: int = 0
 
     @classmethod
     def of(cls, statistics: Iterable[ModelStatistics]) -> ServerTotals:
-        """The sum over a model's versions."""
+        """The sum over models and versions."""
         total = cls()
         for model in statistics:
             times = model.inference_stats
             total += cls(
                 requests=times.success.count,
+                failed=times.fail.count,
                 rows=model.inference_count,
                 executions=model.execution_count,
                 queued=times.queue.count,
                 queue_ns=times.queue.ns,
                 computed=times.compute_infer.count,
-                compute_ns=times.compute_input.ns + times.compute_infer.ns + times.compute_output.ns,
+                compute_input_ns=times.compute_input.ns,
+                compute_infer_ns=times.compute_infer.ns,
+                compute_output_ns=times.compute_output.ns,
             )
         return total
 
@@ -69,5 +78,18 @@ class ServerTotals:
 
     @property
     def compute_ms(self) -> float | None:
-        """Mean milliseconds that a request's batch took; None when nothing was computed."""
-        return self.compute_ns / self.computed / NANOSECONDS_PER_MS if self.computed else None
+        """Mean milliseconds that a request's batch took in all; None when nothing was computed."""
+        return self._mean_ms(self.compute_input_ns + self.compute_infer_ns + self.compute_output_ns)
+
+    @property
+    def split_ms(self) -> dict[str, float | None]:
+        """Mean milliseconds per request, stage by stage in the order they come."""
+        return {
+            "queue": self.queue_ms,
+            "compute_input": self._mean_ms(self.compute_input_ns),
+            "compute_infer": self._mean_ms(self.compute_infer_ns),
+            "compute_output": self._mean_ms(self.compute_output_ns),
+        }
+
+    def _mean_ms(self, nanoseconds: int) -> float | None:
+        return nanoseconds / self.computed / NANOSECONDS_PER_MS if self.computed else None

@@ -4,36 +4,68 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from serve.benchmark.comparison import ComparedLevel, compared
 from serve.benchmark.level import Level
-from serve.benchmark.load_generator import Outcome
-from serve.benchmark.report import Report
+from serve.benchmark.load.histogram import LatencyHistogram
+from serve.benchmark.load.order import Tally
+from serve.benchmark.loads import Load
+from serve.benchmark.reports.report import Report
 from serve.benchmark.server_statistics import ServerTotals
 
-SERVER = ServerTotals(requests=4, rows=8, executions=2, queued=4, queue_ns=2_000_000, computed=4, compute_ns=6_000_000)
+SERVER = ServerTotals(
+    requests=4,
+    rows=8,
+    executions=2,
+    queued=4,
+    queue_ns=2_000_000,
+    computed=4,
+    compute_input_ns=1_000_000,
+    compute_infer_ns=4_000_000,
+    compute_output_ns=1_000_000,
+)
 
 
-def outcome(latencies_ns: Sequence[int], errors: dict[str, int] | None = None, seconds: float = 2.0) -> Outcome:
+def histogram(*latencies_ms: float) -> LatencyHistogram:
+    return LatencyHistogram.of(np.array([round(ms * 1e6) for ms in latencies_ms], np.int64))
+
+
+def tally(latencies_ms: Sequence[float], errors: dict[str, int] | None = None, **changes: Any) -> Tally:
     counted = Counter(errors or {})
+    facts: dict[str, Any] = {"seconds": 2.0, "sent": len(latencies_ms) + counted.total(), **changes}
     messages = {code: f"the server's text for {code}" for code in counted}
-    return Outcome(latencies_ns=np.array(latencies_ns, np.int64), errors=counted, messages=messages, seconds=seconds)
+    return Tally(latencies=[histogram(*latencies_ms)], errors=counted, messages=messages, **facts)
 
 
-def level(concurrency: int = 2, errors: dict[str, int] | None = None, server: ServerTotals | None = SERVER) -> Level:
+def level(
+    concurrency: int = 2,
+    errors: dict[str, int] | None = None,
+    server: ServerTotals | None = SERVER,
+    *,
+    load: Load | None = None,
+    latencies_ms: Sequence[float] = (3, 1, 4, 2),
+    **changes: Any,
+) -> Level:
     """Four requests of two rows in two seconds, with latencies of 1 to 4 ms."""
-    made = outcome([3_000_000, 1_000_000, 4_000_000, 2_000_000], errors)
-    return Level.of(made, server, concurrency=concurrency, batch_size=2)
+    made = tally(latencies_ms, errors)
+    return Level.of(made, server, load=load or Load(concurrency=concurrency), batch_size=2, models=["mlp"], **changes)
 
 
-def report(*levels: Level, provider: str | None = "CPUExecutionProvider") -> Report:
+def comparison(*names: str) -> list[ComparedLevel]:
+    """Two rounds of each; the second is as good as the first."""
+    return [compared(name, [level(1), level(1)], [level(1), level(1)]) for name in names]
+
+
+def report(*levels: Level, provider: str | None = "CPUExecutionProvider", **changes: Any) -> Report:
     return Report(
         model="mlp",
         version="3",
         address="127.0.0.1:8001",
         provider=provider,
-        batch_size=2,
         command="halfserve bench mlp",
         levels=levels,
+        **changes,
     )

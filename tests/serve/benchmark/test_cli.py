@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from halfserve import main
-from serve.benchmark import cli
-from serve.benchmark.cli import parse_concurrencies
-from serve.benchmark.errors import BenchmarkArgumentError, BenchmarkError
+from serve.benchmark import campaign, cli
+from serve.benchmark.errors import BenchmarkError
 from serve.benchmark.level import Level
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
@@ -24,20 +24,63 @@ def bench(*arguments: str) -> int:
     return int(finished.value.code or 0)
 
 
+def figures(server: RunningServer, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert bench(*arguments, "--address", server.address, "--warmup", "0", "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
 def test_measures_and_writes_the_report(server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5, 64), np.float16))
-    files = ("--output", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.png"))
-    load = ("--concurrency", "1,2", "--requests", "20", "--warmup", "0", "--batch-size", "4", "--input", f"x={tmp_path}/x.npy")
+    names = {"output": "bench.json", "plot": "bench.png", "csv": "bench.csv", "html": "bench.html", "hgrm": "bench.hgrm"}
+    files = [text for option, name in names.items() for text in (f"--{option}", str(tmp_path / name))]
+    load = ("--concurrency", "1:2", "--requests", "20", "--warmup", "0", "--batch-size", "4", "--input", f"x={tmp_path}/x.npy")
     assert bench("mlp", "--address", server.address, *load, *files, "--json") == 0
     captured = capsys.readouterr()
-    figures = json.loads(captured.out)
-    assert [(one["concurrency"], one["requests"], one["errors"]) for one in figures["levels"]] == [(1, 20, 0), (2, 20, 0)]
-    assert (figures["model"], figures["version"], figures["provider"]) == ("mlp", "3", "CPUExecutionProvider")
-    assert figures["levels"][0]["mean_batch_size"] == 4
-    written = json.loads((tmp_path / "bench.json").read_text())
-    assert written["levels"] == figures["levels"]
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(captured.out)
+    assert [(one["concurrency"], one["requests"], one["errors"]) for one in found["levels"]] == [(1, 20, 0), (2, 20, 0)]
+    assert (found["model"], found["version"], found["provider"]) == ("mlp", "3", "CPUExecutionProvider")
+    assert found["levels"][0]["mean_batch_size"] == 4
+    assert json.loads((tmp_path / "bench.json").read_text())["levels"] == found["levels"]
+    written = {path.name for path in tmp_path.iterdir()} - {"x.npy"}
+    assert written == {"bench.json", "bench.png", "bench.csv", "bench.html", "bench-1.hgrm", "bench-2.hgrm"}
     assert "requests/s" in captured.err
+
+
+def test_rates_batch_sizes_streams_and_zeros(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    load = (
+        "--rate",
+        "500",
+        "--requests",
+        "10",
+        "--arrivals",
+        "constant",
+        "--batch-size",
+        "1,3",
+        "--streaming",
+        "--data",
+        "zeros",
+    )
+    found = figures(server, capsys, "mlp", *load, "--goodput-ms", "60000")
+    assert [(one["rate"], one["batch_size"], one["requests"]) for one in found["levels"]] == [(500, 1, 10), (500, 3, 10)]
+    assert found["levels"][1]["rows_per_second"] == pytest.approx(3 * found["levels"][1]["goodput_per_second"])
+
+
+def test_two_models_are_compared_in_speed_and_answers(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--concurrency", "2", "--requests", "10", "--rounds", "2")
+    found = figures(server, capsys, "mlp", "--against", "mlp", *load, "--against", f"{server.address}/mlp")
+    assert [one["name"] for one in found["comparison"]] == ["mlp (1)", "mlp (2)", "mlp (3)"]
+    assert found["comparison"][0]["rate_ratio"] == {"median": 1, "low": 1, "high": 1}
+    assert [round_["requests"] for round_ in found["comparison"][1]["rounds"]] == [10, 10]
+    assert [(one["outputs"][0]["max_abs"], one["not_compared"]) for one in found["differences"]] == [(0, []), (0, [])]
+
+
+def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--concurrency", "1:3", "--requests", "10", "--max-latency-ms", "60000")
+    assert bench("mlp", "--address", server.address, "--warmup", "0", *load) == 0
+    assert "p99 within 60000 ms: up to 3 in flight" in capsys.readouterr().out
+    assert bench("mlp", "--address", server.address, *load[:-1], "0.001", "--warmup", "0") == 1
+    assert "even 1 in flight does not keep p99 within 0.001 ms" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -45,12 +88,24 @@ def test_measures_and_writes_the_report(server: RunningServer, tmp_path: Path, c
     [
         (["nope"], 1, "nope"),
         (["mlp", "--concurrency", "1,x"], 2, "--concurrency 1,x: expected numbers above 0"),
+        (["mlp", "--concurrency", "1", "--rate", "1"], 2, "two kinds of load; expected one of them"),
         (["mlp", "--batch-size", "17"], 2, "--batch-size 17: model 'mlp' takes 1 to 16 rows a request"),
         (["mlp", "--input", "x=[1]"], 1, "has the shape [1], expected [-1, 64]"),
+        (["mlp", "--shape", "z:1"], 2, "model 'mlp' has no input 'z'; expected one of x"),
+        (["mlp", "--data", "ones"], 2, "--data ones: expected random, zeros or the name of a .npz file"),
+        (["mlp", "--against", "host/"], 2, "--against host/: expected HOST:PORT/MODEL, or MODEL of the same server"),
+        (["mlp", "--against", "mlp", "--batch-size", "1,2"], 2, "--against compares one model with one --batch-size"),
+        (["mlp", "--against", "mlp", "--max-latency-ms", "1"], 2, "searches on one server with one --batch-size"),
+        (["mlp", "--until-stable", "--requests", "9"], 2, "--until-stable and --requests both say when to end"),
+        (["mlp", "--connections", "501", "--processes", "1"], 2, "--connections 501: expected at most 500, 500 for each of"),
+        (["mlp", "--metadata", "x"], 2, "--metadata x: expected NAME=VALUE, such as authorization=..."),
+        (["mlp", "--tls-key", "/nowhere"], 1, "TLS has a client key without its certificate; give both files"),
+        (["mlp", "--shared-memory", "system"], 1, "shared memory is off on this server"),
         (["echo_types"], 2, "takes any size in [-1]; choose with --shape in_BOOL:N"),
         (["picky", "--input", "i=[[7]]"], 1, "halfserve bench: "),
         (["mlp", "--output", "/nowhere/bench.json"], 1, "--output /nowhere/bench.json: there is no folder /nowhere"),
         (["mlp", "--address", "127.0.0.1:1"], 1, "no server answers at 127.0.0.1:1 (connection refused)"),
+        (["mlp", "--address", "127.0.0.1"], 2, "the address must be HOST:PORT"),
     ],
 )
 def test_wrong_input_is_answered_in_one_line(
@@ -67,29 +122,51 @@ def test_wrong_input_is_answered_in_one_line(
 
 def test_failed_requests_stand_beside_the_answered_ones(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     # Row 0 is fine, and it is the one that is tried before the load; row 7 makes the model fail.
-    load = ("--concurrency", "1", "--requests", "2", "--warmup", "0", "--input", "i=[[0],[7]]")
-    assert bench("picky", "--address", server.address, *load, "--json") == 0
-    (figures,) = json.loads(capsys.readouterr().out)["levels"]
-    assert (figures["requests"], figures["errors"]) == (1, 1)
-    assert sum(figures["errors_by_status"].values()) == 1
+    (found,) = figures(server, capsys, "picky", "--concurrency", "1", "--requests", "2", "--input", "i=[[0],[7]]")["levels"]
+    assert (found["requests"], found["errors"]) == (1, 1)
+    assert sum(found["errors_by_status"].values()) == 1
 
 
-def test_the_levels_before_a_failure_are_kept(
-    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ending", "code", "text"),
+    [
+        (BenchmarkError("at 2 in flight no request succeeded"), 1, "halfserve bench: at 2 in flight no request succeeded"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+    ids=["failure", "ctrl-c"],
+)
+def test_the_levels_before_an_ending_are_kept(
+    server: RunningServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ending: BaseException,
+    code: int,
+    text: str,
 ) -> None:
     def one_level_and_no_more(*_: object) -> Iterator[Level]:
         yield level(concurrency=1)
-        raise BenchmarkError("at concurrency 2 no request succeeded (9 failed): UNAVAILABLE: stopping")
+        raise ending
 
-    monkeypatch.setattr(cli, "run_sweep", one_level_and_no_more)
+    monkeypatch.setattr(campaign, "sweep", one_level_and_no_more)
     output = tmp_path / "bench.json"
-    assert bench("mlp", "--address", server.address, "--output", str(output)) == 1
+    assert bench("mlp", "--address", server.address, "--output", str(output)) == code
     assert [one["concurrency"] for one in json.loads(output.read_text())["levels"]] == [1]
-    assert "halfserve bench: at concurrency 2 no request succeeded" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert "flight" in captured.out
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "-1", "1.5"])
-def test_what_is_no_list_of_concurrencies(text: str) -> None:
-    with pytest.raises(BenchmarkArgumentError, match=f"--concurrency {text}: expected numbers above 0"):
-        parse_concurrencies(text)
-    assert parse_concurrencies("1, 4,16") == [1, 4, 16]
+def test_a_load_that_ended_early_is_shown_and_ends_the_sweep(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "measure", lambda *_: level(concurrency=1, ended_early="connection refused"))
+    assert bench("mlp", "--address", server.address, "--concurrency", "1,2", "--json") == 1
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)["levels"]) == 1
+    assert "the server has gone while 1 in flight were asked of it: connection refused" in captured.err
+
+
+def test_tokens_stay_out_of_the_report() -> None:
+    arguments = ["bench", "mlp", "--metadata", "authorization=Bearer a=b", "--metadata=x-key=secret", "--rate", "5"]
+    assert cli._command(arguments) == "halfserve bench mlp --metadata authorization=... --metadata=x-key=... --rate 5"

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from protos.datatypes import DATATYPES
+from protos.datatypes import BY_WIRE, DATATYPES
 from serve.benchmark import request_inputs
 from serve.benchmark.errors import BenchmarkArgumentError
-from serve.benchmark.request_inputs import RequestPlan, parse_shapes, random_values
+from serve.benchmark.request_inputs import RequestPlan, parse_parameters, parse_shapes, random_values, zero_values
 from serve.protocol.raw_tensors import from_raw
 
 Array = np.ndarray[Any, Any]
@@ -98,10 +98,28 @@ def test_random_values_are_finite_and_of_the_datatype(datatype: Any, seed: int) 
 
 
 def test_shapes_are_parsed() -> None:
-    assert parse_shapes(["x:1,8,8", "a:b:3"]) == {"x": [1, 8, 8], "a:b": [3]}
+    assert parse_shapes([]) == [{}]
+    assert parse_shapes(["x:1,8,8", "a:b:3"]) == [{"x": [1, 8, 8], "a:b": [3]}]
+    assert parse_shapes(["x:1", "y:5", "x:2"]) == [{"x": [1], "y": [5]}, {"x": [2], "y": [5]}]
 
 
 @pytest.mark.parametrize("argument", ["x", "x:", ":1", "x:0", "x:1,-2", "x:1;2", "x:1,"])
 def test_what_is_no_shape(argument: str) -> None:
     with pytest.raises(BenchmarkArgumentError, match=f"--shape {argument}: expected NAME:SIZE,... without the batch size"):
         parse_shapes([argument])
+
+
+def test_parameters_are_parsed_and_sent() -> None:
+    parameters = parse_parameters(["priority=1", "wait=0.5", "fast=true", "name=a=b", "list=[1]", "empty="])
+    assert parameters == {"priority": 1, "wait": 0.5, "fast": True, "name": "a=b", "list": "[1]", "empty": ""}
+    (request, *_) = plan(parameters=parameters).requests()
+    assert request.parameters["priority"].int64_param == 1
+    assert request.parameters["fast"].bool_param
+    with pytest.raises(BenchmarkArgumentError, match="--parameter priority: expected NAME=VALUE, such as priority=1"):
+        parse_parameters(["priority"])
+
+
+def test_zeros_of_every_datatype() -> None:
+    (sent,) = {x.tobytes() for x in tensors(plan(zeros=True).serialized())}
+    assert not any(sent)
+    assert zero_values(BY_WIRE["BYTES"], [2, 1]).tolist() == [[b""], [b""]]

@@ -29,3 +29,11 @@ def test_versions_are_added_up() -> None:
 def test_a_server_that_did_nothing_has_no_means() -> None:
     idle = ServerTotals.of([statistics(2)]) - ServerTotals.of([statistics(2)])
     assert (idle.mean_batch_size, idle.queue_ms, idle.compute_ms) == (None, None, None)
+
+
+def test_the_time_is_split_by_stage() -> None:
+    share = ServerTotals.of([statistics(3)])
+    assert share.split_ms == pytest.approx(
+        {"queue": 0.1, "compute_input": 0.05, "compute_infer": 0.15, "compute_output": 0.025}
+    )
+    assert set(ServerTotals().split_ms.values()) == {None}

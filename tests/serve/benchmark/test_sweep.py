@@ -1,41 +1,80 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve.benchmark.errors import BenchmarkError
-from serve.benchmark.load_generator import LoadGenerator
-from serve.benchmark.request_inputs import RequestPlan
-from serve.benchmark.sweep import Sweep, run_sweep
-from serve.client import InferenceClient
+from serve.benchmark.level import Level
+from serve.benchmark.loads import Load
+from serve.benchmark.sweep import Goal, best_of, search, sweep
+from tests.serve.benchmark.levels import level
 
-SWEEP = Sweep(
-    model="mlp", version="3", batch_size=2, concurrencies=[1, 3], seconds=None, requests=30, warmup_s=0.05, timeout_s=20
-)
+GOAL = Goal(percent=99, max_ms=10)
 
 
-@pytest.fixture
-def messages(client: InferenceClient) -> list[bytes]:
-    metadata = client.model_metadata("mlp")
-    return RequestPlan(metadata=metadata, max_batch_size=16, batch_size=2, shapes={}, given={}, version="3").serialized()
+def server_with_limit(limit: float) -> Callable[[Load], Level]:
+    """Answers in 5 ms up to a load, and in 50 ms above it."""
+    return lambda load: level(load=load, latencies_ms=[5.0 if load.amount <= limit else 50.0])
 
 
-def test_the_servers_counters_cover_exactly_what_was_measured(client: InferenceClient, messages: list[bytes]) -> None:
-    with LoadGenerator(client.address, messages) as generator:
-        levels = list(run_sweep(SWEEP, client, generator))
-    assert [(level.concurrency, level.requests, level.errors) for level in levels] == [(1, 30, {}), (3, 30, {})]
-    for level in levels:
-        assert level.server is not None
-        assert (level.server.requests, level.server.rows, level.server.queued) == (30, 60, 30)
-        assert level.server.mean_batch_size is not None
-        assert 2 <= level.server.mean_batch_size <= 2 * level.concurrency
-    assert levels[0].server is not None
-    assert levels[0].server.mean_batch_size == 2
+def test_a_sweep_measures_what_it_is_told() -> None:
+    loads = [Load(concurrency=number) for number in (4, 1)]
+    assert [one.load for one in sweep(loads, server_with_limit(9))] == loads
 
 
-def test_a_level_without_success_ends_the_sweep(client: InferenceClient) -> None:
-    with LoadGenerator(client.address, [b""]) as generator:
-        levels = run_sweep(replace(SWEEP, warmup_s=0), client, generator)
-        with pytest.raises(BenchmarkError, match=r"at concurrency 1 no request succeeded \(30 failed\): "):
-            next(levels)
+@settings(max_examples=30)
+@given(st.integers(1, 500), st.integers(0, 500))
+def test_the_highest_number_in_flight_is_found(lowest: int, more: int) -> None:
+    levels = list(search([Load(concurrency=lowest)], GOAL, server_with_limit(lowest + more)))
+    best = best_of(levels, GOAL)
+    assert best is not None
+    assert best.load.concurrency == lowest + more
+    assert len({one.load for one in levels}) < 30
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 100), st.integers(0, 200), st.integers(0, 400))
+def test_a_search_stays_within_its_ends(lowest: int, more: int, limit: int) -> None:
+    loads = [Load(concurrency=lowest), Load(concurrency=lowest + more)]
+    levels = list(search(loads, GOAL, server_with_limit(lowest + limit)))
+    best = best_of(levels, GOAL)
+    assert best is not None
+    assert best.load.concurrency == lowest + min(more, limit)
+    assert all(lowest <= one.load.amount <= lowest + more for one in levels)
+
+
+@settings(max_examples=30)
+@given(st.floats(1, 1e5))
+def test_the_highest_rate_is_found_within_a_twentieth(limit: float) -> None:
+    best = best_of(list(search([Load(rate=1.0)], GOAL, server_with_limit(limit))), GOAL)
+    assert best is not None
+    assert limit / 1.06 <= best.load.amount <= limit
+
+
+def test_a_load_that_fails_gets_a_second_chance() -> None:
+    tried: list[Load] = []
+
+    def hiccup_at_four(load: Load) -> Level:
+        tried.append(load)
+        bad = load.amount > 5 or (load.amount == 4 and tried.count(load) == 1)
+        return level(load=load, latencies_ms=[50.0 if bad else 5.0])
+
+    best = best_of(list(search([Load(concurrency=1)], GOAL, hiccup_at_four)), GOAL)
+    assert best is not None
+    assert best.load.concurrency == 5
+
+
+def test_errors_break_the_goal_too() -> None:
+    assert GOAL.kept_by(level())
+    assert not GOAL.kept_by(level(errors={"RESOURCE_EXHAUSTED": 1}))
+    assert not GOAL.kept_by(level(ended_early="interrupted"))
+    assert best_of([level(errors={"INTERNAL": 1})], GOAL) is None
+
+
+def test_a_goal_that_even_the_lowest_load_misses() -> None:
+    measured = search([Load(rate=100.0)], GOAL, server_with_limit(0))
+    with pytest.raises(BenchmarkError, match="even 100 requests/s does not keep p99 within 10 ms"):
+        list(measured)

@@ -1,0 +1,153 @@
+"""One HTTP/2 connection to the server: a socket that never blocks and libnghttp2. The one file here that knows ngh2's client.
+
+It is driven by a loop of its own (serve/benchmark/load/driver.py) rather than by asyncio, whose timers are a millisecond
+coarse: requests of an open loop have to leave on time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+
+from ngh2 import Configuration, Connection, ConnectionClosed, Event, GoAwayReceived, Role, SettingsReceived
+from ngh2.exceptions import NGH2Error
+
+from serve.benchmark.load.encryption import encrypted
+from serve.benchmark.load.order import Target
+
+ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5  # RFC 9113, section 6.5.2
+STREAM_WINDOW_BYTES, CONNECTION_WINDOW_BYTES = 2**24, 2**30
+FRAME_BYTES = 2**20
+READ_BYTES = WRITE_BYTES = 2**18
+CANCEL = 0x08
+MAX_UNSENT_BYTES = 2**25  # libnghttp2 keeps a copy of what waits to be sent
+CONNECT_TIMEOUT_S = 5.0
+WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+DEFAULT_STREAMS = 2**31 - 1  # a server that sets no limit has none
+
+
+class ConnectionLostError(Exception):
+    """There is no connection, or no longer one; the text says why."""
+
+
+class Http2Connection:
+    """A connection that the server has greeted.
+
+    Args:
+        target: whom to connect to.
+        timeout_s: for connecting and for the server's greeting.
+
+    Raises:
+        ConnectionLostError: nobody answers, or not in HTTP/2.
+    """
+
+    def __init__(self, target: Target, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self.usable = True  # for new calls
+        self.unsent_bytes = 0  # of messages, counted between two flushes by whoever queues them
+        self._unsent = memoryview(b"")
+        self.http2 = Connection(Role.CLIENT, Configuration(peer_max_concurrent_streams=DEFAULT_STREAMS))
+        try:
+            plain = socket.create_connection((target.host, target.port), timeout=timeout_s)
+            self._socket = plain if target.tls is None else encrypted(plain, target.host, target.tls)
+        except OSError as error:
+            raise ConnectionLostError(_reason(error)) from None
+        try:
+            self._greet(time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_streams(self) -> int:
+        """Calls that the server lets be in flight here."""
+        return self.http2.remote_settings.get(MAX_CONCURRENT_STREAMS, DEFAULT_STREAMS)
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether the socket took less than there was."""
+        return bool(self._unsent)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be sent that a further request would only cost memory."""
+        return self.unsent_bytes > MAX_UNSENT_BYTES
+
+    def fileno(self) -> int:
+        """The socket's, for select."""
+        return self._socket.fileno()
+
+    def receive(self) -> list[Event]:
+        """Read what is there.
+
+        Raises:
+            ConnectionLostError: the server has closed the connection or broken the protocol.
+        """
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except WOULD_BLOCK:
+            return []
+        except OSError as error:
+            raise ConnectionLostError(_reason(error)) from None
+        if not data:
+            raise ConnectionLostError("the server closed the connection")
+        try:
+            self.http2.receive_data(data)
+            events = self.http2.events()
+        except NGH2Error as error:
+            raise ConnectionLostError(f"the server does not speak HTTP/2 as expected: {error}") from None
+        return events
+
+    def note(self, event: Event) -> None:
+        """Take an event that belongs to no call."""
+        if isinstance(event, GoAwayReceived | ConnectionClosed):
+            self.usable = False
+
+    def flush(self) -> None:
+        """Write what there is to send, as far as the socket takes it.
+
+        Raises:
+            ConnectionLostError: the connection is gone.
+        """
+        try:
+            while self._unsent or self._more():
+                sent = self._socket.send(self._unsent)
+                self._unsent = self._unsent[sent:]
+            self.unsent_bytes = self.http2.queued_body_size()  # what the server's windows hold back
+        except WOULD_BLOCK:
+            self.unsent_bytes = self.http2.queued_body_size()
+        except (OSError, NGH2Error) as error:
+            raise ConnectionLostError(_reason(error)) from None
+
+    def cancel(self, stream: int) -> None:
+        """Wait for a stream's answer no longer."""
+        with contextlib.suppress(NGH2Error):
+            self.http2.reset_stream(stream, CANCEL)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.usable = False
+        self._socket.close()
+
+    def _more(self) -> bool:
+        self._unsent = memoryview(self.http2.data_to_send(WRITE_BYTES))
+        return bool(self._unsent)
+
+    def _greet(self, until_s: float) -> None:
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        settings = {ENABLE_PUSH: 0, INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES, MAX_FRAME_SIZE: FRAME_BYTES}
+        self.http2.initiate_connection(settings)
+        self.http2.set_local_window_size(CONNECTION_WINDOW_BYTES)
+        self.flush()
+        while not any(isinstance(event, SettingsReceived) for event in self.receive()):
+            if time.monotonic() > until_s:
+                raise ConnectionLostError("the server does not greet; is this its gRPC port?")
+        self.flush()
+        self._socket.setblocking(False)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error) or type(error).__name__

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trustme
+
+from protos.datatypes import DATATYPES
+from serve.benchmark.contestant import Contestant, RequestOptions, host_and_port
+from serve.benchmark.errors import BenchmarkArgumentError
+from serve.benchmark.load.order import Order
+from serve.benchmark.loads import Load
+from serve.benchmark.measurement import Measurement, measure
+from serve.client import InferenceClient, InferenceClientError
+from serve.client.errors import DeadlineExceeded
+from serve.client.tls import Tls
+from serve.transports.nghttp2_server import Nghttp2Server
+from tests.serve.conftest import load_repository
+from tests.serve.running_server import RunningServer, running_server
+
+SHORT = Measurement(seconds=None, requests=12, warmup_s=0)
+
+
+@pytest.fixture(scope="module")
+def sharing_server(repository: Path) -> Iterator[RunningServer]:
+    with running_server(lambda: load_repository(repository), shared_memory=True) as running:
+        yield running
+
+
+def region_of(contestant: Contestant) -> Path:
+    _, request = contestant.requests[0]
+    return Path("/dev/shm") / request.inputs[0].parameters["shared_memory_region"].string_param  # noqa: S108  (see shm_open)
+
+
+def test_tensors_in_shared_memory_are_read_written_and_taken_away(sharing_server: RunningServer) -> None:
+    options = RequestOptions(batch_size=3, shared_memory=True, given={"x": np.ones((3, 64), np.float16)})
+    with Contestant(sharing_server.address, ["mlp"], options) as contestant:
+        _, request = contestant.requests[0]
+        assert not request.raw_input_contents
+        region = region_of(contestant)
+        (inside,) = contestant.client.infer_message(contestant.plain_requests[0]).raw_output_contents
+        assert list(contestant.client.infer_message(request).raw_output_contents) == [b""]
+        offset = request.outputs[0].parameters["shared_memory_offset"].int64_param
+        assert region.read_bytes()[offset : offset + len(inside)] == inside
+        level = measure(contestant.bench, Load(concurrency=4), SHORT)
+    assert (level.requests, level.failed) == (12, 0)
+    assert level.server is not None
+    assert (level.server.requests, level.server.rows) == (12, 36)
+    assert not region.exists()
+
+
+def test_a_server_without_shared_memory_says_so(server: RunningServer) -> None:
+    with pytest.raises(InferenceClientError, match="shared memory is off on this server"):
+        Contestant(server.address, ["mlp"], RequestOptions(shared_memory=True))
+
+
+def test_an_encrypted_server_is_loaded_too(repository: Path, tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    options = RequestOptions(tls=Tls(authorities=tmp_path / "ca.pem"), metadata={"X-Caller": "tests"})
+    with running_server(lambda: load_repository(repository), partial(Nghttp2Server, tls=context)) as encrypted:
+        address = f"localhost:{encrypted.address.rpartition(':')[2]}"
+        with Contestant(address, ["mlp"], options) as contestant:
+            level = measure(contestant.bench, Load(concurrency=4), SHORT)
+            assert contestant.generator.run(Order(concurrency=1, requests=1)).ended_early is None
+    assert (level.requests, level.failed) == (12, 0)
+
+
+def test_several_models_take_turns(server: RunningServer) -> None:
+    options = RequestOptions(given={"i": np.zeros((1, 1), np.int64)})
+    with Contestant(server.address, ["mlp", "picky"], options) as contestant:
+        assert [number for number, _ in contestant.requests[:4]] == [0, 1, 0, 1]
+        assert contestant.versions == {"mlp": "3", "picky": "1"}
+        level = measure(contestant.bench, Load(concurrency=2), SHORT)
+        streamed = contestant.generator.run(Order(rate=1000, requests=4)).tally
+    assert [one["requests"] for one in level.to_json()["models"]] == [6, 6]
+    assert level.server is not None
+    assert level.server.requests == 12
+    assert [latencies.total for latencies in streamed.latencies] == [2, 2]
+
+
+def test_shapes_take_turns(server: RunningServer) -> None:
+    names = [f"in_{row.wire}" for row in DATATYPES if row.numpy is not None]
+    shapes = [{name: [size] for name in names} for size in (2, 5)]
+    with Contestant(server.address, ["echo_types"], RequestOptions(shapes=shapes)) as contestant:
+        assert [list(request.inputs[0].shape) for _, request in contestant.requests[:3]] == [[1, 2], [1, 5], [1, 2]]
+        assert contestant.versions == {"echo_types": "1"}
+
+
+def test_until_stable_measures_windows_and_reads_the_counters_between_them(server: RunningServer) -> None:
+    how = Measurement(seconds=0.05, until_stable=True, warmup_s=0)
+    shown: list[float] = []
+    with Contestant(server.address, ["mlp"], RequestOptions(zeros=True)) as contestant:
+        level = measure(contestant.bench, Load(concurrency=2), how, lambda tally: shown.append(tally.seconds))
+    assert level.stable is not None
+    assert len(shown) >= 3
+    assert 0 < level.tally.seconds < sum(shown) + 1e-9
+    assert level.server is not None
+    assert level.server.requests > 0
+    assert all("someone else" not in line for line in level.doubts())
+
+
+def test_a_server_too_busy_to_tell_its_counters_is_measured_all_the_same(server: RunningServer) -> None:
+    def too_busy() -> None:
+        raise DeadlineExceeded("no answer in time")
+
+    with Contestant(server.address, ["mlp"], RequestOptions()) as contestant:
+        level = measure(replace(contestant.bench, read_totals=too_busy), Load(concurrency=2), SHORT)
+    assert (level.requests, level.server) == (12, None)
+
+
+def test_names_that_no_model_has(server: RunningServer) -> None:
+    with pytest.raises(BenchmarkArgumentError, match="model 'mlp' or 'picky' has no input 'z'; expected one of i, x"):
+        Contestant(server.address, ["mlp", "picky"], RequestOptions(shapes=[{"z": [1]}]))
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:0", "host:x", ":1", "http://host:1", "host:70000"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(BenchmarkArgumentError, match="the address must be HOST:PORT, such as 127.0.0.1:8001, not "):
+        host_and_port(address)
+
+
+def test_addresses_have_two_parts() -> None:
+    assert host_and_port("[::1]:8001") == ("::1", 8001)
+    assert host_and_port("gpu.example.org:1") == ("gpu.example.org", 1)
+
+
+def test_closing_hangs_up(server: RunningServer) -> None:
+    contestant = Contestant(server.address, ["mlp"], RequestOptions())
+    contestant.close()
+    assert isinstance(contestant.client, InferenceClient)
+    with pytest.raises(InferenceClientError, match="this client is closed"):
+        contestant.totals()
