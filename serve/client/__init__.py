@@ -1,23 +1,48 @@
 """Ask a running server: numpy arrays in, numpy arrays out, synchronously or with asyncio."""
 
+from serve.client.answer import InferAnswer
 from serve.client.async_client import AsyncInferenceClient
+from serve.client.bound_exchange import BoundModel
 from serve.client.errors import (
+    AccessDenied,
+    AlreadyExists,
+    Cancelled,
     DeadlineExceeded,
     InferenceClientError,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServerUnavailable,
+    Unsupported,
 )
 from serve.client.inference_client import InferenceClient
+from serve.client.model_description import TensorInfo
+from serve.client.model_handles import AsyncModel, Model
+from serve.client.retry import RetryPolicy
+from serve.client.sharing.shared_region import SharedRegion
+from serve.client.streaming.stream_order import StreamAnswer
+from serve.client.tls import Tls
 
 __all__ = [
+    "AccessDenied",
+    "AlreadyExists",
     "AsyncInferenceClient",
+    "AsyncModel",
+    "BoundModel",
+    "Cancelled",
     "DeadlineExceeded",
+    "InferAnswer",
     "InferenceClient",
     "InferenceClientError",
     "InvalidRequest",
+    "Model",
     "ModelNotFound",
     "Overloaded",
+    "RetryPolicy",
     "ServerUnavailable",
+    "SharedRegion",
+    "StreamAnswer",
+    "TensorInfo",
+    "Tls",
+    "Unsupported",
 ]

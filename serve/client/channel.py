@@ -1,14 +1,22 @@
-"""How both clients reach a server: the address, the method paths and the channel's options."""
+"""How both clients reach a server: the method paths and the channel's options."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import grpc
+
+from serve.client.address import Balancing, Target
 from serve.client.errors import InvalidRequest
+from serve.client.tls import Tls
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_MESSAGE_BYTES = 2**31 - 1  # protobuf's own limit; grpc's default of 4 MiB is less than a batch of 32 images
-MAX_RETRIES = 4  # gRPC makes at most five attempts
+
+Compression = Literal["gzip", "deflate"]
+_COMPRESSIONS = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}
 
 
 def method_path(method: str) -> str:
@@ -16,53 +24,68 @@ def method_path(method: str) -> str:
     return f"/{SERVICE}/{method}"
 
 
-def checked_address(address: str) -> str:
-    """The address as it is, if it reads HOST:PORT.
+def compression_named(name: str | None) -> Any:
+    """Grpc's own value for a compression; None for none.
 
     Raises:
-        InvalidRequest: it has a scheme, or no host, or no port between 1 and 65535.
+        InvalidRequest: it is no compression that gRPC knows.
     """
-    host, _, port = address.rpartition(":")
-    if "/" in address or not host or not (port.isdecimal() and port.isascii()) or not 0 < int(port) < 2**16:
-        raise InvalidRequest(f"the address must be HOST:PORT, such as 127.0.0.1:8001, not {address!r}")
-    return address
+    if name is None:
+        return None
+    if name not in _COMPRESSIONS:
+        raise InvalidRequest(f"compression must be one of {', '.join(_COMPRESSIONS)} or None, not {name!r}")
+    return _COMPRESSIONS[name]
 
 
-def channel_options(*, retries: int = 0) -> list[tuple[str, int | str]]:
+def channel_options(*, balancing: Balancing = "pick_first", keepalive_s: float | None = None) -> list[tuple[str, int | str]]:
     """Options for grpc.insecure_channel and grpc.aio.insecure_channel.
 
     Args:
-        retries: how many times a call is sent again when the server cannot be reached or is overloaded (0 to 4). gRPC does it,
-            within the call's deadline, and waits as long as the server's retry hint says. Inference has no side effects, so
-            sending it again is safe.
-
-    Raises:
-        InvalidRequest: retries is out of range.
+        balancing: how calls are spread over a target's addresses.
+        keepalive_s: seconds of silence after which the server is pinged while calls wait for it; None for never.
     """
-    if not 0 <= retries <= MAX_RETRIES:
-        raise InvalidRequest(f"retries must be 0 to {MAX_RETRIES}, not {retries!r}")
     options: list[tuple[str, int | str]] = [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         # Without it, clients of one process share connections and the waiting times after a failed attempt.
         ("grpc.use_local_subchannel_pool", 1),
-        # A server that restarts is found again within two seconds instead of two minutes.
-        ("grpc.initial_reconnect_backoff_ms", 200),
+        # A server that restarts is found again within a second instead of two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.service_config", json.dumps({"loadBalancingConfig": [{balancing: {}}]})),
     ]
-    if retries:
-        # A message above this size is not kept for sending again; the default is 256 KiB.
-        options += [("grpc.service_config", _retry_config(retries)), ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES)]
+    if keepalive_s is not None:
+        milliseconds = max(1, round(keepalive_s * 1000))
+        options += [("grpc.keepalive_time_ms", milliseconds), ("grpc.keepalive_timeout_ms", milliseconds)]
     return options
 
 
-def _retry_config(retries: int) -> str:
-    policy = {
-        "maxAttempts": retries + 1,
-        "initialBackoff": "0.05s",
-        "maxBackoff": "2s",
-        "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-    }
-    return json.dumps({"methodConfig": [{"name": [{"service": SERVICE}], "retryPolicy": policy}]})
+@dataclass(frozen=True, kw_only=True)
+class ChannelSettings:
+    """Everything that a channel is made from.
+
+    Attributes:
+        target: whom to ask.
+        tls: certificates; None for an unencrypted connection.
+        balancing: how calls are spread over the target's addresses.
+        compression: of messages, where a call does not say otherwise.
+        keepalive_s: see `channel_options`.
+    """
+
+    target: Target
+    tls: Tls | None
+    balancing: Balancing
+    compression: str | None
+    keepalive_s: float | None
+
+    def open(self, library: Any) -> Any:
+        """A channel of `library`, which is grpc or grpc.aio; it connects at the first call."""
+        options = channel_options(balancing=self.balancing, keepalive_s=self.keepalive_s)
+        compression = compression_named(self.compression)
+        if self.tls is None:
+            return library.insecure_channel(self.target.uri, options=options, compression=compression)
+        if self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+            options.append(("grpc.default_authority", self.tls.server_name))
+        return library.secure_channel(self.target.uri, self.tls.credentials(), options=options, compression=compression)

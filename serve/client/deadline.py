@@ -45,3 +45,7 @@ class Deadline:
         if remaining_s <= 0:
             raise deadline_exceeded(method=method, address=address, limit_s=self.limit_s)
         return remaining_s
+
+    def allows(self, pause_s: float) -> bool:
+        """Whether there is time left after a pause."""
+        return self.end_s is None or time.monotonic() + pause_s < self.end_s

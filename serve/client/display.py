@@ -10,10 +10,12 @@ import numpy as np
 from rich import box
 from rich.table import Column, Table
 
+from protos.datatypes import DATATYPES
+from serve.client.answer import InferAnswer
 from serve.client.tensors import Array
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
+    from protos.inference_pb2 import ModelMetadataResponse
     from protos.model_config_pb2 import ModelConfig
 
 PROVIDER_PARAMETER = "halfserve.provider"
@@ -21,40 +23,46 @@ SHOWN_VALUES = 8
 SHOWN_ROWS = 8
 
 
-def outputs_table(response: ModelInferResponse, arrays: Mapping[str, Array]) -> Table:
+def outputs_table(answer: InferAnswer) -> Table:
     """One line per output: name, datatype, shape, first values, and for [rows, classes] each row's largest class."""
     table = Table(Column("output", no_wrap=True), "datatype", "shape", "values", "argmax", box=box.SIMPLE_HEAD)
-    for tensor in response.outputs:
-        array = arrays[tensor.name]
+    for name, array in answer.outputs.items():
         largest = _argmax(array)
         shown = "" if largest is None else _shortened(largest, SHOWN_ROWS)
-        table.add_row(tensor.name, tensor.datatype, str(list(array.shape)), _values(array, tensor.datatype), shown)
+        table.add_row(name, datatype_of(array), str(list(array.shape)), _values(array), shown)
     return table
 
 
-def outputs_json(response: ModelInferResponse, arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """The whole answer: {"model", "version", "outputs": {name: {"datatype", "shape", "data"[, "argmax"]}}}.
+def answer_json(answer: InferAnswer) -> dict[str, Any]:
+    """The whole answer: {"model", "version", "outputs": {name: {"datatype", "shape", "data"[, "argmax"]}}[, "parameters"]}.
 
     Numbers that JSON lacks are the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; bytes that are not UTF-8
     have their odd bytes escaped.
     """
-    outputs: dict[str, Any] = {}
-    for tensor in response.outputs:
-        array = arrays[tensor.name]
-        outputs[tensor.name] = {
-            "datatype": tensor.datatype,
-            "shape": list(array.shape),
-            "data": _plain(_as_float32(array, tensor.datatype).tolist()),
-        }
+    shown: dict[str, Any] = {"model": answer.model, "version": answer.version, "outputs": outputs_json(answer.outputs)}
+    return shown | ({"parameters": dict(answer.parameters)} if answer.parameters else {})
+
+
+def outputs_json(outputs: Mapping[str, Array]) -> dict[str, Any]:
+    """{name: {"datatype", "shape", "data"[, "argmax"]}}; see `answer_json`."""
+    shown: dict[str, Any] = {}
+    for name, array in outputs.items():
+        data = _plain(_as_float32(array).tolist())
+        shown[name] = {"datatype": datatype_of(array), "shape": list(array.shape), "data": data}
         largest = _argmax(array)
         if largest is not None:
-            outputs[tensor.name]["argmax"] = largest
-    return {"model": response.model_name, "version": response.model_version, "outputs": outputs}
+            shown[name]["argmax"] = largest
+    return shown
+
+
+def datatype_of(array: Array) -> str:
+    """The wire's name for what an output's elements are."""
+    return next(row.wire for row in DATATYPES if row.array_dtype == array.dtype)
 
 
 def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line per model version, from the rows of `halfserve models --json`."""
-    table = Table(Column("model", no_wrap=True), "version", "state", box=box.SIMPLE_HEAD)
+    table = Table(Column("model", no_wrap=True), "version", Column("state", overflow="fold"), box=box.SIMPLE_HEAD)
     for heading in ("inputs", "outputs"):
         table.add_column(heading, overflow="fold")
     table.add_column("provider", no_wrap=True)
@@ -82,13 +90,14 @@ def _compact(shape: Iterable[int]) -> str:
 
 
 def _argmax(array: Array) -> list[int] | None:
-    if array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "fiu":
+    numbers = _as_float32(array)
+    if numbers.ndim != 2 or numbers.shape[1] < 2 or numbers.dtype.kind not in "fiu":
         return None
-    return [int(i) for i in array.argmax(axis=1)]
+    return [int(i) for i in numbers.argmax(axis=1)]
 
 
-def _values(array: Array, datatype: str) -> str:
-    flat = _as_float32(array, datatype).ravel()[: SHOWN_VALUES + 1].tolist()
+def _values(array: Array) -> str:
+    flat = _as_float32(array).ravel()[: SHOWN_VALUES + 1].tolist()
     return _shortened([f"{v:.4g}" if isinstance(v, float) else _text(v) for v in flat], SHOWN_VALUES)
 
 
@@ -96,9 +105,9 @@ def _shortened(values: list[Any], limit: int) -> str:
     return " ".join(map(str, values[:limit])) + (" ..." if len(values) > limit else "")
 
 
-def _as_float32(array: Array, datatype: str) -> Array:
-    """BF16 arrives as bit patterns: the upper halves of float32's."""
-    return (array.astype(np.uint32) << 16).view(np.float32) if datatype == "BF16" else array
+def _as_float32(array: Array) -> Array:
+    """BF16 in a dtype that numpy itself has."""
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 def _text(value: Any) -> str:

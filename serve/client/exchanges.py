@@ -1,36 +1,15 @@
-"""What is said to a server and in which order, without any input or output.
-
-Each function is a generator: it yields the calls to make, is sent their answers (or has their InferenceClientError thrown into
-it) and returns the result. A client only carries the calls out, so that the synchronous and the asyncio client cannot differ.
-"""
+"""What is asked about a server and its models, and in which order; see `serve.client.calls`."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
-
-from google.protobuf.message import Message
+from typing import Any
 
 from protos import inference_pb2 as pb
-from serve.client.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServerUnavailable
-from serve.client.messages import Parameter, infer_request, output_arrays
-from serve.client.tensors import Array
+from serve.client.calls import Call, Exchange, Pause
+from serve.client.deadline import Deadline
+from serve.client.errors import DeadlineExceeded, ModelNotFound, ServerUnavailable
 
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One unary RPC to make: its name, the message to send, and the class of the answer."""
-
-    method: str
-    request: Message
-    answer: type[Message]
-
-
-Answer = TypeVar("Answer")
-Exchange = Generator[Call, Any, Answer]
-MetadataCache = dict[tuple[str, str], pb.ModelMetadataResponse]
+READY_POLL_S = (0.02, 0.5)  # the first pause between two questions and the longest
 
 
 def server_live() -> Exchange[bool]:
@@ -40,13 +19,32 @@ def server_live() -> Exchange[bool]:
 
 def ready(model: str | None, version: str) -> Exchange[bool]:
     """Whether the server, or one model of it, takes requests; False as well when nobody answers or the model is unknown."""
-    if model is None:
-        call = Call(method="ServerReady", request=pb.ServerReadyRequest(), answer=pb.ServerReadyResponse)
-    else:
-        call = Call(
-            method="ModelReady", request=pb.ModelReadyRequest(name=model, version=version), answer=pb.ModelReadyResponse
-        )
-    return (yield from _flag(call, "ready"))
+    return (yield from _flag(_ready_call(model, version), "ready"))
+
+
+def wait_until_ready(model: str | None, version: str, deadline: Deadline) -> Exchange[None]:
+    """Ask again and again until the server, or one model of it, takes requests.
+
+    Raises:
+        DeadlineExceeded: it did not before the deadline; the text says what it lacked at last.
+    """
+    call = _ready_call(model, version)
+    pause_s, longest_s = READY_POLL_S
+    lacking = ""
+    while True:
+        try:
+            if (yield call).ready:
+                return
+            lacking = "it is there, but not ready"
+        except (ServerUnavailable, ModelNotFound) as error:
+            lacking = str(error)
+        except DeadlineExceeded as error:
+            lacking = lacking or str(error)  # what was lacking before the time ran out says more
+        if not deadline.allows(pause_s):
+            what = "the server" if model is None else f"model {model!r}"
+            raise DeadlineExceeded(f"{what} was not ready within {deadline.limit_s:.4g} s: {lacking}")
+        yield Pause(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def server_metadata() -> Exchange[pb.ServerMetadataResponse]:
@@ -57,9 +55,10 @@ def server_metadata() -> Exchange[pb.ServerMetadataResponse]:
     return answer
 
 
-def models() -> Exchange[list[pb.RepositoryIndexResponse.ModelIndex]]:
+def models(*, only_ready: bool = False) -> Exchange[list[pb.RepositoryIndexResponse.ModelIndex]]:
     """One entry per model and version of the repository, loaded or not."""
-    answer = yield Call(method="RepositoryIndex", request=pb.RepositoryIndexRequest(), answer=pb.RepositoryIndexResponse)
+    request = pb.RepositoryIndexRequest(ready=only_ready)
+    answer = yield Call(method="RepositoryIndex", request=request, answer=pb.RepositoryIndexResponse)
     return list(answer.models)
 
 
@@ -84,46 +83,11 @@ def statistics(name: str, version: str) -> Exchange[list[pb.ModelStatistics]]:
     return list(answer.model_stats)
 
 
-def infer_message(request: pb.ModelInferRequest) -> Exchange[pb.ModelInferResponse]:
-    """A request that the caller has built, and the response as it came."""
-    answer: pb.ModelInferResponse = yield Call(method="ModelInfer", request=request, answer=pb.ModelInferResponse)
-    return answer
-
-
-def infer(
-    cache: MetadataCache,
-    model: str,
-    inputs: Mapping[str, Any],
-    *,
-    version: str,
-    outputs: Sequence[str] | None,
-    request_id: str,
-    parameters: Mapping[str, Parameter] | None,
-) -> Exchange[dict[str, Array]]:
-    """Ask for the metadata once per model, then for the inference.
-
-    A model can be replaced while the client lives, so metadata from the cache never has the last word: a request that does not
-    fit it is judged again by fresh metadata, and one that the server refuses makes the client forget it.
-    """
-    key = (model, version)
-    cached = cache.get(key)
-    build = partial(
-        infer_request, inputs=inputs, version=version, outputs=outputs, request_id=request_id, parameters=parameters
-    )
-    if cached is None:
-        cache[key] = yield from model_metadata(model, version)
-    try:
-        request = build(cache[key])
-    except InvalidRequest:
-        if cached is None:
-            raise
-        cache[key] = yield from model_metadata(model, version)
-        request = build(cache[key])
-    try:
-        return output_arrays((yield from infer_message(request)))
-    except (InvalidRequest, ModelNotFound):
-        cache.pop(key, None)
-        raise
+def _ready_call(model: str | None, version: str) -> Call:
+    if model is None:
+        return Call(method="ServerReady", request=pb.ServerReadyRequest(), answer=pb.ServerReadyResponse)
+    request = pb.ModelReadyRequest(name=model, version=version)
+    return Call(method="ModelReady", request=request, answer=pb.ModelReadyResponse)
 
 
 def _flag(call: Call, field: str) -> Exchange[bool]:

@@ -8,6 +8,8 @@ import numpy as np
 
 from protos.datatypes import BY_WIRE, Datatype
 from serve.client.errors import InferenceClientError, InvalidRequest
+from serve.client.foreign_arrays import as_numpy
+from serve.protocol.raw_tensors import to_raw
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +33,7 @@ def as_input(value: Any, datatype: Datatype, where: str) -> Array:
     to lose is the caller's decision. Lists and plain numbers have no dtype of their own and are converted, if they fit.
 
     Args:
-        value: an array, or whatever numpy reads as one (a CPU tensor of torch, a data frame); a list, number or string.
+        value: an array, or what can be read as one (a tensor of torch or jax, a data frame); a list, number or string.
         datatype: what the model takes.
         where: opens the error's text, such as "input 'x' of model 'mlp'".
 
@@ -50,11 +52,11 @@ def as_input(value: Any, datatype: Datatype, where: str) -> Array:
         return _strings(array, where)
     if array.dtype == object:
         raise InvalidRequest(f"{where} takes {datatype.wire}, expected an array or list of numbers, not {type(value).__name__}")
-    if datatype.wire == "BF16" and array.dtype.name == "bfloat16":
-        return array.view(np.uint16)
-    target = datatype.numpy or np.dtype("<u2")
-    if array.dtype == target or (datatype.numpy is not None and _casts_without_loss(array.dtype, target)):
-        return array.astype(target, copy=False)
+    if datatype.wire == "BF16":
+        if array.dtype.name == "bfloat16" or array.dtype == np.dtype("<u2"):
+            return array.view(np.uint16)
+    elif datatype.numpy is not None and (array.dtype == datatype.numpy or _casts_without_loss(array.dtype, datatype.numpy)):
+        return array.astype(datatype.numpy, copy=False)
     raise InvalidRequest(_other_dtype(array.dtype, datatype, where))
 
 
@@ -76,6 +78,8 @@ def converted(value: Any, datatype: Datatype, where: str) -> Array:
     if datatype.wire == "BYTES":
         return _strings(value, where)
     source = _as_array(value, where)
+    if source.dtype.name == "bfloat16":
+        source = source.astype(np.float32)
     if source.dtype.kind not in "biuf":
         raise InvalidRequest(f"{where} takes {datatype.wire}, expected numbers that fit it, not {source.dtype} elements")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -95,16 +99,28 @@ def converted(value: Any, datatype: Datatype, where: str) -> Array:
     return target
 
 
+def to_wire(array: Array, datatype: Datatype) -> bytes:
+    """The bytes of an array that `as_input` or `converted` has made."""
+    return to_raw(array, datatype) if datatype.wire == "BYTES" else array.tobytes()
+
+
+def as_bfloat16(bits: Array) -> Array:
+    """The same memory with the dtype `ml_dtypes.bfloat16`."""
+    import ml_dtypes  # noqa: PLC0415  (only models with BF16 need it)
+
+    return bits.view(ml_dtypes.bfloat16)
+
+
 def _as_array(value: Any, where: str) -> Array:
     try:
-        array = np.asarray(value)
+        array = as_numpy(value)
         if array.dtype == np.float64 and not isinstance(value, np.ndarray):
             # Whole numbers on both sides of 2**63 have no common integer dtype: numpy rounds them to float64.
             exact = np.array(value, dtype=object)
             if all(isinstance(number, int) and 0 <= number < 2**64 for number in exact.flat):
                 return exact.astype(np.uint64)
         return array
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, BufferError) as error:
         reason = "its rows differ in length" if "inhomogeneous" in str(error) else str(error)
         raise InvalidRequest(f"{where} cannot be read as an array: {reason}") from None
 
@@ -117,12 +133,14 @@ def _casts_without_loss(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
 
 def _other_dtype(given: np.dtype[Any], datatype: Datatype, where: str) -> str:
     if datatype.wire == "BF16":
-        return f"{where} takes BF16: give an array of ml_dtypes.bfloat16 or of uint16 bit patterns, not {given}"
+        return (
+            f"{where} takes BF16: give an array of ml_dtypes.bfloat16 or of uint16 bit patterns, not {given}; or say cast=True"
+        )
     if datatype.numpy is None or datatype.wire == "BYTES":
         return f"{where} takes {datatype.wire} (an array of bytes or str), but the array is {given}"
     name = datatype.numpy.name
     beyond = f"; numbers beyond {np.finfo(datatype.numpy).max:g} become inf" if datatype.numpy.kind == "f" else ""
-    return f"{where} takes {datatype.wire}, but the array is {given}; convert it with .astype(np.{name}){beyond}"
+    return f"{where} takes {datatype.wire}, but the array is {given}; convert it with .astype(np.{name}) or cast=True{beyond}"
 
 
 def _strings(value: Any, where: str) -> Array:

@@ -1,30 +1,19 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serve.client import AsyncInferenceClient, InferenceClient
+from tests.serve.client.awaited import Awaited
 from tests.serve.client.scripted_server import ScriptedServer
+from tests.serve.conftest import load_repository
+from tests.serve.running_server import RunningServer, running_server
 
 Connect = Callable[..., InferenceClient]
-
-
-class Awaited:
-    """The asyncio client with each coroutine run to its end, so that one suite tests both clients."""
-
-    def __init__(self, runner: asyncio.Runner, *arguments: Any, **options: Any) -> None:
-        self._runner = runner
-        self._client = AsyncInferenceClient(*arguments, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._client, name)
-        if not inspect.iscoroutinefunction(attribute):
-            return attribute
-        return lambda *arguments, **options: self._runner.run(attribute(*arguments, **options))
 
 
 @pytest.fixture(params=["sync", "asyncio"])
@@ -34,16 +23,24 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     with asyncio.Runner() as runner:
 
         def made(*arguments: Any, **options: Any) -> Any:
-            one = InferenceClient(*arguments, **options)
+            one: Any
             if request.param == "asyncio":
-                one.close()
-                one = Awaited(runner, *arguments, **options)  # type: ignore[assignment]  # it has the same methods
+                one = Awaited(runner, AsyncInferenceClient(*arguments, **options))
+            else:
+                one = InferenceClient(*arguments, **options)
             clients.append(one)
             return one
 
         yield made
         for client in clients:
             client.close()
+
+
+@pytest.fixture(scope="session")
+def sharing(repository: Path) -> Iterator[RunningServer]:
+    """A server that takes shared memory."""
+    with running_server(lambda: load_repository(repository), shared_memory=True) as running:
+        yield running
 
 
 @pytest.fixture

@@ -29,23 +29,29 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         address: "127.0.0.1:port".
         answers: method -> messages and failures; a method that is not there is unimplemented.
         calls: (method, request bytes, seconds that the client allows) in the order of arrival.
+        headers: the metadata of the last call.
+        patient: whether a stream is read to its end before it is answered.
         cancelled: set when a client has given up a call that waits for `release`.
         release: calls of methods in `held` wait for it.
     """
 
-    def __init__(self) -> None:
-        self.answers: dict[str, list[Message | Failure]] = {}
+    def __init__(self, credentials: Any = None, *, port: int = 0, answers: dict[str, list[Any]] | None = None) -> None:
+        self.answers: dict[str, list[Message | Failure]] = {**(answers or {})}
         self.calls: list[tuple[str, bytes, float | None]] = []
         self.held: set[str] = set()
         self.arrived, self.cancelled, self.release = threading.Event(), threading.Event(), threading.Event()
+        self.patient = False
+        self.headers: dict[str, Any] = {}
         self._server = grpc.server(ThreadPoolExecutor(4), handlers=[self])
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._listen(credentials, port)}"
         self._server.start()
 
     def service(self, handler_call_details: Any) -> Any:
         method = handler_call_details.method.rpartition("/")[2]
         if method not in self.answers:
             return None
+        if method == "ModelStreamInfer":
+            return grpc.stream_stream_rpc_method_handler(self._answer_stream)
         return grpc.unary_unary_rpc_method_handler(lambda request, context: self._answer(method, request, context))
 
     def serve_model(self, datatype: str = "FP32") -> None:
@@ -61,7 +67,21 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         self.release.set()
         self._server.stop(0).wait()
 
+    def _listen(self, credentials: Any, port: int) -> int:
+        bound: int = (
+            self._server.add_insecure_port(f"127.0.0.1:{port}")
+            if credentials is None
+            else self._server.add_secure_port(f"127.0.0.1:{port}", credentials)
+        )
+        return bound
+
+    def _answer_stream(self, requests: Any, context: Any) -> Any:
+        """One answer of the script for each request; the script's last one, if it is a failure, ends the call."""
+        for request in list(requests) if self.patient else requests:
+            yield self._answer("ModelStreamInfer", request, context)
+
     def _answer(self, method: str, request: bytes, context: Any) -> bytes:
+        self.headers = dict(context.invocation_metadata())
         self.calls.append((method, request, context.time_remaining()))
         if method in self.held:
             context.add_callback(self.cancelled.set)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 
 from halfserve import main
+from protos import inference_pb2 as pb
+from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.running_server import RunningServer
 
 Run: TypeAlias = Callable[..., tuple[int, str, str]]
@@ -79,6 +83,20 @@ def test_json_has_no_word_for_nan_so_strings_say_it(server: RunningServer, run: 
         (["infer", "mlp", "--input", "x=[1, 2]"], 1, "has the shape [2], expected [-1, 64]"),
         (["infer", "mlp", "--input", "x"], 2, "--input x: expected NAME=FILE.npy"),
         (["infer", "mlp", "--input", "x=[1]", "--output-file", "/nowhere/y.npz"], 1, "there is no folder /nowhere"),
+        (["infer", "mlp", "--input", "x=[1]", "--output-file", "y.csv"], 1, "expected a name that ends in .npz or .json"),
+        (["infer", "unbatched", "--input", "x=[1, 2, 3]", "--output", "z"], 1, "has no output 'z'; its outputs are: y"),
+        (["infer", "mlp", "--input", "x=[1]", "--parameter", "p"], 1, "--parameter p: expected NAME=VALUE"),
+        (["infer", "mlp", "--input", "x=[1]", "--header", "a"], 1, "--header a: expected NAME:VALUE"),
+        (["infer", "mlp", "--input", "x=[1]", "--token-file", "none"], 1, "--token-file none: cannot be read: No such file"),
+        (["infer", "mlp", "--input", "x=[1]", "--tls-key", "none"], 1, "TLS has a client key without its certificate"),
+        (["infer", "mlp", "--input", "x=[1]", "--stream", "--output-file", "y.npz"], 1, "--output-file holds one answer"),
+        (["infer", "mlp", "--input", "-", "--input", "x=[1]", "--stream"], 2, "lines of JSON hold all inputs of a request"),
+        (["infer", "mlp", "--input", "no.jsonl", "--stream"], 2, "--input no.jsonl: there is no file no.jsonl"),
+        (["infer", "mlp", "--input", "x=-", "--input", "y=@-"], 2, "standard input can be read once"),
+        (["models", "nope"], 1, "the server's repository has no model 'nope'"),
+        (["models", "--config", "c.json"], 1, "--config is for one --load; give both, once"),
+        (["models", "--load", "mlp", "--config", "no.json"], 1, "--config no.json: cannot be read: "),
+        (["models", "nope", "--wait", "0.05"], 1, "model 'nope' was not ready within"),
         (["models", "--address", "nonsense"], 1, "the address must be HOST:PORT"),
         (["models", "--address", "127.0.0.1:1"], 1, "no server answers at 127.0.0.1:1 (connection refused)"),
     ],
@@ -105,3 +123,97 @@ def test_models_lists_what_the_server_has(server: RunningServer, run: Run) -> No
     code, out, _ = run("models", "--address", server.address)
     assert code == 0
     assert "echo_types" in out
+
+
+def given_on_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+
+
+def test_standard_input_holds_all_inputs(server: RunningServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_on_stdin(monkeypatch, json.dumps({"x": [0.5] * 64}).encode())
+    code, out, _ = run("infer", "mlp", "--address", server.address, "--input", "-", "--json")
+    assert code == 0
+    assert json.loads(out)["outputs"]["y"]["shape"] == [1, 10]
+
+
+def test_the_best_classes(server: RunningServer, run: Run, digits: Path) -> None:
+    arguments = ("--input", f"x={digits}", "--output", "y", "--top-k", "2", "--priority", "0", "--parameter", "a=1", "--json")
+    code, out, _ = run("infer", "mlp", "--address", server.address, *arguments)
+    assert code == 0
+    y = json.loads(out)["outputs"]["y"]
+    assert (y["datatype"], y["shape"]) == ("BYTES", [1, 2])
+
+
+def test_outputs_as_a_json_file(server: RunningServer, run: Run, digits: Path, tmp_path: Path) -> None:
+    arguments = ("--address", server.address, "--input", f"x={digits}", "--output-file", str(tmp_path / "y.json"), "--json")
+    code, out, _ = run("infer", "mlp", *arguments)
+    assert code == 0
+    assert json.loads((tmp_path / "y.json").read_text()) == json.loads(out)
+
+
+def test_large_inputs_through_shared_memory(sharing: RunningServer, run: Run, digits: Path) -> None:
+    code, out, _ = run("infer", "mlp", "--address", sharing.address, "--input", f"x={digits}", "--shared-memory", "--json")
+    assert code == 0
+    assert json.loads(out)["outputs"]["y"]["shape"] == [1, 10]
+
+
+def test_a_stream_answers_line_by_line(
+    server: RunningServer, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    requests = [{"x": [0.5] * 64}, {"x": [[1.0] * 64] * 2}, {"x": [1]}, {"inputs": [{"name": "x", "data": [1.0] * 64}]}]
+    lines = "\n\n".join(json.dumps(request) for request in requests)
+    given_on_stdin(monkeypatch, lines.encode())
+    code, out, _ = run("infer", "mlp", "--address", server.address, "--input", "-", "--stream", "--in-flight", "2")
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert code == 1  # one of them failed
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    assert [answer.get("code") for answer in answers] == [None, None, "INVALID_ARGUMENT", None]
+    assert answers[1]["outputs"]["y"]["shape"] == [2, 10]
+    (tmp_path / "r.jsonl").write_text(lines)
+    code, out, _ = run("infer", "mlp", "--address", server.address, "--input", f"{tmp_path}/r.jsonl", "--stream", "--json")
+    assert (code, json.loads(out)) == (1, {"model": "mlp", "answers": answers, "failed": 1})
+
+
+def test_a_stream_sends_the_rows_of_an_array(server: RunningServer, run: Run, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5, 64), np.float32))
+    arguments = ("--input", f"x={tmp_path}/x.npy", "--stream", "--rows", "2", "--json")
+    code, out, err = run("infer", "mlp", "--address", server.address, *arguments)
+    assert (code, err) == (0, "x: converted from float32 to FP16\n")
+    assert [answer["outputs"]["y"]["shape"] for answer in json.loads(out)["answers"]] == [[2, 10], [2, 10], [1, 10]]
+
+
+def test_a_line_that_is_no_request_ends_the_stream(server: RunningServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_on_stdin(monkeypatch, b'{"x": [[1]]}\n[1]\n')
+    code, _, err = run("infer", "mlp", "--address", server.address, "--input", "-", "--stream")
+    assert code == 2
+    assert err == "halfserve infer: --input standard input, line 2: expected a JSON object such as {'x': [...]}\n"
+
+
+def test_models_by_name(server: RunningServer, run: Run) -> None:
+    code, out, _ = run("models", "mlp", "--wait", "10", "--address", server.address, "--json")
+    assert code == 0
+    assert {model["name"] for model in json.loads(out)["models"]} == {"mlp"}
+
+
+def test_loads_and_unloads(scripted: ScriptedServer, run: Run, tmp_path: Path) -> None:
+    scripted.answers |= {
+        "RepositoryModelLoad": [pb.RepositoryModelLoadResponse()],
+        "RepositoryModelUnload": [pb.RepositoryModelUnloadResponse()],
+        "RepositoryIndex": [pb.RepositoryIndexResponse()],
+        "ModelReady": [pb.ModelReadyResponse(), pb.ModelReadyResponse(ready=True)],
+    }
+    (tmp_path / "c.json").write_text('{"max_batch_size": 4}')
+    options = ("--load", "m", "--config", f"{tmp_path}/c.json", "--wait", "10", "--unload", "old", "--json")
+    code, out, _ = run("models", "--address", scripted.address, *options)
+    assert (code, json.loads(out)) == (0, {"models": []})
+    methods = [method for method, _, _ in scripted.calls]
+    assert methods == ["RepositoryModelLoad", "RepositoryModelUnload", "ModelReady", "ModelReady", "RepositoryIndex"]
+
+
+def test_watches(server: RunningServer, run: Run) -> None:
+    options = ("--address", server.address, "--watch", "--every", "0.01", "--times", "2")
+    code, out, _ = run("models", "mlp", *options, "--json")
+    looks = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [[model["version"] for model in look["models"]] for look in looks] == [["1", "3"], ["1", "3"]]
+    assert run("models", *options)[0] == 0

@@ -4,20 +4,19 @@ import io
 import json
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
-from serve.client.display import models_table, outputs_json, outputs_table, provider_of
+from serve.client.answer import InferAnswer
+from serve.client.display import answer_json, models_table, outputs_table, provider_of
 
 
-def response(datatype: str) -> pb.ModelInferResponse:
-    made = pb.ModelInferResponse(model_name="m", model_version="2")
-    made.outputs.add(name="y", datatype=datatype)
-    return made
+def answered(array: np.ndarray[Any, Any], **parameters: Any) -> InferAnswer:
+    return InferAnswer(model="m", version="2", request_id="", parameters=parameters, outputs={"y": array})
 
 
 def printed(table: Table) -> str:
@@ -32,20 +31,21 @@ def printed(table: Table) -> str:
     [
         (np.array([[1, 3], [5, 4]], np.float16), "FP16", ["[2, 2]", "1 3 5 4", "1 0"]),
         (np.arange(12.0), "FP64", ["[12]", "0 1 2 3 4 5 6 7 ..."]),
-        (np.array([[0x3F80, 0xC000]], np.uint16), "BF16", ["BF16", "1 -2"]),
+        (np.array([[1, -2]], ml_dtypes.bfloat16), "BF16", ["BF16", "1 -2", " 0"]),
         (np.array([["é".encode(), b"\xff"]], object), "BYTES", ["é", r"\xff"]),
         (np.zeros((0, 3), np.float32), "FP32", ["[0, 3]"]),
     ],
 )
 def test_a_line_per_output(array: np.ndarray[Any, Any], datatype: str, texts: list[str]) -> None:
-    line = printed(outputs_table(response(datatype), {"y": array}))
-    assert all(text in line for text in texts)
+    line = printed(outputs_table(answered(array)))
+    assert all(text in line for text in [datatype, *texts])
 
 
-def test_json_of_bf16_holds_numbers_not_bit_patterns() -> None:
-    answer = outputs_json(response("BF16"), {"y": np.array([[0x3F80, 0xC000]], np.uint16)})
-    assert answer["outputs"]["y"]["data"] == [[1.0, -2.0]]
-    assert json.loads(json.dumps(answer, allow_nan=False)) == answer
+def test_json_holds_numbers_and_what_the_server_says_beside() -> None:
+    shown = answer_json(answered(np.array([[1, -2]], ml_dtypes.bfloat16), guard="fell back"))
+    y = {"datatype": "BF16", "shape": [1, 2], "data": [[1.0, -2.0]], "argmax": [0]}
+    assert shown == {"model": "m", "version": "2", "outputs": {"y": y}, "parameters": {"guard": "fell back"}}
+    assert json.loads(json.dumps(shown, allow_nan=False)) == shown
 
 
 def test_a_model_that_failed_to_load_shows_why() -> None:

@@ -190,7 +190,7 @@ def test_a_closed_client_says_so(server: RunningServer, connect: Connect) -> Non
         (":8001", {}, "must be HOST:PORT"),
         ("localhost:8001", {"timeout_s": 0}, "timeout_s must be seconds above 0"),
         ("localhost:8001", {"timeout_s": float("nan")}, "timeout_s must be seconds above 0"),
-        ("localhost:8001", {"retries": 9}, "retries must be 0 to 4"),
+        ("localhost:8001", {"retries": 11}, "retries must be 0 to 10"),
     ],
 )
 def test_wrong_arguments(connect: Connect, address: str, options: dict[str, Any], text: str) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import io
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +39,9 @@ def test_reads_files_and_literals(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "text"),
     [
-        ("foo", "--input foo: expected NAME=FILE.npy, NAME=FILE.npz, NAME=JSON or FILE.npz"),
+        ("foo", "--input foo: expected NAME=FILE.npy, NAME=FILE.npz, NAME=FILE.json, NAME=@FILE"),
         ("=[1]", "--input =.*: expected NAME=FILE.npy"),
-        ("x=[1,", r"--input x=\[1,: expected a .npy or .npz file or JSON"),
+        ("x=[1,", r"--input x=\[1,: expected a .npy, .npz or .json file, @FILE, - or JSON"),
         ("x=nowhere.npy", "there is no file nowhere.npy"),
         ("x={tmp}/junk.npy", "cannot be read as numpy arrays: it is no such file, or holds Python objects"),
         ("x={tmp}/objects.npy", "cannot be read as numpy arrays: it is no such file, or holds Python objects"),
@@ -55,6 +58,65 @@ def test_what_cannot_be_read(tmp_path: Path, argument: str, text: str) -> None:
     (tmp_path / "cut.npz").write_bytes((tmp_path / "two.npz").read_bytes()[:100])
     with pytest.raises(InputArgumentError, match=text):
         read_inputs([argument.format(tmp=tmp_path)])
+
+
+def test_json_files(tmp_path: Path) -> None:
+    (tmp_path / "v.json").write_text("[[1, 2]]")
+    (tmp_path / "o.json").write_text('{"x": [1], "y": ["a"]}')
+    entries = [{"name": "x", "shape": [2, 2], "datatype": "FP16", "data": [1, 2, 3, 4]}, {"name": "y", "data": [[1]]}]
+    (tmp_path / "p.json").write_text(json.dumps({"inputs": entries}))
+    assert read_inputs([f"z={tmp_path}/v.json"]) == {"z": [[1, 2]]}
+    assert read_inputs([f"{tmp_path}/o.json"]) == {"x": [1], "y": ["a"]}
+    assert read_inputs([f"x={tmp_path}/o.json"]) == {"x": [1]}
+    assert read_inputs([f"{tmp_path}/p.json"]) == {"x": [[1, 2], [3, 4]], "y": [[1]]}
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.json"])
+def test_the_format_of_standard_input_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3))
+    np.savez(tmp_path / "a.npz", x=np.arange(3))
+    (tmp_path / "a.json").write_text('{"x": [0, 1, 2]}')
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((tmp_path / name).read_bytes())))
+    assert list(read_inputs(["x=-"])["x"]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('{"inputs": [{"name": "x"}]}', "bad.json: entry 0 of inputs lacks its name or its data"),
+        ('{"inputs": [{"name": "x", "data": [1], "shape": [2]}]}', r"input 'x' has 1 values for the shape \[2\]"),
+        ('{"x": [1,}', "bad.json: as JSON: .* at line 1, column 10"),
+        ("[1]", "holds a tensor without a name; give NAME=.*bad.json"),
+    ],
+)
+def test_json_files_that_are_none(tmp_path: Path, content: str, text: str) -> None:
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(InputArgumentError, match=text):
+        read_inputs([f"{tmp_path}/bad.json"])
+
+
+def test_bytes_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(np.arange(4, dtype=np.float16).tobytes())
+    inputs = read_inputs([f"x=@{tmp_path}/b"])
+    np.testing.assert_array_equal(fitted_inputs(inputs, metadata())[0]["x"], np.arange(4, dtype=np.float16).reshape(2, 2))
+    picture = fitted_inputs(inputs, metadata("BYTES", (-1, 1)))[0]["x"]
+    assert (picture.shape, picture[0, 0]) == ((1, 1), (tmp_path / "b").read_bytes())
+    bits = fitted_inputs(inputs, metadata("BF16", (2, 2)))[0]["x"]
+    assert bits.tobytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "text"),
+    [
+        ("FP16", (-1, 3), r"b has 8 bytes, expected a multiple of 6 for FP16 \[-1, 3\]"),
+        ("FP16", (2, 3), r"b has 8 bytes, expected 12 for FP16 \[2, 3\]"),
+        ("FP16", (-1, -1), r"the shape \[-1, -1\] with 2 unknown sizes; give a .npy file, not bytes"),
+    ],
+)
+def test_bytes_that_do_not_fit(tmp_path: Path, datatype: str, shape: tuple[int, ...], text: str) -> None:
+    (tmp_path / "b").write_bytes(bytes(8))
+    with pytest.raises(InvalidRequest, match=text):
+        fitted_inputs(read_inputs([f"x=@{tmp_path}/b"]), metadata(datatype, shape))
 
 
 def test_a_name_is_given_once() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,7 +18,8 @@ def metadata() -> pb.ModelMetadataResponse:
         pb.ModelMetadataResponse.TensorMetadata(name="x", datatype="FP16", shape=[-1, 2]),
         pb.ModelMetadataResponse.TensorMetadata(name="t", datatype="BYTES", shape=[-1]),
     ]
-    return pb.ModelMetadataResponse(name="m", inputs=tensors)
+    output = pb.ModelMetadataResponse.TensorMetadata(name="y", datatype="FP16", shape=[-1, 2])
+    return pb.ModelMetadataResponse(name="m", inputs=tensors, outputs=[output])
 
 
 def response(raw: bytes, **tensor: Any) -> pb.ModelInferResponse:
@@ -40,29 +42,47 @@ def test_arrays_need_not_lie_in_one_piece(metadata: pb.ModelMetadataResponse) ->
     assert infer_request(metadata, {"x": x}).raw_input_contents[0] == np.array([0, 2, 1, 3], np.float16).tobytes()
 
 
+def test_outputs_with_classes(metadata: pb.ModelMetadataResponse) -> None:
+    for top_k in (3, {"y": 3}):
+        (output,) = infer_request(metadata, {}, top_k=top_k).outputs
+        assert output.parameters["classification"].int64_param == 3
+
+
+def test_float32_is_cast_when_asked(metadata: pb.ModelMetadataResponse) -> None:
+    x = np.array([[1, 2.0001]], np.float32)
+    assert infer_request(metadata, {"x": x}, cast=True).raw_input_contents[0] == x.astype(np.float16).tobytes()
+    with pytest.raises(
+        InvalidRequest, match=r"1 of 2 values do not fit FP16 \(largest 65504\); the first is 70000.0 at \[0, 1\]"
+    ):
+        infer_request(metadata, {"x": np.array([[1, 70000]], np.float32)}, cast=True)
+    with pytest.raises(InvalidRequest, match=r"takes FP16, but the array is float32; convert it .* or cast=True"):
+        infer_request(metadata, {"x": x})
+
+
 @pytest.mark.parametrize(
-    ("value", "field", "sent"),
+    ("options", "text"),
     [
-        (True, "bool_param", True),
-        (np.bool_(0), "bool_param", False),
-        (-3, "int64_param", -3),
-        (2**63 - 1, "int64_param", 2**63 - 1),
-        (2**63, "uint64_param", 2**63),
-        (np.int32(4), "int64_param", 4),
-        (0.5, "double_param", 0.5),
-        ("a", "string_param", "a"),
+        ({"outputs": ["z"]}, "model 'm' has no output 'z'; its outputs are: y"),
+        ({"top_k": {"z": 1}}, "has no output 'z'"),
+        ({"top_k": 0}, "top_k of output 'y' must be a whole number above 0, not 0"),
+        ({"outputs": [], "top_k": {"y": 1}}, "output 'y' stands in top_k or into, but not in outputs: "),
     ],
 )
-def test_parameters_take_the_field_of_their_type(metadata: pb.ModelMetadataResponse, value: Any, field: str, sent: Any) -> None:
-    parameter = infer_request(metadata, {}, parameters={"p": value}).parameters["p"]
-    assert parameter.WhichOneof("parameter_choice") == field
-    assert getattr(parameter, field) == sent
+def test_outputs_that_cannot_be_asked_for(metadata: pb.ModelMetadataResponse, options: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        infer_request(metadata, {}, **options)
 
 
-@pytest.mark.parametrize(("value", "text"), [(2**64, "must fit 64 bits"), (None, "must be a bool, int, float or str")])
-def test_other_parameters_have_no_place(metadata: pb.ModelMetadataResponse, value: Any, text: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"parameter 'p' {text}"):
-        infer_request(metadata, {}, parameters={"p": value})
+def test_another_shape_is_not_sent(metadata: pb.ModelMetadataResponse) -> None:
+    with pytest.raises(InvalidRequest, match=r"has the shape \[2\], expected \[-1, 2\] \(-1: any size\); only the batch"):
+        infer_request(metadata, {"x": [1, 2]})
+
+
+def test_bf16_arrives_as_what_it_is() -> None:
+    bits = np.array([0x3F80, 0xC000], np.uint16)
+    outputs = output_arrays(response(bits.tobytes(), datatype="BF16"))
+    assert outputs["y"].dtype == ml_dtypes.bfloat16
+    assert outputs["y"].tolist() == [1.0, -2.0]
 
 
 def test_an_unknown_input_is_named_beside_the_known_ones(metadata: pb.ModelMetadataResponse) -> None:

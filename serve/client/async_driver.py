@@ -1,0 +1,86 @@
+"""Carries exchanges out over an asyncio channel."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+
+from serve.client.calls import Answer, Call, Exchange, Pause
+from serve.client.channel import method_path
+from serve.client.client_base import CLOSING_S, ClientBase, Sending
+from serve.client.errors import InferenceClientError
+from serve.client.sharing.shared_exchange import unregister_all
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class AsyncDriver(ClientBase):
+    """The asyncio half of AsyncInferenceClient: the channel, and the loop that makes an exchange's calls."""
+
+    _channel: Any = None
+
+    async def close(self) -> None:
+        """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
+        if self._state.pool is not None and not self._closed and self._channel is not None:
+            await self._carry_out(unregister_all(self._state.pool), self._sending(CLOSING_S))
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _carry_out(self, exchange: Exchange[Answer], sending: Sending | None = None, *, retry: bool = True) -> Answer:
+        sending = sending or self._sending()
+        steps = self._patient(exchange, sending) if retry else exchange
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                    step = steps.send(None)
+                    continue
+                try:
+                    answer = await self._ask(step, sending)
+                except InferenceClientError as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as finished:
+            result: Answer = finished.value
+            return result
+        finally:
+            steps.close()
+
+    async def _ask(self, call: Call, sending: Sending) -> Any:
+        self._check_usable()
+        rpc = self._rpcs.get(call.method) or self._new_rpc(call)
+        timeout_s = sending.deadline.remaining_s(method=call.method, address=self.address)
+        try:
+            return await rpc(call.request, timeout=timeout_s, metadata=sending.headers, compression=sending.compression)
+        except grpc.RpcError as error:
+            raise self._failure(error, call.method, sending) from None
+        except grpc.aio.UsageError as error:
+            # What grpc says of a channel that another task has closed meanwhile.
+            raise self._closed_meanwhile(error) from None
+
+    def _new_rpc(self, call: Call) -> Any:
+        rpc = self._open_channel().unary_unary(
+            method_path(call.method), type(call.request).SerializeToString, call.answer.FromString
+        )
+        self._rpcs[call.method] = rpc
+        return rpc
+
+    def _open_channel(self) -> Any:
+        # Not in the constructor: grpc.aio ties a channel to the loop that runs when it is made.
+        if self._channel is None:
+            self._channel = self._settings.open(grpc.aio)
+        return self._channel

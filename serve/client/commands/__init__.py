@@ -1,0 +1,1 @@
+"""`halfserve infer` and `halfserve models`."""

@@ -1,0 +1,105 @@
+"""Asking with tensors in shared memory: registered before, read after, and given back or given up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from protos.datatypes import BY_WIRE
+from protos.inference_pb2 import ModelInferResponse
+from serve.client.answer import InferAnswer, answer_of
+from serve.client.calls import Call, Exchange
+from serve.client.control import register_region, unregister_region
+from serve.client.errors import AlreadyExists, InferenceClientError, ModelNotFound
+from serve.client.messages import array_of, output_arrays
+from serve.client.sharing.shared_region import SharedRegion
+from serve.client.sharing.shared_tensors import SharedTensors, SlabPool
+from serve.client.tensors import Array
+
+# After these nobody knows whether the server still reads and writes the request's memory.
+MAY_STILL_RUN = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE", "UNKNOWN", "INTERNAL")
+
+
+class SharingRefused(Exception):  # noqa: N818  (a reason to go another way, not an error)
+    """The server takes no shared memory from this client."""
+
+
+def ask_sharing(pool: SlabPool | None, sharing: SharedTensors, call: Call) -> Exchange[InferAnswer]:
+    """Make a ModelInfer call whose tensors lie partly in shared memory.
+
+    Returns:
+        The answer. Outputs in arrays of the caller are views of them, the others are the caller's own.
+
+    Raises:
+        SharingRefused: the server cannot reach the memory that the pool has given.
+        InferenceClientError: as any inference.
+    """
+    if pool is not None:
+        yield from _unregister(pool, pool.take_abandoned())
+    for slab in sharing.slabs:
+        if pool is not None and not pool.is_registered(slab):
+            yield from _register_slab(pool, slab)
+    try:
+        response = yield call
+    except ModelNotFound:
+        # A server that was started again knows no regions; if it has taken one of ours anew, that was the reason.
+        if not (yield from _register_again(sharing)):
+            raise
+        response = yield call
+    return answer_of(response, _outputs(sharing, response))
+
+
+def settle(pool: SlabPool | None, sharing: SharedTensors, failure: BaseException | None) -> None:
+    """Give the pool its regions back, or give them up where the server may still write into them."""
+    if pool is None:
+        return
+    ended = failure is None or (isinstance(failure, InferenceClientError) and failure.code not in MAY_STILL_RUN)
+    (pool.give_back if ended or isinstance(failure, SharingRefused) else pool.abandon)(sharing.slabs)
+
+
+def _register_slab(pool: SlabPool, slab: SharedRegion) -> Exchange[None]:
+    try:
+        yield from register_region(slab.name, slab.key, slab.byte_size)
+    except AlreadyExists:
+        pass  # a repetition of a call that the server had heard after all
+    except InferenceClientError as error:
+        if error.code in MAY_STILL_RUN:
+            raise
+        pool.is_on = False
+        raise SharingRefused from None
+    pool.mark_registered(slab)
+
+
+def _register_again(sharing: SharedTensors) -> Exchange[bool]:
+    renewed = False
+    for region in sharing.regions.values():
+        try:
+            yield from register_region(region.name, region.key, region.byte_size)
+            renewed = True
+        except AlreadyExists:
+            continue
+    return renewed
+
+
+def unregister_all(pool: SlabPool) -> Exchange[None]:
+    """Take everything from the server, as far as it answers."""
+    yield from _unregister(pool, pool.take_all())
+
+
+def _unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
+    for position, name in enumerate(names):
+        try:
+            yield from unregister_region(name)
+        except InferenceClientError:
+            pool.not_unregistered(names[position:])
+            return
+
+
+def _outputs(sharing: SharedTensors, response: ModelInferResponse) -> dict[str, Array]:
+    arrays = output_arrays(response, sharing.into)
+    for tensor in response.outputs:
+        if tensor.name in sharing.into and tensor.name not in arrays:
+            itemsize = (BY_WIRE[tensor.datatype].itemsize if tensor.datatype in BY_WIRE else None) or 0
+            view = array_of(tensor, sharing.output_bytes(tensor.name, math.prod(tensor.shape) * itemsize))
+            arrays[tensor.name] = view if sharing.is_own(tensor.name) else view.copy()
+    return {tensor.name: arrays[tensor.name] for tensor in response.outputs if tensor.name in arrays}

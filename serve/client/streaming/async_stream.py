@@ -1,0 +1,117 @@
+"""A stream over an asyncio channel: one task takes requests from the caller, one takes answers from the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from protos.inference_pb2 import ModelStreamInferResponse
+from serve.client.streaming.stream_order import StreamAnswer, StreamOrder
+
+Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
+# What the caller is woken with besides answers and errors.
+LOOK, END = object(), object()
+
+
+class AsyncStream:
+    """One stream, from the caller's side."""
+
+    def __init__(self, order: StreamOrder, source: Source, in_flight: int) -> None:
+        """A stream that has not begun.
+
+        Args:
+            order: of requests and answers.
+            source: the inputs of each request.
+            in_flight: how many requests may wait for their answers to be taken.
+        """
+        self._order = order
+        self._source = source
+        self._slots = asyncio.Semaphore(in_flight)
+        self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._source_error: BaseException | None = None
+
+    async def answers(self, call: Any, timeout_s: float | None) -> AsyncGenerator[StreamAnswer]:
+        """Send the requests and yield their answers.
+
+        Args:
+            call: a grpc.aio.StreamStreamCall.
+            timeout_s: seconds that the server may let requests wait without answering any; None for no limit.
+
+        Raises:
+            grpc.RpcError: the call ended with an error.
+            InferenceClientError: the server broke the protocol, or is too slow.
+            BaseException: what the source has raised, after the answers to what it gave before.
+        """
+        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+        try:
+            while (event := await self._next_event(timeout_s)) is not END:
+                if isinstance(event, ModelStreamInferResponse):
+                    self._order.accept(event)
+                elif isinstance(event, grpc.RpcError):
+                    raise event
+                for answer in self._order.ready():
+                    self._slots.release()
+                    yield answer
+            for answer in self._order.ready():
+                yield answer
+            if self._source_error is not None:
+                raise self._source_error
+            self._order.check_complete()
+        finally:
+            call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _next_event(self, timeout_s: float | None) -> Any:
+        while True:
+            try:
+                async with asyncio.timeout(self._order.patience_s(timeout_s)):
+                    return await self._events.get()
+            except TimeoutError:
+                continue  # patience_s knows whether anything is late
+
+    async def _write(self, call: Any) -> None:
+        try:
+            inputs = _as_async(self._source)
+            while True:
+                await self._slots.acquire()
+                try:
+                    given = await anext(inputs)
+                except StopAsyncIteration:
+                    break
+                request = self._order.request(given)
+                if request is None:
+                    self._events.put_nowait(LOOK)
+                else:
+                    await call.write(request)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the call has ended; the reader says why
+        except Exception as error:  # noqa: BLE001  (raised again where the caller waits)
+            self._source_error = error
+        await call.done_writing()
+
+    async def _read(self, call: Any) -> None:
+        try:
+            while (response := await call.read()) is not grpc.aio.EOF:
+                self._events.put_nowait(response)
+            if await call.code() is not grpc.StatusCode.OK:
+                raise grpc.aio.AioRpcError(
+                    await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+                )
+        except grpc.RpcError as error:
+            self._events.put_nowait(error)
+        finally:
+            self._events.put_nowait(END)
+
+
+async def _as_async(source: Source) -> AsyncIterator[Mapping[str, Any]]:
+    if isinstance(source, AsyncIterable):
+        async for inputs in source:
+            yield inputs
+    else:
+        for inputs in source:
+            yield inputs

@@ -1,0 +1,191 @@
+"""Many requests over one call: which is which, and the order of the answers. Free of threads, event loops and gRPC."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+
+from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
+from serve.client.calls import Exchange
+from serve.client.errors import (
+    RETRY_HINT_KEY,
+    DeadlineExceeded,
+    InferenceClientError,
+    InvalidRequest,
+    ServerUnavailable,
+    error_of_code,
+)
+from serve.client.exchanges import model_metadata
+from serve.client.infer_exchange import InferState
+from serve.client.messages import infer_request, output_arrays
+from serve.client.tensors import Array
+
+METHOD = "ModelStreamInfer"
+DEFAULT_IN_FLIGHT = 32
+MAX_IN_FLIGHT = 65536
+# The protocol has but a text for a request that failed; our server says in parameters what a call's trailers would have said.
+STATUS = "grpc-status"
+CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class StreamAnswer:
+    """The answer to one request of a stream.
+
+    Attributes:
+        index: of the request, counted from 0.
+        error: why it was not answered; None if it was. The other requests of the stream are answered all the same.
+    """
+
+    __slots__ = ("_outputs", "error", "index")
+
+    def __init__(self, index: int, outputs: dict[str, Array], error: InferenceClientError | None = None) -> None:
+        self.index = index
+        self.error = error
+        self._outputs = outputs
+
+    @property
+    def outputs(self) -> dict[str, Array]:
+        """Name -> array, as `InferenceClient.infer` returns it.
+
+        Raises:
+            InferenceClientError: the request was not answered; see `error`.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._outputs
+
+    def __repr__(self) -> str:
+        what = f"outputs={list(self._outputs)}" if self.error is None else f"error={self.error!r}"
+        return f"StreamAnswer(index={self.index}, {what})"
+
+
+class StreamOrder:
+    """The requests of one stream and their answers, in the requests' order.
+
+    Requests are made by one thread and answers taken by another.
+    """
+
+    def __init__(self, metadata: ModelMetadataResponse, options: Mapping[str, Any], *, address: str) -> None:
+        """A stream that has not begun.
+
+        Args:
+            metadata: the model's.
+            options: those of `serve.client.messages.infer_request`.
+            address: for error texts.
+        """
+        self._metadata = metadata
+        self._options = options
+        self._address = address
+        self._lock = threading.Lock()
+        self._made = 0
+        self._taken = 0
+        self._arrived: dict[int, StreamAnswer] = {}
+        self._progress_s = time.monotonic()
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that wait for their answer."""
+        return self._made - self._taken - len(self._arrived)
+
+    def request(self, inputs: Mapping[str, Any]) -> ModelInferRequest | None:
+        """The next request's message; None if it does not fit the model, which is then its answer."""
+        index, request, misfit = self._made, None, None
+        try:
+            request = infer_request(self._metadata, inputs, **{**self._options, "request_id": str(index)})
+        except InvalidRequest as error:
+            misfit = error
+        with self._lock:
+            if not self.unanswered:
+                self._progress_s = time.monotonic()
+            if misfit is not None:
+                self._arrived[index] = StreamAnswer(index, {}, misfit)
+            self._made += 1
+        return request
+
+    def accept(self, response: ModelStreamInferResponse) -> None:
+        """Take an answer of the server.
+
+        Raises:
+            InferenceClientError: it belongs to no request (code "INTERNAL").
+        """
+        infer = response.infer_response
+        with self._lock:
+            # Some servers answer an error without the request's id; they keep the order.
+            oldest = next(index for index in range(self._taken, self._made + 1) if index not in self._arrived)
+            index = int(infer.id) if infer.id.isdecimal() and infer.id.isascii() else oldest
+            if not self._taken <= index < self._made or index in self._arrived:
+                raise InferenceClientError(
+                    f"{self._address} answered request {infer.id!r} of a stream, which does not wait for an answer; models "
+                    "that answer a request several times (decoupled) are not supported",
+                    code="INTERNAL",
+                )
+            self._arrived[index] = _answer(index, response)
+            self._progress_s = time.monotonic()
+
+    def ready(self) -> Iterator[StreamAnswer]:
+        """The answers whose turn it is; each is given once."""
+        while (answer := self._arrived.get(self._taken)) is not None:
+            with self._lock:
+                del self._arrived[self._taken]
+                self._taken += 1
+            yield answer
+
+    def patience_s(self, timeout_s: float | None) -> float | None:
+        """Seconds that may pass before the next look; None for any number.
+
+        Raises:
+            DeadlineExceeded: requests have waited for `timeout_s` without any answer.
+        """
+        if timeout_s is None:
+            return None
+        left_s = self._progress_s + timeout_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        if self.unanswered:
+            text = f"{self._address} answered none of {self.unanswered} requests of a stream within {timeout_s:g} s"
+            raise DeadlineExceeded(f"{text}; allow more time, or keep fewer in flight")
+        return timeout_s
+
+    def check_complete(self) -> None:
+        """The server has ended the stream.
+
+        Raises:
+            ServerUnavailable: requests are left without an answer.
+        """
+        if self.unanswered:
+            raise ServerUnavailable(
+                f"{self._address} ended a stream with {self.unanswered} requests unanswered; send them again"
+            )
+
+
+def prepare_stream(
+    state: InferState, model: str, version: str, in_flight: int, options: Mapping[str, Any], address: str
+) -> Exchange[StreamOrder]:
+    """Ask for the model's metadata and check the arguments.
+
+    Raises:
+        InvalidRequest: in_flight is out of range.
+    """
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 0 < in_flight <= MAX_IN_FLIGHT:
+        raise InvalidRequest(f"in_flight must be 1 to {MAX_IN_FLIGHT} requests, not {in_flight!r}")
+    # Fresh: a stream may last, and cannot ask again in between.
+    metadata = state.metadata[model, version] = yield from model_metadata(model, version)
+    return StreamOrder(metadata, {**options, "version": version}, address=address)
+
+
+def _answer(index: int, response: ModelStreamInferResponse) -> StreamAnswer:
+    infer = response.infer_response
+    try:
+        if not response.error_message:
+            return StreamAnswer(index, output_arrays(infer))
+    except InferenceClientError as error:
+        return StreamAnswer(index, {}, error)
+    number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
+    hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
+    retry_after_s = int(hint) / 1000 if hint.isdecimal() and hint.isascii() else None
+    code = CODE_NAMES.get(number, "UNKNOWN")
+    return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=retry_after_s))

@@ -1,0 +1,168 @@
+"""Tensors in shared memory, with both clients and the real server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from serve.client import InferenceClientError, InvalidRequest, SharedRegion, Unsupported
+from serve.client.sharing import shared_tensors
+from serve.client.sharing.shared_region import FOLDER
+from serve.client.sharing.shared_tensors import SlabPool
+from tests.serve.client.conftest import Connect
+from tests.serve.running_server import RunningServer
+
+
+def ours() -> set[str]:
+    """This process's shared memory objects."""
+    return {path.name for path in Path(FOLDER).glob(f"halfserve-{os.getpid()}-*")}
+
+
+def echo_inputs(**changed: Any) -> dict[str, Any]:
+    """Inputs of the model "echo_types", small ones."""
+    names = ["BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64"]
+    return {"in_BYTES": [["a"]], **{f"in_{name}": [[1]] for name in names}, **changed}
+
+
+def test_inputs_and_outputs_stay_in_the_region(sharing: RunningServer, connect: Connect) -> None:
+    client, before = connect(sharing.address), ours()
+    with client.shared_region(200_000) as region:
+        x, y = region.array((2, 64), np.float16), region.array((2, 10), np.float16)
+        x[:] = np.linspace(-1, 1, 128).reshape(2, 64)
+        assert list(client.shared_regions()) == [region.name]
+        answer = client.infer("mlp", {"x": x}, into={"y": y})["y"]
+        assert np.shares_memory(answer, y)
+    np.testing.assert_allclose(y, client.infer("mlp", {"x": np.array(x)})["y"], atol=2e-3)
+    assert ours() == before
+    assert client.shared_regions() == {}
+
+
+def test_an_output_smaller_than_its_array(sharing: RunningServer, connect: Connect) -> None:
+    client = connect(sharing.address)
+    with client.shared_region(4096) as region:
+        room = region.array((8, 10), np.float16)
+        answer = client.infer("mlp", {"x": np.ones((3, 64), np.float16)}, into={"y": room})["y"]
+    assert answer.shape == (3, 10)
+    np.testing.assert_array_equal(answer, room[:3])
+
+
+def test_is_taken_back_when_the_block_fails(sharing: RunningServer, connect: Connect) -> None:
+    client, before = connect(sharing.address), ours()
+    with pytest.raises(ZeroDivisionError), client.shared_region(64):
+        _ = 1 // 0
+    assert ours() == before
+    assert client.shared_regions() == {}
+
+
+def test_large_tensors_go_there_by_themselves(sharing: RunningServer, connect: Connect) -> None:
+    client, before = connect(sharing.address, shared_memory=True), ours()
+    large = np.random.default_rng(0).standard_normal((1, 40_000)).astype(np.float32)
+    for factor in (1, 2):
+        outputs = client.infer("echo_types", echo_inputs(in_FP32=large * factor))
+        np.testing.assert_array_equal(outputs["out_FP32"], large * factor)
+        assert outputs["out_FP32"].flags.writeable
+    assert len(client.shared_regions()) == 1
+    client.close()
+    assert ours() == before
+    assert connect(sharing.address).shared_regions() == {}
+
+
+def test_a_server_that_takes_none_gets_messages(server: RunningServer, connect: Connect) -> None:
+    client, before = connect(server.address, shared_memory=True), ours()
+    large = np.ones((1, 40_000), np.float32)
+    np.testing.assert_array_equal(client.infer("echo_types", echo_inputs(in_FP32=large))["out_FP32"], large)
+    with pytest.raises(Unsupported, match="--shared-memory"), client.shared_region(64):
+        pass
+    client.close()
+    assert ours() == before
+
+
+def test_streams_share_too(sharing: RunningServer, connect: Connect) -> None:
+    client = connect(sharing.address)
+    with client.shared_region(4096) as region:
+        x = region.array((1, 64), np.float16)
+        x[:] = 1
+        expected = client.infer("mlp", {"x": np.ones((1, 64), np.float16)})["y"]
+        answers = list(client.stream_infer("mlp", [{"x": x}] * 3))
+    for answer in answers:
+        np.testing.assert_allclose(answer.outputs["y"], expected, atol=2e-3)
+
+
+def test_an_output_needs_an_array_of_the_region(sharing: RunningServer, connect: Connect) -> None:
+    client = connect(sharing.address)
+    inputs = {"x": np.ones((1, 64), np.float16)}
+    with pytest.raises(InvalidRequest, match="the array for output 'y' does not lie in shared memory of this client"):
+        client.infer("mlp", inputs, into={"y": np.zeros((1, 10), np.float16)})
+    with client.shared_region(4096) as region:
+        with pytest.raises(InvalidRequest, match="has no output 'z'; its outputs are: y"):
+            client.infer("mlp", inputs, into={"z": region.array(10, np.float16)})
+        with pytest.raises(InvalidRequest, match="an output of 20 bytes does not fit its 18 bytes"):
+            client.infer("mlp", inputs, into={"y": region.array(9, np.float16)})
+
+
+def test_arrays_of_all_the_bytes_fit() -> None:
+    region = SharedRegion(4096)
+    assert sum(region.array(1, np.uint8).nbytes + region.array(127, np.uint8).nbytes for _ in range(32)) == 4096
+
+
+def test_where_arrays_lie() -> None:
+    region = SharedRegion(1000)
+    first, second = region.array(3, np.int8), region.array((2, 2), ml_dtypes.bfloat16)
+    place = region.place_of(second)
+    assert place is not None
+    assert (place.offset, place.byte_size) == (64, 8)
+    assert region.place_of(first[1:]) is not None
+    for other in (np.zeros(3), second.T, second[:, :1], first[:0]):
+        assert region.place_of(other) is None
+    region.clear()
+    assert np.shares_memory(region.array(3, np.int8), first)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        (9999, np.int16, r"an array of 19998 bytes does not fit the region of 8192 bytes \(0 are taken\)"),
+        (1, object, "holds numbers, not object"),
+    ],
+)
+def test_arrays_that_a_region_cannot_hold(shape: int, dtype: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        SharedRegion(1000).array(shape, dtype)
+
+
+def test_regions_that_cannot_be() -> None:
+    before = ours()
+    with pytest.raises(InvalidRequest, match="needs at least 1 byte, not 0"):
+        SharedRegion(0)
+    with pytest.raises(InferenceClientError, match="has no room for .* bytes: .*; send the tensors in the message") as full:
+        SharedRegion(2**60)
+    assert full.value.code == "RESOURCE_EXHAUSTED"
+    assert ours() == before
+
+
+def test_what_nobody_holds_is_gone() -> None:
+    before = ours()
+    region = SharedRegion(64)
+    assert len(ours()) == len(before) + 1
+    array = region.array(4, np.float16)
+    del region
+    assert ours() == before
+    array[:] = 1  # the memory itself lives as long as its arrays
+
+
+def test_a_pool_keeps_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SlabPool()
+    slabs = [slab for _ in range(4) if (slab := pool.take(1)) is not None]
+    for slab in slabs:
+        pool.mark_registered(slab)
+    monkeypatch.setattr(shared_tensors, "KEPT_BYTES", 3 * slabs[0].byte_size)
+    pool.give_back(slabs)
+    assert pool.take_abandoned() == [slabs[0].name]
+    assert pool.take(1) is slabs[1]
+    assert sorted(pool.take_all()) == sorted(slab.name for slab in slabs[2:])
+    assert not ours() & {slabs[0].name, slabs[2].name, slabs[3].name}

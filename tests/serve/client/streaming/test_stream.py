@@ -1,0 +1,214 @@
+"""Streams of both clients, against the real server and a scripted one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from serve.client import (
+    AsyncInferenceClient,
+    DeadlineExceeded,
+    InferenceClientError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ServerUnavailable,
+)
+from serve.client.streaming.stream_order import StreamOrder
+from tests.serve.client.conftest import Connect
+from tests.serve.client.driving import metadata
+from tests.serve.client.scripted_server import Failure, ScriptedServer
+from tests.serve.running_server import RunningServer
+
+WAIT_S = 20
+
+
+def rows(count: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(3).standard_normal((count, 64)).astype(np.float16)
+
+
+def streamed(index: str, *values: float, error: str = "", **parameters: Any) -> pb.ModelStreamInferResponse:
+    """An answer of the model "m" to the request of an id."""
+    response = pb.ModelStreamInferResponse(error_message=error)
+    response.infer_response.id = index
+    if values:
+        response.infer_response.raw_output_contents.append(np.array(values, np.float32).tobytes())
+        response.infer_response.outputs.add(name="y", datatype="FP32", shape=[len(values)])
+    for name, value in parameters.items():
+        field = "int64_param" if isinstance(value, int) else "string_param"
+        setattr(response.infer_response.parameters[name.replace("_", "-")], field, value)
+    return response
+
+
+def test_answers_come_in_the_order_of_the_requests(server: RunningServer, connect: Connect) -> None:
+    x, client = rows(40), connect(server.address)
+    answers = list(client.stream_infer("mlp", ({"x": row[np.newaxis]} for row in x), version="3", in_flight=7))
+    assert [answer.index for answer in answers] == list(range(40))
+    expected = np.concatenate([client.infer("mlp", {"x": x[i : i + 8]})["y"] for i in range(0, 40, 8)])
+    np.testing.assert_allclose(np.concatenate([answer.outputs["y"] for answer in answers]), expected, atol=2e-3)
+
+
+def test_a_request_that_fails_is_its_own_affair(server: RunningServer, connect: Connect) -> None:
+    requests = [{"x": rows(1)}, {"x": rows(1)[:, :3]}, {"x": rows(99)}, {"z": rows(1)}, {"x": rows(2)}]
+    answers = list(connect(server.address).stream_infer("mlp", requests))
+    assert [answer.error is None for answer in answers] == [True, False, False, False, True]
+    assert answers[4].outputs["y"].shape == (2, 10)
+    for answer, text in zip(answers[1:4], (r"shape \[1, 3\]", "batch size is 99", "no input 'z'"), strict=True):
+        with pytest.raises(InvalidRequest, match=text):
+            _ = answer.outputs
+        assert "InvalidRequest" in repr(answer)
+
+
+def test_options_are_for_all_requests(server: RunningServer, connect: Connect) -> None:
+    requests = [{"x": rows(1).astype(np.float32)}] * 2
+    for answer in connect(server.address).stream_infer("mlp", requests, cast=True, top_k=2, outputs=["y"]):
+        assert answer.outputs["y"].shape == (1, 2)
+
+
+def test_no_requests_no_answers(server: RunningServer, connect: Connect) -> None:
+    assert list(connect(server.address).stream_infer("mlp", [])) == []
+
+
+def test_only_so_many_are_in_flight(server: RunningServer, connect: Connect) -> None:
+    given_out = 0
+
+    def source() -> Iterator[dict[str, Any]]:
+        nonlocal given_out
+        while True:
+            given_out += 1
+            yield {"x": rows(1)}
+
+    stream = connect(server.address).stream_infer("mlp", source(), in_flight=3)
+    for taken in range(1, 20):
+        next(stream)
+        assert given_out <= taken + 3
+    stream.close()  # type: ignore[attr-defined]  # (it is a generator)
+    assert given_out <= 23
+
+
+def test_what_the_source_raises_comes_after_its_answers(server: RunningServer, connect: Connect) -> None:
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"x": rows(1)}
+        yield {"x": rows(1)}
+        raise KeyError("no third image")
+
+    stream = connect(server.address).stream_infer("mlp", source())
+    assert [next(stream).index, next(stream).index] == [0, 1]
+    with pytest.raises(KeyError, match="no third image"):
+        next(stream)
+
+
+def test_an_unknown_model_ends_the_stream(server: RunningServer, connect: Connect) -> None:
+    with pytest.raises(ModelNotFound, match="nope"):
+        list(connect(server.address).stream_infer("nope", [{"x": rows(1)}]))
+
+
+@pytest.mark.parametrize("in_flight", [0, 65537, True, 1.5])
+def test_in_flight_has_bounds(connect: Connect, in_flight: Any) -> None:
+    with pytest.raises(InvalidRequest, match="in_flight must be 1 to 65536 requests, not"):
+        list(connect("127.0.0.1:1").stream_infer("m", [], in_flight=in_flight))
+
+
+def test_answers_out_of_order_are_put_in_order(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelStreamInfer"] = [streamed("1", 1), streamed("0", 0), streamed("2", 2)]
+    scripted.patient = True
+    answers = list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 3))
+    assert [answer.outputs["y"].tolist() for answer in answers] == [[0], [1], [2]]
+
+
+def test_an_error_has_the_status_that_the_server_adds(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    full = streamed("0", error="full", grpc_status=8, grpc_retry_pushback_ms="1500")
+    scripted.answers["ModelStreamInfer"] = [full, streamed("", error="odd")]
+    first, second = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2)
+    assert isinstance(first.error, Overloaded)
+    assert first.error.retry_after_s == 1.5
+    assert second.error is not None
+    assert (second.error.code, str(second.error)) == ("UNKNOWN", "odd")
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "text"),
+    [
+        ([streamed("0", 1), streamed("0", 1)], InferenceClientError, "answered request '0' of a stream, which does not wait"),
+        ([streamed("5", 1)], InferenceClientError, "answered request '5'"),
+        ([streamed("0", 1), Failure("UNAVAILABLE", "going down")], ServerUnavailable, "^going down$|closed the connection"),
+        ([Failure("UNIMPLEMENTED", "no streams")], InferenceClientError, "^no streams$|closed the connection"),
+    ],
+    ids=["twice", "unasked", "lost", "unknown"],
+)
+def test_a_stream_that_breaks(scripted: ScriptedServer, connect: Connect, script: Any, kind: Any, text: str) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelStreamInfer"] = script
+    with pytest.raises(kind, match=text):
+        list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2))
+
+
+def test_no_answer_in_time(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelStreamInfer"] = [streamed("0", 1)]
+    scripted.held.add("ModelStreamInfer")
+    stream = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="answered none of 2 requests of a stream within 0.1 s; allow more time"):
+        list(stream)
+    assert scripted.cancelled.wait(WAIT_S)
+
+
+def test_time_that_the_source_takes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    order = StreamOrder(metadata("FP32"), {}, address="h:1")
+    assert order.patience_s(None) is None
+    now += 60  # the source had nothing to send
+    assert order.patience_s(5) == 5
+    order.request({"x": [1.0]})
+    now += 4
+    assert order.patience_s(5) == 1
+    order.request({"x": [1.0]})
+    order.accept(streamed("0", 1.0))
+    assert order.patience_s(5) == 5
+    now += 5
+    with pytest.raises(DeadlineExceeded, match="h:1 answered none of 1 requests of a stream within 5 s"):
+        order.patience_s(5)
+
+
+def test_asynchronous_sources(server: RunningServer) -> None:
+    async def source() -> Any:
+        for _ in range(5):
+            await asyncio.sleep(0)
+            yield {"x": rows(1)}
+
+    async def ask() -> list[int]:
+        async with AsyncInferenceClient(server.address) as client:
+            return [answer.index async for answer in client.stream_infer("mlp", source(), in_flight=2)]
+
+    assert asyncio.run(ask()) == [0, 1, 2, 3, 4]
+
+
+@given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
+def test_any_order_of_answers_becomes_the_order_of_requests(arrival: list[int], misfits: set[int]) -> None:
+    order, taken = StreamOrder(metadata("FP32"), {}, address="h:1"), []
+    sent = [order.request({"x": ["no number"] if index in misfits else [1.0]}) for index in range(6)]
+    assert [request is None for request in sent] == [index in misfits for index in range(6)]
+    for index in arrival:
+        if index not in misfits:
+            order.accept(streamed(str(index), float(index)))
+        taken += [answer.index for answer in order.ready()]
+    assert taken == list(range(6))
+    order.check_complete()
+
+
+def test_a_stream_that_ends_too_early() -> None:
+    order = StreamOrder(metadata("FP32"), {}, address="h:1")
+    order.request({"x": [1.0]})
+    with pytest.raises(ServerUnavailable, match="h:1 ended a stream with 1 requests unanswered; send them again"):
+        order.check_complete()

@@ -1,0 +1,169 @@
+"""The order of calls of an inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import inference_pb2 as pb
+from serve.client.calls import Call, Exchange
+from serve.client.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InferenceClientError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ServerUnavailable,
+    Unsupported,
+)
+from serve.client.infer_exchange import InferState, infer
+from serve.client.sharing.shared_region import SharedRegion
+from tests.serve.client.driving import drive, metadata
+
+LARGE = np.ones(100_000, np.float32)
+
+
+def state_with(datatype: str, *, shared_memory: bool = False) -> InferState:
+    state = InferState(shared_memory=shared_memory)
+    state.metadata["m", ""] = metadata(datatype)
+    return state
+
+
+def ask(state: InferState, value: Any, **options: Any) -> Exchange[Any]:
+    return infer(state, "m", {"x": value}, **options)
+
+
+def test_the_second_inference_needs_one_call() -> None:
+    state = InferState()
+    assert drive(ask(state, [1]), [metadata("FP32"), pb.ModelInferResponse()])[0] == ["ModelMetadata", "ModelInfer"]
+    assert drive(ask(state, [1]), [pb.ModelInferResponse()])[0] == ["ModelInfer"]
+
+
+def test_old_metadata_does_not_refuse_what_a_new_model_takes() -> None:
+    state = state_with("FP32")
+    called, _ = drive(ask(state, np.array([1.0])), [metadata("FP64"), pb.ModelInferResponse()])
+    assert called == ["ModelMetadata", "ModelInfer"]
+    assert state.metadata["m", ""].inputs[0].datatype == "FP64"
+
+
+def test_fresh_metadata_has_the_last_word() -> None:
+    exchange = ask(InferState(), np.array([1.0]))
+    next(exchange)
+    with pytest.raises(InvalidRequest, match="takes FP32, but the array is float64"):
+        exchange.send(metadata("FP32"))
+    with pytest.raises(InvalidRequest, match="takes FP32, but the array is float64"):
+        drive(ask(state_with("FP16"), np.array([1.0])), [metadata("FP32")])
+
+
+@pytest.mark.parametrize("refusal", [InvalidRequest("wrong shape"), ModelNotFound("unloaded")])
+def test_metadata_is_forgotten_when_the_server_refuses(refusal: InferenceClientError) -> None:
+    state = state_with("FP32")
+    with pytest.raises(type(refusal), match=str(refusal)):
+        drive(ask(state, [1]), [refusal])
+    assert state.metadata == {}
+
+
+def test_metadata_outlives_an_unreachable_server() -> None:
+    state = state_with("FP32")
+    with pytest.raises(ServerUnavailable, match="gone"):
+        drive(ask(state, [1]), [ServerUnavailable("gone")])
+    assert ("m", "") in state.metadata
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, True), ({"idempotent": False}, False), ({"parameters": {"sequence_id": 3}}, False)],
+)
+def test_what_counts_as_idempotent(options: dict[str, Any], expected: bool) -> None:
+    step = next(ask(state_with("FP32"), [1], **options))
+    assert isinstance(step, Call)
+    assert step.idempotent is expected
+
+
+def shared(step: Any) -> list[str]:
+    assert step.method == "ModelInfer"
+    return [tensor.parameters["shared_memory_region"].string_param for tensor in step.request.inputs]
+
+
+def register(exchange: Exchange[Any]) -> Any:
+    """Answer the registrations of an input and an output; returns the ModelInfer call."""
+    assert next(exchange).method == "SystemSharedMemoryRegister"  # type: ignore[union-attr]  # (a pause would fail the test too)
+    assert exchange.send(None).method == "SystemSharedMemoryRegister"  # type: ignore[union-attr]  # (see above)
+    return exchange.send(None)
+
+
+def test_a_large_tensor_goes_through_memory_that_is_used_again() -> None:
+    state = state_with("FP32", shared_memory=True)
+    first = ask(state, LARGE)
+    (region,) = shared(register(first))
+    with pytest.raises(StopIteration):
+        first.send(pb.ModelInferResponse())
+    (again,) = shared(next(ask(state, LARGE)))
+    assert region.startswith("halfserve-")
+    assert again.startswith("halfserve-")
+
+
+def test_a_server_without_shared_memory_is_asked_for_it_once() -> None:
+    state = state_with("FP32", shared_memory=True)
+    called, _ = drive(ask(state, LARGE), [Unsupported("off"), pb.ModelInferResponse()])
+    assert called == ["SystemSharedMemoryRegister", "ModelInfer"]
+    assert drive(ask(state, LARGE), [pb.ModelInferResponse()])[0] == ["ModelInfer"]
+
+
+def test_memory_that_the_server_may_still_write_to_is_not_used_again() -> None:
+    state = state_with("FP32", shared_memory=True)
+    late = ask(state, LARGE)
+    (region,) = shared(register(late))
+    with pytest.raises(DeadlineExceeded):
+        late.throw(DeadlineExceeded("late"))
+    called, _ = drive(ask(state, LARGE), [None] * 4 + [pb.ModelInferResponse()])
+    assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+    assert region not in shared(next(ask(state, LARGE)))
+
+
+def test_what_the_server_did_not_hear_is_said_again() -> None:
+    state = state_with("FP32", shared_memory=True)
+    late = ask(state, LARGE)
+    register(late)
+    with pytest.raises(DeadlineExceeded):
+        late.throw(DeadlineExceeded("late"))
+    gone = ServerUnavailable("gone")
+    with pytest.raises(ServerUnavailable, match="gone"):
+        drive(ask(state, LARGE), [gone, gone])
+    called, _ = drive(ask(state, LARGE), [None, None, AlreadyExists("known"), None, pb.ModelInferResponse()])
+    assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+
+
+def test_memory_of_a_refused_request_is_used_again() -> None:
+    state = state_with("FP32", shared_memory=True)
+    refused = ask(state, LARGE)
+    register(refused)
+    with pytest.raises(Overloaded):
+        refused.throw(Overloaded("full"))
+    assert drive(ask(state, LARGE), [pb.ModelInferResponse()])[0] == ["ModelInfer"]
+
+
+def test_a_server_that_was_started_again_is_told_of_the_memory_anew() -> None:
+    state = state_with("FP32", shared_memory=True)
+    answers = [None, None, ModelNotFound("not registered"), None, None, pb.ModelInferResponse()]
+    called, _ = drive(ask(state, LARGE), answers)
+    assert called == [*["SystemSharedMemoryRegister"] * 2, "ModelInfer", *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+
+
+def test_an_output_that_the_server_does_not_say_is_shared() -> None:
+    state, region = state_with("FP32"), SharedRegion(64)
+    state.add_region(region)
+    room = region.array(4, np.float32)
+    exchange = ask(state, [1], into={"y": room})
+    next(exchange)
+    room[:] = [5, 6, 7, 8]
+    response = pb.ModelInferResponse(raw_output_contents=[b""])
+    response.outputs.add(name="y", datatype="FP32", shape=[3])
+    with pytest.raises(StopIteration) as finished:
+        exchange.send(response)
+    y = finished.value.value.outputs["y"]
+    assert y.tolist() == [5, 6, 7]
+    assert np.shares_memory(y, room)
