@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # torch's CPU threads spin while they wait for each other. On cores that others use too, whoever is waited for gets no core:
     # training took more than 15 times as long as with threads that sleep. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # grpcio's core writes to stderr on its own, with file names of its sources. It reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     stage = STAGES.get(next((a for a in arguments if not a.startswith("-")), ""))
     prefix = f"halfserve {arguments[0]}" if stage else "halfserve"

@@ -1,40 +1,92 @@
-"""How long `halfserve serve` takes from the start of the process until it takes requests, and the memory it then holds.
+"""What `halfserve serve` costs before the first request: time until it takes requests, memory, and that of idle connections.
 
-python benchmarks/startup.py model.onnx
+python -m benchmarks.footprint model.onnx
 """
 
 from __future__ import annotations
 
+import json
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, cast
 
 import typer
 
+# What an HTTP/2 client says first: the preface and an empty SETTINGS frame (RFC 9113, section 3.4).
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 
-def started(model: Path) -> tuple[float, float]:
-    """(milliseconds to the ready line, resident megabytes at that moment) of one server."""
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the server.
+
+    Attributes:
+        ready_ms: from the start of the process to the line that says it takes requests.
+        resident_mb: at that moment.
+        connections_mb: that the idle connections added.
+    """
+
+    ready_ms: float
+    resident_mb: float
+    connections_mb: float
+
+
+def resident_kb(pid: int) -> int:
+    """Resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+@contextmanager
+def idle_connections(port: int, count: int) -> Iterator[None]:
+    """Clients that have greeted the server, got its greeting, and say nothing more."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(GREETING)
+            if not client.recv(4096):
+                raise SystemExit("the server closed an idle connection")
+        yield
+
+
+def start(model: Path, connections: int) -> Start:
+    """Start a server on a free port, look at it, and stop it."""
     command = [sys.executable, "-m", "halfserve", "serve", str(model), "--grpc-port", "0", "--json"]
-    start = time.monotonic()
+    began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        if not cast("IO[str]", server.stdout).readline():
+        line = cast("IO[str]", server.stdout).readline()
+        if not line:
             raise SystemExit("the server did not start; its message is above")
-        milliseconds = (time.monotonic() - start) * 1e3
-        status = Path(f"/proc/{server.pid}/status").read_text(encoding="utf-8")
-        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        ready_ms = (time.monotonic() - began) * 1e3
+        before = resident_kb(server.pid)
+        with idle_connections(json.loads(line)["grpc_port"], connections):
+            after = resident_kb(server.pid)
         server.terminate()
-    return milliseconds, kilobytes / 1e3
+    return Start(ready_ms, before / 1e3, (after - before) / 1e3)
 
 
-def main(model: Path, rounds: Annotated[int, typer.Option(min=1)] = 7) -> None:
+def main(
+    model: Path,
+    rounds: Annotated[int, typer.Option(min=1)] = 7,
+    connections: Annotated[int, typer.Option(min=0, help="Idle clients to connect.")] = 1000,
+) -> None:
     """Start the server again and again and print the medians."""
-    started(model)  # fills the file cache
-    runs = [started(model) for _ in range(rounds)]
-    milliseconds, megabytes = (statistics.median(run[i] for run in runs) for i in range(2))
-    print(f"ready after {milliseconds:.0f} ms, {megabytes:.0f} MB resident (medians of {rounds})")
+    start(model, 0)  # fills the file cache
+    starts = [start(model, connections) for _ in range(rounds)]
+    ready_ms = statistics.median(run.ready_ms for run in starts)
+    resident_mb = statistics.median(run.resident_mb for run in starts)
+    connections_mb = statistics.median(run.connections_mb for run in starts)
+    print(
+        f"ready after {ready_ms:.0f} ms, {resident_mb:.0f} MB resident, "
+        f"{connections:,} idle connections add {connections_mb:.1f} MB (medians of {rounds})"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,39 +12,116 @@ from typing import Annotated
 
 import typer
 
+from serve.control.options import ControlMode, ControlOptions
 from serve.engine.backend import Placement
+from serve.engine.batching import BatchingOptions
 from serve.engine.config import Defaults
-from serve.engine.errors import ModelLoadError
+from serve.engine.errors import FailedPreconditionError, ModelLoadError
+from serve.http.options import HttpOptions
+from serve.observability.options import AccessLog, ObserveOptions
 from serve.server import Ready, ServerOptions
 from serve.transports.choice import TransportName
 from serve.transports.transport import BindError
 
-EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1}
+EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1}
+
+HTTP_PORT, METRICS_PORT = 8000, 8002
 
 
 def serve(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A model repository folder, or one .onnx file.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A model repository folder, or one .onnx or .pt2 file.")],
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 8001,
+    http: Annotated[bool, typer.Option("--http/--no-http", help="Serve REST, the page and metrics too.")] = True,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=-1,
+            max=65535,
+            help=f"Port of the metrics alone, {METRICS_PORT} by default; 0 finds a free one, -1 has none.",
+            show_default=False,
+        ),
+    ] = None,
+    http_allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which browsers may address this server; may be repeated."),
+    ] = None,
+    transport: Annotated[
+        TransportName,
+        typer.Option(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference)."),
+    ] = TransportName.NGHTTP2,
+    shared_memory: Annotated[
+        bool,
+        typer.Option("--shared-memory", help="Let clients on this machine leave tensors in shared memory."),
+    ] = False,
+    model_control: Annotated[
+        ControlMode,
+        typer.Option(
+            help="Which models are served: what PATH holds at the start (none), at any time (poll), "
+            "or what RepositoryModelLoad asks for (explicit)."
+        ),
+    ] = ControlMode.NONE,
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model to load at the start with --model-control explicit; may be repeated, '*' is all."),
+    ] = None,
+    poll_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --model-control poll.")] = 5.0,
+    warm_up_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="Time for trying out a model's batch sizes before it serves."),
+    ] = 5.0,
+    keep_going: Annotated[
+        bool,
+        typer.Option("--keep-going", help="Start with the models that can be served where one cannot."),
+    ] = False,
+    model_uploads: Annotated[
+        bool,
+        typer.Option("--model-uploads", help="Let load requests bring model files along (--model-control explicit)."),
+    ] = False,
     max_batch_size: Annotated[int, typer.Option(min=1, help="Rows in one batch, where the model's config does not say.")] = 32,
     max_queue_delay_us: Annotated[
-        int, typer.Option(min=0, help="Microseconds a request may wait for others, where the model's config does not say.")
+        int,
+        typer.Option(min=0, help="Microseconds a request may wait for others, where the model's config does not say."),
     ] = 0,
     max_queue_size: Annotated[int, typer.Option(min=1, help="Requests that may wait for one model.")] = 8192,
+    compute_slots: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Batches computed at once on the CPU over all models, handed out fairly; 0 leaves it to the system."
+        ),
+    ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 0,
-    transport: Annotated[
-        TransportName, typer.Option(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
-    ] = TransportName.NGHTTP2,
-    *,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Refuse to start without a GPU.")] = False,
-    shared_memory: Annotated[
-        bool, typer.Option("--shared-memory", help="Let clients on this machine leave tensors in shared memory.")
-    ] = False,
+    access_log: Annotated[
+        AccessLog,
+        typer.Option(help="Requests to log as JSON lines; sampled: every error and some answers."),
+    ] = AccessLog.OFF,
+    access_log_file: Annotated[Path | None, typer.Option(help="File of the access log; standard error without one.")] = None,
+    access_log_every: Annotated[int, typer.Option(min=1, help="Of sampled answers, one in so many.")] = 100,
+    trace_to: Annotated[
+        str,
+        typer.Option(help="OpenTelemetry traces: 'otlp' (OTEL_* variables say where) or a file.", show_default=False),
+    ] = "",
+    trace_rate: Annotated[int, typer.Option(min=1, help="One request in so many is traced, unless its caller decides.")] = 1000,
+    lame_duck_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on."),
+    ] = 0.0,
     drain_seconds: Annotated[float, typer.Option(min=0.1, help="Time for requests in flight after SIGTERM.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
-    """Serve models over gRPC in batches until SIGTERM or Ctrl-C.
+    """Serve models over gRPC and REST in batches until SIGTERM or Ctrl-C.
 
     Speaks KServe v2 (the Open Inference Protocol), so Triton's clients and perf_analyzer work unchanged.
 
@@ -53,18 +129,43 @@ def serve(
     """
     if cpu and require_gpu:
         raise typer.BadParameter("--cpu and --require-gpu exclude each other; use one of them")
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
-    # grpcio's core writes to stderr on its own, with file names of its sources.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if (load_model or model_uploads) and model_control is not ControlMode.EXPLICIT:
+        raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
+    # Who wants any port for gRPC starts several servers on one machine.
+    usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (HTTP_PORT, METRICS_PORT)
+    metrics = usual_metrics if metrics_port is None else metrics_port
+    rest = HttpOptions(
+        port=usual_http if http_port is None else http_port,
+        metrics_port=None if metrics < 0 else metrics,
+        allowed_hosts=tuple(http_allowed_host or ()),
+    )
     options = ServerOptions(
         path=path,
         host=host,
         grpc_port=grpc_port,
         placement=Placement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
         defaults=Defaults(max_batch_size=max_batch_size, max_queue_delay_us=max_queue_delay_us, max_queue_size=max_queue_size),
+        batching=BatchingOptions(compute_slots=compute_slots),
+        control=ControlOptions(
+            mode=model_control,
+            load_at_start=tuple(load_model or ()),
+            poll_interval_s=poll_seconds,
+            keep_going=keep_going,
+            uploads=model_uploads,
+            warm_up_budget_s=warm_up_seconds,
+            lame_duck_s=lame_duck_seconds,
+        ),
+        observe=ObserveOptions(
+            access_log=access_log,
+            access_log_file=access_log_file,
+            access_log_every=access_log_every,
+            trace_to=trace_to,
+            trace_rate=trace_rate,
+        ),
         drain_s=drain_seconds,
         transport=transport,
         shared_memory=shared_memory,
+        http=rest if http else None,
     )
     _run(options, _print_json if as_json else _print_text)
 
@@ -72,10 +173,11 @@ def serve(
 def _run(options: ServerOptions, on_ready: Callable[[Ready], None]) -> None:
     # Here, so that `halfserve serve --help` does not wait for them.
     from serve import server  # noqa: PLC0415  (see above)
-    from serve.backends.onnxruntime_backend import OnnxRuntime  # noqa: PLC0415  (see above)
+    from serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
 
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
-        runner.run(server.serve(options, OnnxRuntime(), on_ready))
+        runner.run(server.serve(options, probing_runtimes(), on_ready))
 
 
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -91,6 +193,9 @@ def _print_text(ready: Ready) -> None:
     for model in ready.models:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
         typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
+    if ready.http_port is not None:
+        metrics = "" if ready.metrics_port is None else f", metrics on {ready.host}:{ready.metrics_port}"
+        typer.echo(f"REST and a page on http://{ready.host}:{ready.http_port}/{metrics}")
     typer.echo(f"gRPC on {ready.host}:{ready.grpc_port}, ready in {ready.seconds:.2f} s; Ctrl-C stops")
 
 
@@ -105,5 +210,12 @@ def _print_json(ready: Ready) -> None:
         }
         for model in ready.models
     ]
-    line = {"host": ready.host, "grpc_port": ready.grpc_port, "seconds": round(ready.seconds, 3), "models": models}
+    line = {
+        "host": ready.host,
+        "grpc_port": ready.grpc_port,
+        "http_port": ready.http_port,
+        "metrics_port": ready.metrics_port,
+        "seconds": round(ready.seconds, 3),
+        "models": models,
+    }
     typer.echo(json.dumps(line))

@@ -6,22 +6,31 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from serve.control.loader import Loader
+from serve.control.model_control import ModelControl
+from serve.control.options import ControlOptions
 from serve.engine.backend import Placement, Runtime
+from serve.engine.batching import BatchingOptions
 from serve.engine.config import Defaults
-from serve.engine.ignored_settings import ignored_settings
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models, load_model
+from serve.http.options import HttpOptions
+from serve.http.start import start_http
+from serve.observability.options import ObserveOptions
 from serve.protocol.service import Service
+from serve.signals import stop_on_signal
 from serve.transports.choice import TransportName, make_transport
 from serve.transports.transport import Transport
+
+if TYPE_CHECKING:
+    from serve.http.rest_server import RestServer
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +45,13 @@ class ServerOptions:
         grpc_port: 0 finds a free one.
         placement: where models run.
         defaults: for what a model's configuration does not say.
+        control: which models are served, and how they come and go.
         drain_s: seconds that requests in flight get to finish after SIGTERM or SIGINT.
         transport: what carries gRPC.
         shared_memory: whether clients on this machine may leave tensors in shared memory.
+        observe: what to log and trace.
+        batching: what holds for all models together.
+        http: the REST interface, the page and the metrics; None serves none.
     """
 
     path: Path
@@ -46,9 +59,13 @@ class ServerOptions:
     grpc_port: int = 8001
     placement: Placement = field(default_factory=Placement)
     defaults: Defaults = field(default_factory=Defaults)
+    control: ControlOptions = field(default_factory=ControlOptions)
     drain_s: float = 30.0
     transport: TransportName = TransportName.NGHTTP2
     shared_memory: bool = False
+    observe: ObserveOptions = field(default_factory=ObserveOptions)
+    batching: BatchingOptions = field(default_factory=BatchingOptions)
+    http: HttpOptions | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,65 +77,110 @@ class Ready:
         host: as asked for.
         grpc_port: the port it listens on.
         seconds: from the start of loading until requests are taken.
+        http_port: of the REST interface and the page; None where there is none.
+        metrics_port: of the metrics; None where they have no port of their own.
     """
 
     models: Sequence[Model]
     host: str
     grpc_port: int
     seconds: float
-
-
-def load_models(options: ServerOptions, runtime: Runtime) -> list[Model]:
-    """Load everything that the path holds.
-
-    Raises:
-        ModelLoadError: the first model that cannot be served, and why.
-    """
-    models = []
-    for files in find_models(options.path):
-        ignored = ignored_settings(files.config.message)
-        if ignored:
-            logger.warning("%s: no effect here: %s", files.config.source, ", ".join(ignored))
-        models.append(load_model(files, runtime, options.placement, options.defaults))
-    return models
+    http_port: int | None = None
+    metrics_port: int | None = None
 
 
 async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Ready], None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    New calls are refused from the signal on, health says NOT_SERVING, and what was taken is answered.
+    From the signal on health says NOT_SERVING; after the lame-duck delay new calls are refused, and what was taken is answered.
+    A second signal ends the process at once.
 
     Raises:
         ModelLoadError: a model cannot be served.
         BindError: the address cannot be listened on.
     """
     started = time.monotonic()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    models = load_models(options, runtime)
-    # What is there by now stays as long as the server: the collector need not walk through it while requests wait (some 20 ms).
-    gc.freeze()
-    core = InferenceCore(models)
-    service = Service(core, server_version=version("halfserve"), shared_memory=options.shared_memory)
-    transport = make_transport(options.transport, service, options.host, options.grpc_port)
-    port = await transport.start()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(name, stop.set)
-    on_ready(Ready(models=models, host=options.host, grpc_port=port, seconds=time.monotonic() - started))
+    stop = stop_on_signal()
+    core = InferenceCore([])
+    core.slots = options.batching.slots()
+    control = ModelControl(core, options.path, _loader(options, runtime), options.control)
     try:
-        await stop.wait()
+        if not await _unless(stop, control.start()):
+            return
+        service = Service(
+            core, server_version=version("halfserve"), shared_memory=options.shared_memory, observe=options.observe
+        )
+        transport = make_transport(options.transport, service, options.host, options.grpc_port)
+        port = await transport.start()
+        listening: list[Transport | RestServer] = [transport]
+        try:
+            rest = await start_http(core, service, options.host, options.http)
+            if rest is not None:
+                listening.append(rest)
+            # What is there by now stays as long as the server: the collector need not walk through it while requests wait.
+            gc.freeze()
+            on_ready(_ready(core, options, started, port, rest))
+            await stop.wait()
+            await _lame_duck(core, options.control.lame_duck_s)
+        finally:
+            await _drain(core, listening, options.drain_s)
+            service.observability.close()
     finally:
-        await _drain(core, transport, options.drain_s)
+        control.close()
 
 
-async def _drain(core: InferenceCore, transport: Transport, drain_s: float) -> None:
+def _ready(core: InferenceCore, options: ServerOptions, started: float, grpc_port: int, rest: RestServer | None) -> Ready:
+    return Ready(
+        models=core.models(),
+        host=options.host,
+        grpc_port=grpc_port,
+        seconds=time.monotonic() - started,
+        http_port=None if rest is None else rest.port,
+        metrics_port=None if rest is None else rest.metrics_port,
+    )
+
+
+def _loader(options: ServerOptions, runtime: Runtime) -> Loader:
+    return Loader(
+        runtime=runtime,
+        placement=options.placement,
+        defaults=options.defaults,
+        warm_up_budget_s=options.control.warm_up_budget_s,
+    )
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the work was done before the signal came; what it raises, this raises."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not working.done():
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+        return False
+    working.result()
+    return True
+
+
+async def _lame_duck(core: InferenceCore, seconds: float) -> None:
+    """Say that no requests should come here, and go on taking those that do."""
+    core.retire()
+    if seconds:
+        logger.info("not ready from now on; new calls are refused in %g s", seconds)
+        await asyncio.sleep(seconds)
+
+
+async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer], drain_s: float) -> None:
+    # At once: clients are told to go elsewhere (GOAWAY). It ends when the last call has ended, or with the bound.
+    leaving = [asyncio.create_task(server.stop(drain_s)) for server in listening]
     try:
         await asyncio.wait_for(core.drain(), drain_s)
     except TimeoutError:
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
     # Answers are on their way out and health watchers must not hold the server up: a moment is enough for both.
-    await transport.stop(FLUSH_S)
+    await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
+    await asyncio.gather(*leaving)
 
 
 FLUSH_S = 0.5

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
+from serve.observability.options import ObserveOptions
 from serve.protocol.service import Service
 from serve.transports.grpcio_server import GrpcioServer
 from serve.transports.nghttp2_server import Nghttp2Server
@@ -32,6 +33,7 @@ class RunningServer:
     Attributes:
         address: "127.0.0.1:port".
         core: only to be touched through `call`.
+        service: likewise.
     """
 
     def __init__(
@@ -41,13 +43,16 @@ class RunningServer:
         make_transport: MakeTransport,
         *,
         shared_memory: bool,
+        observe: ObserveOptions | None = None,
     ) -> None:
         self._loop = loop
         self._make_models = make_models
         self._make_transport = make_transport
         self._shared_memory = shared_memory
+        self._observe = observe
         self.address = ""
         self.core: InferenceCore
+        self.service: Service
         self._transport: Transport
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -64,24 +69,29 @@ class RunningServer:
 
     async def start(self) -> None:
         self.core = InferenceCore(self._make_models())
-        service = Service(self.core, server_version="0.0.test", shared_memory=self._shared_memory)
-        self._transport = self._make_transport(service, "127.0.0.1", 0)
+        self.service = Service(self.core, server_version="0.0.test", shared_memory=self._shared_memory, observe=self._observe)
+        self._transport = self._make_transport(self.service, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{await self._transport.start()}"
 
     async def stop(self) -> None:
         await self.core.drain()
         await self._transport.stop(0.1)
+        self.service.observability.close()
 
 
 @contextmanager
 def running_server(
-    make_models: Callable[[], Sequence[Model]], make_transport: MakeTransport = Nghttp2Server, *, shared_memory: bool = False
+    make_models: Callable[[], Sequence[Model]],
+    make_transport: MakeTransport = Nghttp2Server,
+    *,
+    shared_memory: bool = False,
+    observe: ObserveOptions | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server on the models that `make_models` returns; stop it at the end."""
     loop = new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
-    server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory)
+    server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory, observe=observe)
     try:
         server.run(server.start())
         try:

@@ -1,0 +1,102 @@
+"""How much of what the model could compute alone is left when it is served: rows a second, served and by bare `session.run`.
+
+python -m benchmarks.bare_session resnet.onnx
+
+The bare session runs batches that lie ready, in fp32 on the CPU as the server does, at whatever size is fastest. The server has
+batches of that size, and one load generator beside it. Both are measured in turn, A B A B ...
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, cast
+
+import numpy as np
+import typer
+
+from serve.backends.onnx_interface import read_interface
+from serve.backends.onnxruntime_session import SessionOpener
+from serve.benchmark.contestant import Contestant, RequestOptions
+from serve.benchmark.loads import Load
+from serve.benchmark.measurement import Measurement, measure
+from serve.engine.backend import Placement
+
+
+class Bare:
+    """A session of its own."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        """Open the model as the server would.
+
+        Args:
+            model: with a batch dimension and no other of any size.
+            threads: for one operator.
+        """
+        self._session = SessionOpener(path=model, placement=Placement(threads=threads)).open().session
+        self._inputs = {
+            value.name: (spec.shape[1:], value.type)
+            for spec, value in zip(read_interface(model).inputs, self._session.get_inputs(), strict=True)
+        }
+
+    def rows_per_second(self, rows: int, seconds: float) -> float:
+        """Batches of this size, one after the other."""
+        random = np.random.default_rng(0)
+        dtypes = {"tensor(float16)": np.float16, "tensor(float)": np.float32}
+        feeds = {
+            name: random.standard_normal((rows, *shape)).astype(dtypes[kind]) for name, (shape, kind) in self._inputs.items()
+        }
+        self._session.run(None, feeds)
+        batches, began = 0, time.monotonic()
+        while (took := time.monotonic() - began) < seconds:
+            self._session.run(None, feeds)
+            batches += 1
+        return batches * rows / took
+
+
+@contextmanager
+def served(model: Path, rows: int, threads: int) -> Iterator[Contestant]:
+    """`halfserve serve` in a process of its own, and the load for it."""
+    command = [sys.executable, "-m", "halfserve", "serve", str(model), "--json", "--grpc-port", "0"]
+    command += ["--threads", str(threads), "--max-batch-size", str(rows)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        line = cast("IO[str]", server.stdout).readline()
+        if not line:
+            raise SystemExit("the server did not start; its message is above")
+        with Contestant(f"127.0.0.1:{json.loads(line)['grpc_port']}", [model.stem], RequestOptions()) as contestant:
+            yield contestant
+        server.terminate()
+
+
+def main(
+    model: Path,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of one measurement.")] = 4.0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 1,
+    sizes: Annotated[str, typer.Option(help="Batch sizes to try.")] = "1,2,4,8,16,32",
+) -> None:
+    """Find the best batch size, then measure both in turn."""
+    bare = Bare(model, threads)
+    rates = {size: bare.rows_per_second(size, seconds / 4) for size in map(int, sizes.split(","))}
+    best = max(rates, key=lambda size: rates[size])
+    print("bare, rows/s by batch size: " + ", ".join(f"{size}: {rate:.0f}" for size, rate in rates.items()))
+    with served(model, best, threads) as contestant:
+        how = Measurement(seconds=seconds, warmup_s=0.5)
+        pairs = []
+        for _ in range(rounds):
+            alone = bare.rows_per_second(best, seconds)
+            level = measure(contestant.bench, Load(concurrency=max(4, 3 * best)), how)
+            pairs.append((alone, level.requests_per_second))
+    ratio = statistics.median(by_server / alone for alone, by_server in pairs)
+    alone, by_server = (statistics.median(pair[i] for pair in pairs) for i in range(2))
+    print(f"batches of {best}: bare {alone:.0f} rows/s, served {by_server:.0f}, ratio {ratio:.3f} (medians of {rounds})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,125 @@
+"""The models that servers are compared on, with random weights.
+
+python -m benchmarks.serving_models FOLDER
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import onnx
+import typer
+from onnx import TensorProto, helper, numpy_helper
+
+HALF = TensorProto.FLOAT16
+Shape = list[int | str]
+
+
+class Net:
+    """An fp16 graph in the making, from input "x" to output "y"."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+        self.end = "x"
+
+    def weight(self, *shape: int) -> str:
+        """A random weight, scaled so that activations keep their size."""
+        name = f"w{len(self._weights)}"
+        scale = float(np.prod(shape[1:])) ** -0.5
+        values = (self._random.standard_normal(shape) * scale).astype(np.float16)
+        self._weights.append(numpy_helper.from_array(values, name))
+        return name
+
+    def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        """Append a node; its output is the new end."""
+        output = f"v{len(self._nodes)}"
+        self._nodes.append(helper.make_node(operator, list(inputs), [output], **attributes))
+        self.end = output
+        return output
+
+    def convolution(self, channels: int, kept: int, stride: int = 1) -> None:
+        """3x3, with padding, then Relu."""
+        self.add("Conv", self.end, self.weight(channels, kept, 3, 3), pads=[1, 1, 1, 1], strides=[stride, stride])
+        self.add("Relu", self.end)
+
+    def linear(self, inputs: int, outputs: int) -> None:
+        """A matrix product."""
+        self.add("Gemm", self.end, self.weight(outputs, inputs), transB=1)
+
+    def model(self, input_shape: Shape, output_shape: Shape) -> onnx.ModelProto:
+        """The finished model."""
+        self.add("Identity", self.end)
+        self._nodes[-1].output[0] = "y"
+        graph = helper.make_graph(
+            self._nodes,
+            "net",
+            [helper.make_tensor_value_info("x", HALF, input_shape)],
+            [helper.make_tensor_value_info("y", HALF, output_shape)],
+            self._weights,
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        onnx.checker.check_model(model, full_check=True)
+        return model
+
+
+def mlp() -> onnx.ModelProto:
+    """64-256-10: hardly any work, so that the server itself is what is measured."""
+    net = Net()
+    net.linear(64, 256)
+    net.add("Relu", net.end)
+    net.linear(256, 10)
+    return net.model(["batch", 64], ["batch", 10])
+
+
+def image() -> onnx.ModelProto:
+    """3x224x224, which are 301,056 bytes a row, and little work."""
+    net = Net()
+    net.add("AveragePool", net.end, kernel_shape=[16, 16], strides=[16, 16])
+    net.add("Flatten", net.end)
+    net.linear(588, 10)
+    return net.model(["batch", 3, 224, 224], ["batch", 10])
+
+
+def resnet() -> onnx.ModelProto:
+    """3x32x32 through ten convolutions with shortcuts: nearly all of the time is the model's."""
+    net = Net()
+    net.convolution(64, 3)
+    for _ in range(3):
+        shortcut = net.end
+        net.convolution(64, 64)
+        net.convolution(64, 64)
+        net.add("Add", net.end, shortcut)
+    net.convolution(128, 64, stride=2)
+    net.convolution(128, 128)
+    net.convolution(128, 128)
+    net.add("GlobalAveragePool", net.end)
+    net.add("Flatten", net.end)
+    net.linear(128, 10)
+    return net.model(["batch", 3, 32, 32], ["batch", 10])
+
+
+def lengths() -> onnx.ModelProto:
+    """Rows of any length, so that requests of different lengths cannot share a batch."""
+    net = Net()
+    net.add("Mul", net.end, net.end)
+    net.add("ReduceMean", net.end, axes=[1], keepdims=1)
+    return net.model(["batch", "length"], ["batch", 1])
+
+
+MODELS = {"mlp": mlp, "image": image, "resnet": resnet, "lengths": lengths}
+
+
+def main(folder: Annotated[Path, typer.Argument(help="Where <name>.onnx are written.")]) -> None:
+    """Write all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, build in MODELS.items():
+        onnx.save(build(), folder / f"{name}.onnx")
+        print(folder / f"{name}.onnx")
+
+
+if __name__ == "__main__":
+    typer.run(main)
