@@ -84,6 +84,16 @@ class MessageReader:
             self._pieces, self._held, self._missing = [], 0, None
             yield self._decompressed(message) if self._flag else message
 
+    def hold(self, data: bytes) -> bool:
+        """Take the next bytes if they are some more of a message and not yet its end; False leaves them to `feed`."""
+        missing = self._missing
+        if missing is None or len(data) >= missing:
+            return False
+        self._pieces.append(data)
+        self._held += len(data)
+        self._missing = missing - len(data)
+        return True
+
     def finish(self) -> None:
         """The client will send no more.
 

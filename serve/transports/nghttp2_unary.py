@@ -40,6 +40,8 @@ class _Unary:
         self._grown_s = self._connection.heard_s
         if self._reader is None:
             self._reader = MessageReader(self._connection.limits.max_message_bytes, self._encoding)
+        elif self._reader.hold(data):
+            return len(data)
         try:
             for message in self._reader.feed(data):
                 if self._message is not None:
