@@ -25,7 +25,7 @@ ARG EXTRAS=""
 RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".${EXTRAS}"
 USER 10001
 WORKDIR /models
-EXPOSE 8001
+EXPOSE 8000 8001 8002
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["halfserve", "models", "--address", "127.0.0.1:8001"]
 ENTRYPOINT ["halfserve"]
 CMD ["serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001"]

@@ -74,7 +74,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, shell_environment: dict[str, st
             command[-1] = on_port(command[-1], free_port)
             if kind == "server":
                 # exec, so that the signal at the end reaches the server and not the shell around it.
-                command[-1] = f"exec {command[-1].strip()} --grpc-port {free_port}"
+                command[-1] = f"exec {command[-1].strip()} --grpc-port {free_port} --http-port 0 --metrics-port 0"
                 process = subprocess.Popen(command, cwd=tmp_path, env=shell_environment, stdout=subprocess.PIPE, text=True)
                 servers.append(process)
                 assert process.stdout is not None

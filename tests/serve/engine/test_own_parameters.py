@@ -41,6 +41,12 @@ def test_every_key_is_ours_and_in_order() -> None:
     assert list(OWN_PARAMETERS) == sorted(OWN_PARAMETERS)
 
 
+def test_every_key_that_can_be_set_is_documented() -> None:
+    documented = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    for key, parameter in OWN_PARAMETERS.items():
+        assert parameter.reported or f"| `{key.removeprefix(PREFIX)}` |" in documented, key
+
+
 def test_other_peoples_parameters_are_theirs() -> None:
     message = config()
     message.parameters["intra_op_thread_count"].string_value = "2"
