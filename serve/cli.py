@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from serve.control.options import ControlMode, ControlOptions
+from serve.departure import leave_threads_behind
 from serve.engine.backend import Placement
 from serve.engine.batching import BatchingOptions
 from serve.engine.config import Defaults
@@ -178,6 +179,7 @@ def _run(options: ServerOptions, on_ready: Callable[[Ready], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         runner.run(server.serve(options, probing_runtimes(), on_ready))
+    leave_threads_behind()
 
 
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -66,5 +66,11 @@ class CrashVerdicts:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
-                json.dump({"level": level, "crashes": verdict.crashes}, file)
-            Path(file.name).replace(self.folder / f"{key}.json")
+                part = Path(file.name)
+                try:
+                    json.dump({"level": level, "crashes": verdict.crashes}, file)
+                    file.flush()
+                    part.replace(self.folder / f"{key}.json")
+                except OSError:  # the disk is full
+                    part.unlink()
+                    raise

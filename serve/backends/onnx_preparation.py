@@ -58,11 +58,12 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
     precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
     with _room_for_weights(model, path) as folder:
         if folder is not None:
-            _move_weights(model, folder, path, upcast=not for_gpu)
+            with _disk_may_be_full(folder, path):
+                move_weights(model, folder / "weights.bin", upcast=not for_gpu)
         if not for_gpu:
             upcast_to_fp32(model)
         given_names = set_border(model, border)
-        yield PreparedModel(source=_saved(model, folder), precision=precision, given_names=given_names)
+        yield PreparedModel(source=_saved(model, folder, path), precision=precision, given_names=given_names)
 
 
 @contextmanager
@@ -84,18 +85,20 @@ def _room_for_weights(model: onnx.ModelProto, path: Path) -> Iterator[Path | Non
         yield Path(name)
 
 
-def _saved(model: onnx.ModelProto, folder: Path | None) -> str | bytes:
+def _saved(model: onnx.ModelProto, folder: Path | None, path: Path) -> str | bytes:
     content = model.SerializeToString()
     if folder is None:
         return content
     file = folder / "model.onnx"
-    file.write_bytes(content)
+    with _disk_may_be_full(folder, path):
+        file.write_bytes(content)
     return str(file)
 
 
-def _move_weights(model: onnx.ModelProto, folder: Path, path: Path, *, upcast: bool) -> None:
+@contextmanager
+def _disk_may_be_full(folder: Path, path: Path) -> Iterator[None]:
     try:
-        move_weights(model, folder / "weights.bin", upcast=upcast)
+        yield
     except OSError as error:
         raise ModelLoadError(
             f"{path}: its weights could not be written to {folder.parent} ({error.strerror}); set TMPDIR to a folder with room"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from serve.engine.errors import FailedPreconditionError
 
+LINE_FEED = ord("\n")
+
 
 def check_writable(path: Path, what: str) -> None:
     """Whether a file could be written, so that a server says so when it starts and not when the first line is lost.
@@ -39,6 +41,7 @@ class LineFile:
         """
         self._path = path
         self._descriptor: int | None = None
+        self._is_torn = False  # the last line there has no end: the disk was full
 
     def write(self, lines: list[str]) -> None:
         """Append lines, each with its line feed.
@@ -46,10 +49,13 @@ class LineFile:
         Raises:
             OSError: it cannot be written.
         """
-        rest = memoryview("".join(lines).encode())
+        data = "".join(lines).encode()
         descriptor = self._open()
+        rest = memoryview(b"\n" + data if self._is_torn else data)
         while rest:
-            rest = rest[os.write(descriptor, rest) :]
+            written = os.write(descriptor, rest)
+            self._is_torn = rest[written - 1] != LINE_FEED
+            rest = rest[written:]
 
     def close(self) -> None:
         """Close it; a later `write` opens it again."""
@@ -62,6 +68,7 @@ class LineFile:
             return sys.stderr.fileno()
         if self._descriptor is not None and not self._is_here():
             self.close()
+            self._is_torn = False
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
         return self._descriptor

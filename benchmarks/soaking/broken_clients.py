@@ -1,0 +1,54 @@
+"""Clients that end in the middle of what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS = 0, 1, 4
+END_HEADERS = 4
+ANNOUNCED_BYTES = 1_000_000  # of a message whose beginning is all that comes
+RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+
+
+def hang_up_in_a_message(address: str) -> None:
+    """Begin a call, send a part of its message, and reset the connection."""
+    with contextlib.suppress(ConnectionError), _connected(address) as connection:
+        message = b"\0" + struct.pack(">I", ANNOUNCED_BYTES) + bytes(1000)
+        connection.sendall(PREFACE + _frame(SETTINGS, 0, 0, b"") + _frame(HEADERS, END_HEADERS, 1, _headers()))
+        connection.sendall(_frame(DATA, 0, 1, message))
+        connection.recv(1)  # the server has taken the connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+
+
+def talk_nonsense(address: str, nonsense: bytes) -> None:
+    """Say something that is no HTTP/2, and wait for the server to hang up."""
+    with contextlib.suppress(ConnectionError), _connected(address) as connection:
+        connection.sendall(nonsense)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+
+
+def _connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def _headers() -> bytes:
+    """Of a call, each a literal that is not indexed (RFC 7541, section 6.2.2)."""
+    pairs = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/inference.GRPCInferenceService/ModelInfer",
+        b":authority": b"localhost",
+        b"te": b"trailers",
+        b"content-type": b"application/grpc",
+    }
+    return b"".join(b"\0" + bytes([len(key)]) + key + bytes([len(value)]) + value for key, value in pairs.items())

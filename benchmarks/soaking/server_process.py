@@ -1,0 +1,72 @@
+"""`halfserve serve` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server that takes requests.
+
+    Attributes:
+        process: the operating system's.
+        address: HOST:PORT of gRPC.
+        log: what it writes to standard error.
+    """
+
+    process: subprocess.Popen[str]
+    address: str
+    log: IO[bytes]
+
+    def log_text(self) -> str:
+        """What it has written to standard error so far."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+
+@contextmanager
+def server_process(path: Path, *options: str, grpc_port: int = 0) -> Iterator[ServerProcess]:
+    """Start a server on the CPU with one thread per operator, and end it.
+
+    Args:
+        path: the model repository.
+        options: more of them, as on the command line.
+        grpc_port: 0 finds a free one.
+
+    Raises:
+        SystemExit: it did not start.
+    """
+    command = [sys.executable, "-m", "halfserve", "serve", str(path), "--json", "--cpu", "--threads", "1"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", "0", "--metrics-port", "0", *options]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        server = ServerProcess(process, _address(process), log)
+        try:
+            if not server.address:
+                raise SystemExit(f"the server did not start:\n{server.log_text()}")
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    line = process.stdout.readline() if process.stdout is not None else ""
+    return f"127.0.0.1:{json.loads(line)['grpc_port']}" if line else ""

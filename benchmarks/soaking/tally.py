@@ -1,0 +1,65 @@
+"""What became of every request of a soak."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+MAX_TEXTS = 20
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Figures so far.
+
+    Attributes:
+        answered: right answers, by kind of request.
+        survived: acts of mischief that ended as they should, by kind.
+        wrong: what must not happen (wrong answers, lost ones, unclear errors), described; the first few.
+        wrongs: how many there were.
+        latencies: (when asked, seconds until the answer) of right answers, on time.monotonic()'s clock.
+    """
+
+    answered: dict[str, int]
+    survived: dict[str, int]
+    wrong: list[str]
+    wrongs: int
+    latencies: list[tuple[float, float]]
+
+
+@dataclass
+class Tally:
+    """Written by many threads."""
+
+    _answered: Counter[str] = field(default_factory=Counter)
+    _survived: Counter[str] = field(default_factory=Counter)
+    _wrong: list[str] = field(default_factory=list)
+    _wrongs: int = 0
+    _latencies: list[tuple[float, float]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def right(self, kind: str, started: float) -> None:
+        """A right answer to a request that was sent at `started`."""
+        now = time.monotonic()
+        with self._lock:
+            self._answered[kind] += 1
+            self._latencies.append((started, now - started))
+
+    def survived(self, kind: str) -> None:
+        """An act of mischief that ended as it should, mostly in a clear error."""
+        with self._lock:
+            self._survived[kind] += 1
+
+    def fault(self, text: str) -> None:
+        """Something that must not happen."""
+        with self._lock:
+            self._wrongs += 1
+            if len(self._wrong) < MAX_TEXTS:
+                self._wrong.append(text)
+
+    def counted(self) -> Counted:
+        """All of it, as it is now."""
+        with self._lock:
+            return Counted(dict(self._answered), dict(self._survived), list(self._wrong), self._wrongs, list(self._latencies))

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from serve.client import InferenceClient
+from tests.models import save_counter, save_mlp, save_model, save_picky
+from tests.serve.faults.load import Load, under_load
+from tests.serve.faults.processes import ServerProcess, mad_server
+
+ROW_MB = 16
+SPAN_S = 0.3  # what one batch of "counter" may take
+
+
+@pytest.fixture(scope="session")
+def mad_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("faults") / "models"
+    save_mlp(repository / "mlp" / "1" / "model.onnx")
+    save_picky(repository / "picky" / "1" / "model.onnx")
+    save_picky(repository / "fragile" / "1" / "model.onnx")
+    save_counter(repository / "counter" / "1" / "model.onnx")
+    bound = f'parameters {{ key: "halfserve.max_compute_s" value {{ string_value: "{SPAN_S}" }} }}'
+    (repository / "counter" / "config.pbtxt").write_text(bound)
+    save_hungry(repository / "hungry" / "1" / "model.onnx")
+    (repository / "hungry" / "config.pbtxt").write_text(
+        'max_batch_size: 32 parameters { key: "halfserve.warm_up" value { string_value: "off" } }'
+    )
+    with mad_server(repository) as process:
+        yield process
+
+
+@pytest.fixture
+def load(mad_process: ServerProcess) -> Iterator[Load]:
+    """Clients of the same server, all of whose answers must be right, and none missing, whatever the test does."""
+    with under_load([mad_process.address]) as at_work:
+        yield at_work
+        at_work.wait_for_more()
+
+
+@pytest.fixture
+def client(mad_process: ServerProcess) -> Iterator[InferenceClient]:
+    with InferenceClient(mad_process.address, timeout_s=30, retries=0) as one:
+        yield one
+
+
+def save_hungry(path: Path) -> Path:
+    """x FP32 [batch, 1] -> y = x, by way of ROW_MB megabytes a row."""
+    nodes = [
+        helper.make_node("Expand", ["x", "wide"], ["many"]),
+        helper.make_node("ReduceMax", ["many", "last"], ["y"], keepdims=1),
+    ]
+    weights = {"wide": np.array([1, ROW_MB * 2**18], np.int64), "last": np.array([1], np.int64)}
+    number = TensorProto.FLOAT
+    return save_model(path, nodes, [("x", number, ["batch", 1])], [("y", number, ["batch", 1])], weights)

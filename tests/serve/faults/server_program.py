@@ -1,0 +1,88 @@
+"""A server whose wall clock is mad and whose devices break: python -m tests.serve.faults.server_program PATH ACCESS_LOG
+
+Each look at the wall clock gives another day, sometimes an earlier one. The model "fragile" loses its device when it is given a
+negative number, as CUDA does, until it is loaded anew. All else is as in `halfserve serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.control.options import ALL, ControlMode, ControlOptions
+from serve.departure import leave_threads_behind
+from serve.engine.backend import Backend, Placement
+from serve.engine.tensors import Tensors
+from serve.observability.options import AccessLog, ObserveOptions
+from serve.server import Ready, ServerOptions, serve
+
+DAY_S = 86_400
+FRAGILE = "fragile"
+DAYS = itertools.cycle((0, 9000, -9000, 1, -1, 365))
+
+
+class Fragile:
+    """A backend whose device is lost from the first negative number on."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self._lost |= any(bool((array < 0).any()) for array in inputs.values())
+        if self._lost:
+            raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
+        return self._backend.run(inputs)
+
+
+class FragileRuntime(OnnxRuntime):
+    def load(self, path: Path, *rest: Any) -> Any:
+        backend = super().load(path, *rest)
+        return Fragile(backend) if path.parent.parent.name == FRAGILE else backend
+
+
+def go_mad() -> None:
+    """Let the wall clock jump. Everybody asks these two functions, or takes them from the module."""
+    real = time.time_ns
+
+    def time_ns() -> int:
+        return real() + next(DAYS) * DAY_S * 1_000_000_000
+
+    time.time_ns = time_ns
+    time.time = lambda: time_ns() / 1e9
+
+
+def ready(told: Ready) -> None:
+    sys.stdout.write(f"{told.grpc_port}\n")
+    sys.stdout.flush()
+
+
+def main(path: str, access_log: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    go_mad()
+    options = ServerOptions(
+        path=Path(path),
+        grpc_port=0,
+        placement=Placement(use_gpu=False, threads=1),
+        control=ControlOptions(mode=ControlMode.EXPLICIT, load_at_start=(ALL,), warm_up_budget_s=0.2),
+        shared_memory=True,
+        observe=ObserveOptions(access_log=AccessLog.ALL, access_log_file=Path(access_log)),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(options, FragileRuntime(), ready))
+    leave_threads_behind()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
