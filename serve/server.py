@@ -25,6 +25,8 @@ from serve.http.options import HttpOptions
 from serve.http.start import start_http
 from serve.observability.options import ObserveOptions
 from serve.protocol.service import Service
+from serve.security.options import SecurityOptions
+from serve.security.security import Security
 from serve.signals import stop_on_signal
 from serve.transports.choice import TransportName, make_transport
 from serve.transports.transport import Transport
@@ -52,6 +54,7 @@ class ServerOptions:
         observe: what to log and trace.
         batching: what holds for all models together.
         http: the REST interface, the page and the metrics; None serves none.
+        security: who may talk to the server, and how.
     """
 
     path: Path
@@ -66,6 +69,7 @@ class ServerOptions:
     observe: ObserveOptions = field(default_factory=ObserveOptions)
     batching: BatchingOptions = field(default_factory=BatchingOptions)
     http: HttpOptions | None = None
+    security: SecurityOptions = field(default_factory=SecurityOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ class Ready:
         seconds: from the start of loading until requests are taken.
         http_port: of the REST interface and the page; None where there is none.
         metrics_port: of the metrics; None where they have no port of their own.
+        admin_port: of what changes the server; None where it has no port of its own.
     """
 
     models: Sequence[Model]
@@ -87,6 +92,7 @@ class Ready:
     seconds: float
     http_port: int | None = None
     metrics_port: int | None = None
+    admin_port: int | None = None
 
 
 async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Ready], None]) -> None:
@@ -98,11 +104,14 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
     Raises:
         ModelLoadError: a model cannot be served.
         BindError: the address cannot be listened on.
+        SecurityError: a certificate, a key or the file of tokens cannot be used.
     """
     started = time.monotonic()
     stop = stop_on_signal()
     core = InferenceCore([])
     core.slots = options.batching.slots()
+    security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
+    security.warn_if_exposed(options.host)
     control = ModelControl(core, options.path, _loader(options, runtime), options.control)
     try:
         if not await _unless(stop, control.start()):
@@ -110,26 +119,49 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
         service = Service(
             core, server_version=version("halfserve"), shared_memory=options.shared_memory, observe=options.observe
         )
-        transport = make_transport(options.transport, service, options.host, options.grpc_port)
-        port = await transport.start()
-        listening: list[Transport | RestServer] = [transport]
+        listening: list[Transport | RestServer] = []
         try:
-            rest = await start_http(core, service, options.host, options.http)
+            admin_port = await _listen_for_admin(options, service, security, listening)
+            transport = make_transport(options.transport, service, options.host, options.grpc_port, security.main)
+            port = await transport.start()
+            listening.append(transport)
+            rest = await start_http(core, service, options.host, options.http, security.main)
             if rest is not None:
                 listening.append(rest)
+            security.start()
             # What is there by now stays as long as the server: the collector need not walk through it while requests wait.
             gc.freeze()
-            on_ready(_ready(core, options, started, port, rest))
+            on_ready(_ready(core, options, started, port, rest, admin_port))
             await stop.wait()
             await _lame_duck(core, options.control.lame_duck_s)
         finally:
+            security.close()
             await _drain(core, listening, options.drain_s)
             service.observability.close()
     finally:
         control.close()
 
 
-def _ready(core: InferenceCore, options: ServerOptions, started: float, grpc_port: int, rest: RestServer | None) -> Ready:
+async def _listen_for_admin(
+    options: ServerOptions, service: Service, security: Security, listening: list[Transport | RestServer]
+) -> int | None:
+    """Before the main port, whose figures are to be read where both tell some."""
+    if security.admin is None:
+        return None
+    transport = make_transport(options.transport, service, options.host, security.admin_port or 0, security.admin)
+    port = await transport.start()
+    listening.append(transport)
+    return None if security.admin.socket is not None else port
+
+
+def _ready(
+    core: InferenceCore,
+    options: ServerOptions,
+    started: float,
+    grpc_port: int,
+    rest: RestServer | None,
+    admin_port: int | None,
+) -> Ready:
     return Ready(
         models=core.models(),
         host=options.host,
@@ -137,6 +169,7 @@ def _ready(core: InferenceCore, options: ServerOptions, started: float, grpc_por
         seconds=time.monotonic() - started,
         http_port=None if rest is None else rest.port,
         metrics_port=None if rest is None else rest.metrics_port,
+        admin_port=admin_port,
     )
 
 

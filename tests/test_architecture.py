@@ -23,8 +23,16 @@ BELOW = {
     "serve/backends": {"serve.backends", "serve.engine"},
     "serve/observability": {"serve.observability", "serve.engine"},
     "serve/protocol": {"serve.protocol", "serve.observability", "serve.engine"},
-    "serve/transports": {"serve.transports", "serve.protocol", "serve.engine.errors"},
-    "serve/http": {"serve.http", "serve.transports.transport", "serve.protocol", "serve.observability", "serve.engine"},
+    "serve/security": {"serve.security", "serve.protocol", "serve.engine.errors"},
+    "serve/transports": {"serve.transports", "serve.security", "serve.protocol", "serve.engine.errors"},
+    "serve/http": {
+        "serve.http",
+        "serve.transports.transport",
+        "serve.security",
+        "serve.protocol",
+        "serve.observability",
+        "serve.engine",
+    },
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
 }

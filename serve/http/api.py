@@ -16,7 +16,9 @@ from serve.http.request_body import BodyReader
 from serve.http.rpcs import Rpcs
 from serve.http.settings_routes import SettingsRoutes
 from serve.http.shared_memory_routes import SharedMemoryRoutes
+from serve.http.token_guard import TokenGuard
 from serve.protocol.service import Service
+from serve.security.gate import Gate
 
 
 def rest_routes(core: InferenceCore, service: Service, options: HttpOptions) -> list[Route]:
@@ -32,8 +34,9 @@ def rest_routes(core: InferenceCore, service: Service, options: HttpOptions) -> 
     ]
 
 
-def application(routes: list[Route], host: str, options: HttpOptions) -> App:
-    """An ASGI application that answers these routes."""
+def application(routes: list[Route], host: str, options: HttpOptions, gate: Gate | None = None) -> App:
+    """An ASGI application that answers these routes to whom the gate lets in; None lets everybody in."""
     app = Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: on_unexpected})
     app.router.redirect_slashes = False
-    return BrowserGuard(app, host=host, allowed_hosts=options.allowed_hosts)
+    guarded: App = app if gate is None else TokenGuard(app, gate)
+    return BrowserGuard(guarded, host=host, allowed_hosts=options.allowed_hosts)

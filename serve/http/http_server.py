@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import ssl
 from email.utils import formatdate
 from typing import Any
 
@@ -26,7 +27,16 @@ BACKLOG = 512
 class HttpServer:
     """Serves an application on host:port."""
 
-    def __init__(self, app: Any, host: str, port: int, *, limits: HttpLimits, option: str = "--http-port") -> None:
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        limits: HttpLimits,
+        option: str = "--http-port",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """A server that does not listen yet.
 
         Args:
@@ -35,7 +45,9 @@ class HttpServer:
             port: 0 finds a free one.
             limits: what clients may take.
             option: names the port in the text of a BindError.
+            tls: with certificate and key loaded; None leaves it plain.
         """
+        self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
         self._config = Config(
             app,
@@ -67,7 +79,14 @@ class HttpServer:
         self._config.load()
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._connection, self._host, self._port, backlog=BACKLOG)
+            self._server = await loop.create_server(
+                self._connection,
+                self._host,
+                self._port,
+                backlog=BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self._limits.header_s,
+            )
         except (OSError, OverflowError, UnicodeError) as error:
             number = getattr(error, "errno", None) or 0
             # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.

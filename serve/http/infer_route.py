@@ -20,8 +20,10 @@ from serve.http.infer_request import RestRequest, raw_request, read_request
 from serve.http.infer_response import RestResponse, write_response
 from serve.http.options import HttpLimits
 from serve.http.request_body import BodyReader, client_gone, header_length
-from serve.protocol.observed_inference import AnyInference, ObservedInference
+from serve.http.token_guard import PASS, peer_of
+from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import Service
+from serve.security.gate import Pass
 
 T = TypeVar("T")
 
@@ -101,11 +103,13 @@ class InferRoute:
 
     def _inference(self, request: Request) -> AnyInference:
         observer = self._service.observability.observer
+        given: Pass | None = request.scope.get(PASS)
+        inference: WatchableInference = self._service.inference
+        if given is not None:
+            inference = given.inference(inference, peer_of(request.scope))
         if observer is None:
-            return self._service.inference
-        client = request.client
-        peer = "" if client is None else f"{client.host}:{client.port}"
-        return ObservedInference(self._service.inference, observer, peer, dict(request.scope["headers"]))
+            return inference
+        return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]))
 
     async def _response(self, request: Request, asked: RestRequest, message: bytes) -> Response:
         coding = accepted_coding(request.headers.get("accept-encoding", ""))

@@ -10,6 +10,7 @@ from serve.http.openapi import OpenApi
 from serve.http.options import HttpOptions
 from serve.http.page.page import Page
 from serve.protocol.service import Service
+from serve.security.security import Guard
 
 
 class RestServer:
@@ -21,7 +22,9 @@ class RestServer:
         metrics_port: where the metrics are alone; None where they are not.
     """
 
-    def __init__(self, core: InferenceCore, service: Service, host: str, options: HttpOptions) -> None:
+    def __init__(
+        self, core: InferenceCore, service: Service, host: str, options: HttpOptions, guard: Guard | None = None
+    ) -> None:
         """A server that does not listen yet.
 
         Args:
@@ -29,7 +32,10 @@ class RestServer:
             service: the RPCs, of which each REST path is one.
             host: a name or address of this machine.
             options: ports and limits.
+            guard: what stands before the ports; None lets everything in.
         """
+        guard = guard or Guard()
+        tls = None if guard.tls is None else guard.tls.context("http/1.1")
         self._core = core
         metrics = Metrics(core)
         routes = [*rest_routes(core, service, options), *metrics.routes(), *OpenApi(service).routes()]
@@ -37,10 +43,14 @@ class RestServer:
         if self._page is not None:
             routes += self._page.routes()
         self.routes = routes
-        self._servers = [HttpServer(application(routes, host, options), host, options.port, limits=options.limits)]
+        self._servers = [
+            HttpServer(application(routes, host, options, guard.gate), host, options.port, limits=options.limits, tls=tls)
+        ]
         if options.metrics_port is not None:
-            app = application(metrics.routes(), host, options)
-            self._servers.append(HttpServer(app, host, options.metrics_port, limits=options.limits, option="--metrics-port"))
+            app = application(metrics.routes(), host, options, guard.gate)
+            self._servers.append(
+                HttpServer(app, host, options.metrics_port, limits=options.limits, option="--metrics-port", tls=tls)
+            )
         self.port = 0
         self.metrics_port: int | None = None
 

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 from serve.engine.inference_core import InferenceCore
 from serve.http.options import HttpOptions
 from serve.protocol.service import Service
+from serve.security.security import Guard
 
 if TYPE_CHECKING:
     from serve.http.rest_server import RestServer
 
 
-async def start_http(core: InferenceCore, service: Service, host: str, options: HttpOptions | None) -> RestServer | None:
+async def start_http(
+    core: InferenceCore, service: Service, host: str, options: HttpOptions | None, guard: Guard | None = None
+) -> RestServer | None:
     """A server that listens; None where there are no options for one.
 
     Raises:
@@ -22,6 +25,6 @@ async def start_http(core: InferenceCore, service: Service, host: str, options: 
         return None
     from serve.http.rest_server import RestServer  # noqa: PLC0415  (see above)
 
-    server = RestServer(core, service, host, options)
+    server = RestServer(core, service, host, options, guard)
     await server.start()
     return server

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Protocol
 
 from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import InvalidArgumentError
 from serve.observability.exchange import Caller, Exchange
 from serve.observability.observer import Observer
-from serve.protocol.inference import Cancel, Inference, Reply
+from serve.protocol.inference import Cancel, Reply, Watch
 from serve.protocol.messages import parse
 from serve.protocol.status import status_of
 
-AnyInference: TypeAlias = "Inference | ObservedInference"
+
+class AnyInference(Protocol):
+    """A way in for requests, as transports see it: `Inference`, or one that stands before it."""
+
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+        """As `Inference.infer`."""
+
+    def failed(self, data: bytes, error: Exception) -> None:
+        """As `Inference.failed`."""
+
+    def gone(self, data: bytes) -> None:
+        """As `Inference.gone`."""
+
+
+class WatchableInference(AnyInference, Protocol):
+    """A way in that tells of a request before it is queued."""
+
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+        """As `Inference.infer`."""
+
+
 # https://grpc.github.io/grpc/core/md_doc_statuscodes.html
 NAMES = {
     3: "INVALID_ARGUMENT",
     4: "DEADLINE_EXCEEDED",
     5: "NOT_FOUND",
     6: "ALREADY_EXISTS",
+    7: "PERMISSION_DENIED",
     8: "RESOURCE_EXHAUSTED",
     9: "FAILED_PRECONDITION",
     12: "UNIMPLEMENTED",
@@ -42,7 +63,7 @@ class ObservedInference:
 
     __slots__ = ("_caller", "_inference", "_observer", "_parent")
 
-    def __init__(self, inference: Inference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
+    def __init__(self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
         """A way in.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from serve.protocol.service import Service
+from serve.security.security import Guard
 from serve.transports.transport import Transport
 
 
@@ -18,12 +19,14 @@ class TransportName(StrEnum):
     GRPCIO = "grpcio"
 
 
-def make_transport(name: TransportName, service: Service, host: str, port: int) -> Transport:
-    """A transport that does not listen yet."""
+def make_transport(name: TransportName, service: Service, host: str, port: int, guard: Guard | None = None) -> Transport:
+    """A transport that does not listen yet, with what stands before it; None lets everything in."""
+    guard = guard or Guard()
     if name is TransportName.NGHTTP2:
         from serve.transports.nghttp2_server import Nghttp2Server  # noqa: PLC0415  (what is not chosen is not imported)
 
-        return Nghttp2Server(service, host, port)
+        tls = None if guard.tls is None else guard.tls.context("h2")
+        return Nghttp2Server(service, host, port, tls=tls, gate=guard.gate, socket=guard.socket, option=guard.option)
     from serve.transports.grpcio_server import GrpcioServer  # noqa: PLC0415  (see above)
 
-    return GrpcioServer(service, host, port)
+    return GrpcioServer(service, host, port, guard=guard)

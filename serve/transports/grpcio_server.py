@@ -15,9 +15,12 @@ import grpc
 from serve.engine.errors import InferenceError, UnsupportedError
 from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.messages import parse
-from serve.protocol.observed_inference import AnyInference, ObservedInference
+from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
+from serve.security.gate import Gate, Pass
+from serve.security.private_socket import private_files
+from serve.security.security import Guard
 from serve.transports.transport import BindError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +39,9 @@ Context = Any  # grpc.aio.ServicerContext; grpcio ships no types
 class GrpcioServer:
     """Serves a Service on host:port."""
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, host: str, port: int, *, guard: Guard | None = None) -> None:
         self._service = service
+        self._guard = guard or Guard()
         self._host, self._port = host, port
         self._server: Any = None
 
@@ -47,12 +51,10 @@ class GrpcioServer:
         Raises:
             BindError: the address is in use, not this machine's, or not allowed.
         """
-        _check_address(self._host, self._port)
         self._server = grpc.aio.server(options=OPTIONS)
-        self._server.add_generic_rpc_handlers((_Methods(self._service),))
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._server.add_generic_rpc_handlers((_Methods(self._service, self._guard.gate),))
         try:
-            port = int(self._server.add_insecure_port(f"{host}:{self._port}"))
+            port = self._listen()
         except RuntimeError:
             raise BindError(_bind_text(self._host, self._port, "it cannot be listened on")) from None
         await self._server.start()
@@ -62,11 +64,25 @@ class GrpcioServer:
         """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
         await self._server.stop(grace_s)
 
+    def _listen(self) -> int:
+        path, tls = self._guard.socket, self._guard.tls
+        if path is not None:
+            with private_files():  # grpcio makes the socket
+                self._server.add_insecure_port(f"unix:{path}")
+            return 0
+        _check_address(self._host, self._port)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = f"{host}:{self._port}"
+        if tls is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, tls.grpc_credentials()))
+
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types
     """Finds the handler of a method path."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, gate: Gate | None) -> None:
+        self._service, self._gate = service, gate
         self._handlers = {path: _unary_handler(method) for path, method in service.unary.items()}
         self._handlers |= {path: _stream_handler(method) for path, method in service.streams.items()}
         self._handlers[INFER_PATH] = grpc.unary_unary_rpc_method_handler(_infer(service))
@@ -74,12 +90,31 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
 
     def service(self, handler_call_details: Any) -> Any:
         method = handler_call_details.method
+        if self._gate is not None:
+            try:
+                return self._guarded(self._gate.admit_method(method, _authorization(handler_call_details)), method)
+            except InferenceError as error:
+                return grpc.stream_stream_rpc_method_handler(_refused(error))
+        return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
+
+    def _guarded(self, given: Pass, method: str) -> Any:
+        """What a caller gets that was let in. Made anew for each call: its peer is known only within."""
+        if method == INFER_PATH:
+            return grpc.unary_unary_rpc_method_handler(_infer(self._service, given))
+        if method == INFER_STREAM_PATH:
+            return grpc.stream_stream_rpc_method_handler(_infer_stream(self._service, given))
+        if method in self._service.unary:
+            return _unary_handler(self._service.unary[method], given)
+        if method in self._service.streams:
+            return _stream_handler(self._service.streams[method], given)
         return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
 
 
-def _unary_handler(method: UnaryMethod) -> Any:
+def _unary_handler(method: UnaryMethod, given: Pass | None = None) -> Any:
     async def handle(data: bytes, context: Context) -> bytes:
         try:
+            if given is not None:
+                given.charge(_peer(context))
             return method.answer(parse(method.request, data)).SerializeToString()
         except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the server)
             await _abort(context, error)
@@ -87,10 +122,12 @@ def _unary_handler(method: UnaryMethod) -> Any:
     return grpc.unary_unary_rpc_method_handler(handle)
 
 
-def _stream_handler(method: StreamMethod) -> Any:
+def _stream_handler(method: StreamMethod, given: Pass | None = None) -> Any:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-        requests = (parse(method.request, data) async for data in messages)
         try:
+            if given is not None:
+                given.charge(_peer(context))
+            requests = (parse(method.request, data) async for data in messages)
             async for response in method.answer(requests):
                 yield response.SerializeToString()
         except Exception as error:  # noqa: BLE001  (see above)
@@ -99,7 +136,7 @@ def _stream_handler(method: StreamMethod) -> Any:
     return grpc.stream_stream_rpc_method_handler(handle)
 
 
-def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _infer(service: Service, given: Pass | None = None) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -111,7 +148,7 @@ def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
             else:
                 answered.set_result(result)
 
-        inference = _inference(service, context)
+        inference = _inference(service, context, given)
         try:
             cancel = inference.infer(data, context.time_remaining(), reply)
             try:
@@ -127,22 +164,36 @@ def _infer(service: Service) -> Callable[[bytes, Context], Awaitable[bytes]]:
     return handle
 
 
-def _inference(service: Service, context: Context) -> AnyInference:
-    """A call's way in, by whoever observes it."""
+def _inference(service: Service, context: Context, given: Pass | None) -> AnyInference:
+    """A call's way in, by whoever observes it and through its gate."""
     observer = service.observability.observer
+    inference: WatchableInference = service.inference if given is None else given.inference(service.inference, _peer(context))
     if observer is None:
-        return service.inference
+        return inference
     metadata = context.invocation_metadata() or ()
     headers = {name.encode(): value if isinstance(value, bytes) else value.encode() for name, value in metadata}
-    _, _, peer = unquote(context.peer()).partition(":")
-    return ObservedInference(service.inference, observer, peer, headers)
+    return ObservedInference(inference, observer, _peer(context), headers)
 
 
-def _infer_stream(service: Service) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
+def _peer(context: Context) -> str:
+    """The client's address."""
+    return unquote(context.peer()).partition(":")[2]
+
+
+def _authorization(call: Any) -> bytes | None:
+    for name, value in call.invocation_metadata or ():
+        if name == "authorization":
+            return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
+    return None
+
+
+def _infer_stream(
+    service: Service, given: Pass | None = None
+) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
-        stream = InferenceStream(_inference(service, context), answers.put_nowait)
+        stream = InferenceStream(_inference(service, context, given), answers.put_nowait)
 
         async def receive() -> None:
             async for data in messages:
@@ -168,8 +219,12 @@ def _infer_stream(service: Service) -> Callable[[AsyncIterator[bytes], Context],
 
 
 def _unsupported(method: str) -> Callable[[Any, Context], AsyncIterator[bytes]]:
+    return _refused(UnsupportedError(f"{method} is not served here; server reflection lists what is"))
+
+
+def _refused(error: InferenceError) -> Callable[[Any, Context], AsyncIterator[bytes]]:
     async def handle(_: Any, context: Context) -> AsyncIterator[bytes]:
-        await _abort(context, UnsupportedError(f"{method} is not served here; server reflection lists what is"))
+        await _abort(context, error)
         yield b""  # type: ignore[unreachable]  # makes this a stream; abort has raised
 
     return handle

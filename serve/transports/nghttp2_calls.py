@@ -6,9 +6,10 @@ import asyncio
 from functools import partial
 
 from serve.engine.errors import InferenceError, UnsupportedError
-from serve.protocol.observed_inference import ObservedInference
+from serve.protocol.observed_inference import ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
+from serve.security.gate import Gate, Pass
 from serve.transports.grpc_headers import timeout_seconds
 from serve.transports.nghttp2_connection import Call, GrpcConnection, OpenCall
 from serve.transports.nghttp2_streams import InferStreamCall, StreamCall
@@ -18,8 +19,9 @@ from serve.transports.nghttp2_unary import InferCall, UnaryCall
 class Calls:
     """Opens the calls that headers ask for."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service = service
+        self._gate = gate
         self._unary = {path.encode(): method for path, method in service.unary.items()}
         self._streams = {path.encode(): method for path, method in service.streams.items()}
         self._infer = INFER_PATH.encode()
@@ -27,6 +29,16 @@ class Calls:
 
     def route(self, headers: dict[bytes, bytes]) -> OpenCall:
         """What opens the calls that begin with these headers; one that is refused already takes no more than its end."""
+        if self._gate is None:
+            return self._open(headers, None)
+        try:
+            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), headers.get(b"authorization"))
+        except InferenceError as error:
+            return partial(RefusedCall, error=error)
+        open_call = self._open(headers, given)
+        return open_call if isinstance(open_call, _Inferring) or not given.is_counted else partial(_counted, given, open_call)
+
+    def _open(self, headers: dict[bytes, bytes], given: Pass | None) -> OpenCall:
         path = headers.get(b":path", b"")
         encoding = headers.get(b"grpc-encoding")
         try:
@@ -34,9 +46,9 @@ class Calls:
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         if path == self._infer:
-            return _Inferring(InferCall, self._service, headers, encoding, time_left)
+            return _inferring(InferCall, self._service, headers, encoding, time_left, given)
         if path == self._infer_stream:
-            return _Inferring(InferStreamCall, self._service, headers, encoding, time_left)
+            return _inferring(InferStreamCall, self._service, headers, encoding, time_left, given)
         unary = self._unary.get(path)
         if unary is not None:
             return partial(UnaryCall, encoding=encoding, method=unary)
@@ -61,7 +73,7 @@ class _Inferring:
         time_left_s: float | None,
     ) -> None:
         self._kind = kind
-        self._plain = service.inference
+        self._plain: WatchableInference = service.inference
         self._observability = service.observability
         self._observed: ObservedInference | None = None
         self._headers = headers
@@ -75,6 +87,52 @@ class _Inferring:
         if self._observed is None:
             self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
         return self._kind(connection, stream, self._encoding, self._observed, self._time_left_s)
+
+
+class _GatedInferring(_Inferring):
+    """The same behind a gate, which may look at each request too."""
+
+    __slots__ = ("_pass",)
+
+    def __init__(
+        self,
+        kind: type[InferCall | InferStreamCall],
+        service: Service,
+        headers: dict[bytes, bytes],
+        encoding: bytes | None,
+        time_left_s: float | None,
+        given: Pass,
+    ) -> None:
+        super().__init__(kind, service, headers, encoding, time_left_s)
+        self._pass: Pass | None = given
+
+    def __call__(self, connection: GrpcConnection, stream: int) -> Call:
+        if self._pass is not None:
+            self._plain = self._pass.inference(self._plain, connection.peer)
+            self._pass = None
+        return super().__call__(connection, stream)
+
+
+def _inferring(
+    kind: type[InferCall | InferStreamCall],
+    service: Service,
+    headers: dict[bytes, bytes],
+    encoding: bytes | None,
+    time_left_s: float | None,
+    given: Pass | None,
+) -> _Inferring:
+    if given is None:
+        return _Inferring(kind, service, headers, encoding, time_left_s)
+    return _GatedInferring(kind, service, headers, encoding, time_left_s, given)
+
+
+def _counted(given: Pass, open_call: OpenCall, connection: GrpcConnection, stream: int) -> Call:
+    """Open a call, unless its client has had enough of them."""
+    try:
+        given.charge(connection.peer)
+    except InferenceError as error:
+        return RefusedCall(connection, stream, error)
+    return open_call(connection, stream)
 
 
 class RefusedCall:

@@ -77,6 +77,10 @@ Route = Callable[[dict[bytes, bytes]], OpenCall]
 class Owner(Protocol):
     """What a connection asks of its server."""
 
+    @property
+    def received(self) -> bytearray:
+        """Memory for what a socket has to say."""
+
     def connected(self, connection: GrpcConnection) -> bool:
         """Take note of a new connection; False closes it."""
 
@@ -87,7 +91,7 @@ class Owner(Protocol):
         """Have `connection.flush` called at the end of this turn of the loop."""
 
 
-class GrpcConnection(asyncio.Protocol):
+class GrpcConnection(asyncio.BufferedProtocol):
     """The server's side of one client connection."""
 
     def __init__(self, owner: Owner, route: Route, limits: TransportLimits) -> None:
@@ -143,7 +147,15 @@ class GrpcConnection(asyncio.Protocol):
         self._http2.set_local_window_size(limits.connection_window_bytes)
         self.flush()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002  (the signature is asyncio's)
+        """Where the socket's bytes go. They are looked at before any other socket is, so all connections share it."""
+        return self._owner.received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many bytes have come."""
+        self.data_received(memoryview(self._owner.received)[:nbytes])
+
+    def data_received(self, data: bytes | memoryview) -> None:
         """Take bytes, hand events to their calls, answer what can be answered at once."""
         self.heard_s = asyncio.get_running_loop().time()
         try:
@@ -249,6 +261,10 @@ class GrpcConnection(asyncio.Protocol):
             return
         if not (self._http2.want_read or self._http2.want_write):
             transport.close()
+
+    def reroute(self) -> None:
+        """Find out anew what calls with the headers of the latest one get: it may be something else now."""
+        self._open_call = None
 
     def ping(self) -> None:
         """Ask whether the other side still lives."""

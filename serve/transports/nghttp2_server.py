@@ -8,8 +8,11 @@ import logging
 import os
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 from serve.protocol.service import Service
+from serve.security.gate import Gate
+from serve.security.private_socket import private_socket
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2_calls import Calls
 from serve.transports.nghttp2_connection import GrpcConnection
@@ -18,6 +21,7 @@ from serve.transports.transport import BindError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+RECEIVE_BYTES = 2**18  # taken from a socket at a time
 FLUSH_S = 1.0  # for the last bytes of an ended connection to leave
 
 
@@ -32,6 +36,9 @@ class Nghttp2Server:
         *,
         limits: TransportLimits | None = None,
         tls: ssl.SSLContext | None = None,
+        gate: Gate | None = None,
+        socket: Path | None = None,
+        option: str = "--grpc-port",
     ) -> None:
         """A server that does not listen yet.
 
@@ -41,13 +48,20 @@ class Nghttp2Server:
             port: 0 finds a free one.
             limits: what one client may take.
             tls: with certificate and key loaded; HTTP/2 is announced in it (ALPN).
+            gate: says who may call what; None lets everybody in.
+            socket: the path of a Unix socket to listen on, in place of host and port; only this user can open it.
+            option: names the port in the text of a BindError.
         """
-        self._calls = Calls(service)
+        self._calls = Calls(service, gate)
+        if gate is not None:
+            gate.on_change(self._reroute)
+        self._socket, self._option = socket, option
         self._host, self._port = host, port
         self._limits = limits or TransportLimits()
         self._tls = tls
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
+        self.received = bytearray(RECEIVE_BYTES)
         self._connections: set[GrpcConnection] = set()
         self._unflushed: set[GrpcConnection] = set()
         self._changed = asyncio.Event()
@@ -71,19 +85,23 @@ class Nghttp2Server:
         loop = asyncio.get_running_loop()
         handshake_s = None if self._tls is None else self._limits.handshake_s
         try:
-            self._server = await loop.create_server(
-                self.connection, self._host, self._port, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
-            )
+            if self._socket is not None:
+                self._server = await loop.create_unix_server(
+                    self.connection, sock=private_socket(self._socket), backlog=BACKLOG
+                )
+            else:
+                self._server = await loop.create_server(
+                    self.connection, self._host, self._port, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                )
         except (OSError, OverflowError, UnicodeError) as error:
             number = getattr(error, "errno", None) or 0
             # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
             reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
-            raise BindError(
-                f"cannot listen on {self._host}:{self._port}: {reason}; "
-                "choose another --grpc-port (0 finds a free one) or --host"
-            ) from None
+            where = self._socket or f"{self._host}:{self._port}"
+            hint = "path" if self._socket is not None else "(0 finds a free one) or --host"
+            raise BindError(f"cannot listen on {where}: {reason}; choose another {self._option} {hint}") from None
         self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)
-        return int(self._server.sockets[0].getsockname()[1])
+        return 0 if self._socket is not None else int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
@@ -91,6 +109,8 @@ class Nghttp2Server:
             return
         self._closing = True
         self._server.close()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
         if self._sweeping is not None:
             self._sweeping.cancel()
         for connection in list(self._connections):
@@ -129,6 +149,11 @@ class Nghttp2Server:
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.add(connection)
+
+    def _reroute(self) -> None:
+        """Whoever was let in by its headers is asked for them again."""
+        for connection in self._connections:
+            connection.reroute()
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         """Wait until what is asked for is true; it is asked whenever a connection has sent something or ended."""

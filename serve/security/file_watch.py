@@ -1,0 +1,56 @@
+"""Notice that files have changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Look = tuple[tuple[int, int, int] | None, ...]
+
+
+class FileWatch:
+    """Looks at files now and then. What is still being written differs between two looks, and waits for the next."""
+
+    def __init__(self, paths: Sequence[Path], interval_s: float, changed: Callable[[], None]) -> None:
+        """A watch that takes the files for known as they are now: make it before they are read.
+
+        Args:
+            paths: of the files; links are followed.
+            interval_s: seconds between two looks.
+            changed: is called on the event loop when files have changed and stayed as they are between two looks.
+        """
+        self._paths = paths
+        self._interval_s = interval_s
+        self._changed = changed
+        self._known = self._seen = _look(paths)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look; on the event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def close(self) -> None:
+        """End that."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            before, self._seen = self._seen, await asyncio.to_thread(_look, self._paths)
+            if self._seen == before and self._seen != self._known:
+                self._known = self._seen
+                self._changed()
+
+
+def _look(paths: Sequence[Path]) -> Look:
+    return tuple(map(_stamp, paths))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

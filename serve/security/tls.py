@@ -1,0 +1,114 @@
+"""TLS whose certificate may change while the server runs: connections stay, new ones meet the new certificate."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+from typing import Any
+
+from serve.security.errors import SecurityError
+from serve.security.options import TlsOptions
+from serve.security.tls_files import TlsFiles, read_tls_files
+
+logger = logging.getLogger(__name__)
+
+SOON_DAYS = 14
+
+
+class Tls:
+    """The TLS of one server, on all of its ports."""
+
+    def __init__(self, options: TlsOptions) -> None:
+        """Read and try out the files.
+
+        Raises:
+            SecurityError: they cannot be used.
+        """
+        self._options = options
+        self._files = read_tls_files(options)
+        self._contexts: dict[str, ssl.SSLContext] = {}
+        self._warn_of_end()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of the files."""
+        options = self._options
+        return [path for path in (options.certificate, options.key, options.client_authorities) if path is not None]
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether clients must show a certificate."""
+        return self._options.client_authorities is not None
+
+    def context(self, protocol: str) -> ssl.SSLContext:
+        """What listens with: TLS 1.2 or newer, and this one protocol within it (ALPN), such as "h2"."""
+        if protocol not in self._contexts:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.set_alpn_protocols([protocol])
+            self._fill(context)
+            self._contexts[protocol] = context
+        return self._contexts[protocol]
+
+    def grpc_credentials(self) -> Any:
+        """The same for grpcio's server, which asks at every handshake whether there is something new."""
+        import grpc  # noqa: PLC0415  (the fast transport does without it)
+
+        shown = self._files
+
+        def certificates(files: TlsFiles) -> Any:
+            return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.client_authorities)
+
+        def fetch() -> Any:
+            nonlocal shown
+            if shown is self._files:
+                return None
+            shown = self._files
+            return certificates(shown)
+
+        return grpc.dynamic_ssl_server_credentials(certificates(shown), fetch, self.asks_clients)
+
+    def reload(self) -> bool:
+        """Read the files again, and tell whether that changed anything.
+
+        Files that cannot be used change nothing, and are logged.
+        """
+        try:
+            files = read_tls_files(self._options)
+        except SecurityError as error:
+            logger.error("%s; new connections still meet the certificate from before", error)  # noqa: TRY400  (the text says it all)
+            return False
+        before, self._files = self._files, files
+        if (files.certificate, files.key, files.client_authorities) == (
+            before.certificate,
+            before.key,
+            before.client_authorities,
+        ):
+            return False
+        for context in self._contexts.values():
+            self._fill(context)
+            _warn_of_lost(context, files)
+        logger.info("TLS certificate %s was read again; it is good for %.0f days", self._options.certificate, files.days_left)
+        self._warn_of_end()
+        return True
+
+    def _fill(self, context: ssl.SSLContext) -> None:
+        self._files.load_into(context)
+        if self._files.client_authorities is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=self._files.client_authorities.decode("utf-8", "replace"))
+
+    def _warn_of_end(self) -> None:
+        if self._files.days_left < SOON_DAYS:
+            logger.warning("TLS certificate %s expires in %.1f days", self._options.certificate, self._files.days_left)
+
+
+def _warn_of_lost(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """OpenSSL takes more authorities at any time, and never forgets one."""
+    if files.client_authorities is None:
+        return
+    fresh = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    fresh.load_verify_locations(cadata=files.client_authorities.decode("utf-8", "replace"))
+    if set(context.get_ca_certs(binary_form=True)) - set(fresh.get_ca_certs(binary_form=True)):
+        logger.warning("an authority of clients is gone from its file; its clients are let in until the server is restarted")

@@ -1,0 +1,110 @@
+"""The file of tokens: their hashes, who holds them, and what each may do.
+
+    # comment
+    alice:sha256$3a7bd3e2360a3d29eea436fcfb7e44c735d117c42d1c1835420b6b9942dd4f1b:infer,metrics
+
+A token has 256 random bits, so a plain hash keeps it: there is nothing to guess, and nothing for a slow hash to slow down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve.security.errors import SecurityError
+from serve.security.roles import Role
+
+PREFIX = "hs_"  # lets people and scanners for leaked secrets see what it is
+TOKEN_BYTES = 32
+NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+HASH = re.compile(r"sha256\$([0-9a-f]{64})")
+EXPECTED = "expected NAME:sha256$HASH:ROLE,ROLE as `halfserve token NAME` prints it"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a token.
+
+    Attributes:
+        name: in metrics and limits; never told to other clients.
+        digest: SHA-256 of the token.
+        roles: what it may do.
+    """
+
+    name: str
+    digest: bytes
+    roles: frozenset[Role]
+
+    def may(self, role: Role) -> bool:
+        """Whether this role is among those held; an administrator has them all."""
+        return role in self.roles or Role.ADMIN in self.roles
+
+
+def new_token(name: str, roles: Iterable[Role]) -> tuple[str, str]:
+    """A token, and its line for the file.
+
+    Raises:
+        SecurityError: the name cannot stand in the file, or there is no role.
+    """
+    held = list(dict.fromkeys(roles))
+    if not NAME.fullmatch(name):
+        raise SecurityError(f"token name {name[:80]!r} is not valid, expected up to 64 of A-Z a-z 0-9 _ . @ -")
+    if not held:
+        raise SecurityError(f"token {name!r} has no role, expected some of {', '.join(Role)}")
+    token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+    return token, f"{name}:sha256${hashlib.sha256(token.encode()).hexdigest()}:{','.join(held)}"
+
+
+def read_tokens(path: Path) -> list[Holder]:
+    """The holders in a file, in its order.
+
+    Raises:
+        SecurityError: it cannot be read, a line is none, a name or a token comes twice, or there is no token.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError as error:
+        raise SecurityError(f"token file {path} cannot be read: {error.strerror}; `halfserve token` makes its lines") from None
+    except UnicodeDecodeError:
+        raise SecurityError(f"token file {path} is no text; {EXPECTED} in each line") from None
+    holders = [
+        _holder(line.strip(), f"token file {path}, line {number}") for number, line in enumerate(lines, 1) if _says(line)
+    ]
+    if not holders:
+        raise SecurityError(f"token file {path} holds no token, so nobody could come in; {EXPECTED}")
+    _check_once("name", path, [(holder, holder.name) for holder in holders])
+    _check_once("token", path, [(holder, holder.digest.hex()) for holder in holders])
+    return holders
+
+
+def _check_once(what: str, path: Path, values: list[tuple[Holder, str]]) -> None:
+    seen = set[str]()
+    for holder, value in values:
+        if value in seen:
+            raise SecurityError(f"token file {path} has the {what} of {holder.name!r} twice; expected one line for each")
+        seen.add(value)
+
+
+def _says(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _holder(line: str, where: str) -> Holder:
+    # The line is not quoted: whoever mistook the token for its hash would find the token in a log.
+    name, _, rest = line.partition(":")
+    hashed, _, roles = rest.partition(":")
+    match = HASH.fullmatch(hashed)
+    if not NAME.fullmatch(name) or match is None:
+        raise SecurityError(f"{where}: is no token; {EXPECTED}")
+    return Holder(name, bytes.fromhex(match[1]), frozenset(_role(role.strip(), where) for role in roles.split(",")))
+
+
+def _role(text: str, where: str) -> Role:
+    try:
+        return Role(text)
+    except ValueError:
+        raise SecurityError(f"{where}: role {text[:40]!r} is not known, expected some of {', '.join(Role)}") from None

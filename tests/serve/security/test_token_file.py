@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+
+from serve.engine.errors import PermissionDeniedError, UnauthenticatedError
+from serve.security.errors import SecurityError
+from serve.security.roles import Role
+from serve.security.token_file import new_token, read_tokens
+from serve.security.tokens import Tokens
+from tests.serve.security.guarded import tokens_in
+
+LINE = "a:sha256$" + "0" * 64 + ":infer"
+
+
+def test_a_token_and_its_line_fit_each_other(tmp_path: Path) -> None:
+    token, line = new_token("alice", [Role.INFER, Role.METRICS, Role.INFER])
+    (tmp_path / "tokens").write_text(f"# ours\n\n  {line}  \n")
+    (holder,) = read_tokens(tmp_path / "tokens")
+    assert (holder.name, set(holder.roles)) == ("alice", {Role.INFER, Role.METRICS})
+    assert holder.digest == hashlib.sha256(token.encode()).digest()
+    assert token not in line
+    assert len(token) >= 43  # 256 bits
+    assert new_token("alice", [Role.INFER])[0] != token
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("# nobody", "holds no token, so nobody could come in; expected NAME:sha256"),
+        ("alice", "line 1: is no token; expected NAME:sha256"),
+        (f"{LINE}\nb b:sha256$00:infer", "line 2: is no token"),
+        ("a:sha256$xyz:infer", "line 1: is no token"),
+        (LINE + ",root", "line 1: role 'root' is not known, expected some of infer, metrics, shared-memory, admin"),
+        (LINE.removesuffix("infer"), "line 1: role '' is not known"),
+        (f"{LINE}\n{LINE.replace('0', '1')}", "has the name of 'a' twice"),
+        (f"{LINE}\n{LINE.replace('a:', 'b:', 1)}", "has the token of 'b' twice"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str, text: str) -> None:
+    (tmp_path / "tokens").write_text(content)
+    with pytest.raises(SecurityError) as refused:
+        read_tokens(tmp_path / "tokens")
+    assert text in str(refused.value)
+    assert str(tmp_path / "tokens") in str(refused.value)
+
+
+def test_a_token_that_stands_where_its_hash_belongs_is_not_repeated(tmp_path: Path) -> None:
+    token, _ = new_token("alice", [Role.INFER])
+    (tmp_path / "tokens").write_text(f"alice:{token}:infer")
+    with pytest.raises(SecurityError) as refused:
+        read_tokens(tmp_path / "tokens")
+    assert token not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SecurityError, match="cannot be read: No such file or directory; `halfserve token` makes its lines"):
+        read_tokens(tmp_path / "none")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(SecurityError, match="is no text"):
+        read_tokens(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a b", "x" * 65, "ü"])
+def test_a_name_that_cannot_stand_in_the_file_is_refused(name: str) -> None:
+    with pytest.raises(SecurityError, match="is not valid, expected up to 64 of"):
+        new_token(name, [Role.INFER])
+    with pytest.raises(SecurityError, match="has no role, expected some of"):
+        new_token("alice", [])
+
+
+def test_who_is_let_in(tmp_path: Path) -> None:
+    shown = tokens_in(tmp_path / "tokens", alice=Role.INFER, root=Role.ADMIN)
+    tokens = Tokens(tmp_path / "tokens")
+    alice = shown["alice"].encode()
+    assert tokens.admit(b"Bearer " + alice, Role.INFER).name == "alice"
+    assert tokens.admit(b"bearer  " + alice, Role.INFER).name == "alice"
+    assert tokens.admit(b"Bearer " + shown["root"].encode(), Role.METRICS).name == "root"
+    with pytest.raises(PermissionDeniedError, match="it takes the role 'admin', which it does not have"):
+        tokens.admit(b"Bearer " + alice, Role.ADMIN)
+
+
+@pytest.mark.parametrize("shown", [None, b"", b"Bearer", b"Bearer ", b"Digest x", b"Basic !", b"Basic eA=="])
+def test_no_token_is_told_from_a_wrong_one(tmp_path: Path, shown: bytes | None) -> None:
+    tokens_in(tmp_path / "tokens", alice=Role.INFER)
+    tokens = Tokens(tmp_path / "tokens")
+    with pytest.raises(UnauthenticatedError, match="this server asks for a token; send 'authorization: Bearer <token>'"):
+        tokens.admit(shown, Role.INFER)
+    for wrong in (b"Bearer x", b"Bearer \xff", b"Basic eDp5"):
+        with pytest.raises(UnauthenticatedError, match="the token is not valid here"):
+            tokens.admit(wrong, Role.INFER)
+
+
+def test_a_broken_file_leaves_the_tokens_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    old = tokens_in(path, alice=Role.INFER)["alice"].encode()
+    tokens = Tokens(path)
+    holder = tokens.admit(b"Bearer " + old, Role.INFER)
+    path.write_text("oops")
+    assert not tokens.reload()
+    assert "line 1: is no token" in caplog.text
+    assert "the tokens that were read before stay valid" in caplog.text
+    assert tokens.holds(holder)
+    tokens_in(path, alice=Role.INFER)
+    assert tokens.reload()
+    assert not tokens.reload()
+    assert not tokens.holds(holder)
+
+
+def test_a_file_that_others_can_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    tokens_in(tmp_path / "tokens", alice=Role.INFER)
+    Tokens(tmp_path / "tokens")
+    assert not caplog.text
+    (tmp_path / "tokens").chmod(0o666)
+    Tokens(tmp_path / "tokens")
+    assert "can be written by other users" in caplog.text
