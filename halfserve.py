@@ -62,6 +62,7 @@ STAGES = {
         extra="export",
     ),
     "serve": Stage(module="serve.cli", function="serve", help="Serve models over gRPC in batches."),
+    "token": Stage(module="serve.security.cli", function="token", help="Make a bearer token for a server."),
     "models": Stage(module="serve.client.cli", function="models", help="List the models of a running server."),
     "infer": Stage(module="serve.client.cli", function="infer", help="Ask a running server for a prediction."),
     "bench": Stage(module="serve.benchmark.cli", function="bench", help="Measure throughput and latency.", extra="bench"),

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +21,13 @@ from serve.engine.config import Defaults
 from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
 from serve.observability.options import AccessLog, ObserveOptions
+from serve.security.errors import SecurityError
+from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
 from serve.server import Ready, ServerOptions
 from serve.transports.choice import TransportName
 from serve.transports.transport import BindError
 
-EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1}
+EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 
 HTTP_PORT, METRICS_PORT = 8000, 8002
 
@@ -115,6 +118,25 @@ def serve(
         typer.Option(help="OpenTelemetry traces: 'otlp' (OTEL_* variables say where) or a file.", show_default=False),
     ] = "",
     trace_rate: Annotated[int, typer.Option(min=1, help="One request in so many is traced, unless its caller decides.")] = 1000,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file of the server's certificate chain; turns TLS on, for REST too.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file of who may have signed clients' certificates (mTLS).")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Lines that `halfserve token` prints; who has none of these tokens is not let in.")
+    ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
+    ] = None,
+    admin_socket: Annotated[Path | None, typer.Option(help="The same on a Unix socket that only this user can open.")] = None,
+    client_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second that one token or address may send.")
+    ] = None,
+    client_burst: Annotated[int | None, typer.Option(min=1, help="Of these at once after a pause.")] = None,
+    client_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in progress of one token or address.")] = None,
     lame_duck_seconds: Annotated[
         float,
         typer.Option(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on."),
@@ -132,6 +154,16 @@ def serve(
         raise typer.BadParameter("--cpu and --require-gpu exclude each other; use one of them")
     if (load_model or model_uploads) and model_control is not ControlMode.EXPLICIT:
         raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
+    if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
+        raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and --tls-client-ca only with them")
+    limits = ClientLimits(requests_per_s=client_rate, burst=client_burst, max_concurrent=client_concurrency)
+    security = SecurityOptions(
+        tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca) if tls_cert and tls_key else None,
+        token_file=token_file,
+        admin_port=admin_port,
+        admin_socket=admin_socket,
+        client_limits=None if limits == ClientLimits() else limits,
+    )
     # Who wants any port for gRPC starts several servers on one machine.
     usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (HTTP_PORT, METRICS_PORT)
     metrics = usual_metrics if metrics_port is None else metrics_port
@@ -167,8 +199,10 @@ def serve(
         transport=transport,
         shared_memory=shared_memory,
         http=rest if http else None,
+        security=security,
     )
-    _run(options, _print_json if as_json else _print_text)
+    scheme = "http" if security.tls is None else "https"
+    _run(options, _print_json if as_json else partial(_print_text, scheme=scheme))
 
 
 def _run(options: ServerOptions, on_ready: Callable[[Ready], None]) -> None:
@@ -191,13 +225,15 @@ def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _print_text(ready: Ready) -> None:
+def _print_text(ready: Ready, scheme: str) -> None:
     for model in ready.models:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
         typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
     if ready.http_port is not None:
         metrics = "" if ready.metrics_port is None else f", metrics on {ready.host}:{ready.metrics_port}"
-        typer.echo(f"REST and a page on http://{ready.host}:{ready.http_port}/{metrics}")
+        typer.echo(f"REST and a page on {scheme}://{ready.host}:{ready.http_port}/{metrics}")
+    if ready.admin_port is not None:
+        typer.echo(f"administration on {ready.host}:{ready.admin_port}")
     typer.echo(f"gRPC on {ready.host}:{ready.grpc_port}, ready in {ready.seconds:.2f} s; Ctrl-C stops")
 
 
@@ -217,6 +253,7 @@ def _print_json(ready: Ready) -> None:
         "grpc_port": ready.grpc_port,
         "http_port": ready.http_port,
         "metrics_port": ready.metrics_port,
+        "admin_port": ready.admin_port,
         "seconds": round(ready.seconds, 3),
         "models": models,
     }

@@ -16,8 +16,11 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+import trustme
 
 from protos import inference_pb2 as pb
+from serve.client import InferenceClient, InferenceClientError
+from serve.client.tls import Tls
 from tests.models import save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
@@ -122,6 +125,24 @@ def test_a_port_in_use_is_one_line(mlp: Path) -> None:
     assert expected in text
 
 
+def test_who_shows_no_token_is_not_let_in(mlp: Path, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    own = authority.issue_cert("127.0.0.1")
+    own.private_key_pem.write_to_path(tmp_path / "key.pem")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    made = subprocess.run([*HALFSERVE[:-1], "token", "alice"], capture_output=True, text=True, check=True)
+    (tmp_path / "tokens").write_text(made.stdout)
+    files = ("--tls-cert", tmp_path / "cert.pem", "--tls-key", tmp_path / "key.pem", "--token-file", tmp_path / "tokens")
+    tls, x = Tls(authorities=tmp_path / "ca.pem"), np.zeros((1, 64), np.float16)
+    with serving(mlp, *map(str, files)) as (_, ready):
+        address = f"127.0.0.1:{ready['grpc_port']}"
+        with InferenceClient(address, tls=tls, token=made.stderr.split()[-1]) as client:
+            assert client.infer("mlp", {"x": x})["y"].shape == (1, 10)
+        with InferenceClient(address, tls=tls) as client, pytest.raises(InferenceClientError, match="asks for a token"):
+            client.infer("mlp", {"x": x})
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -132,6 +153,8 @@ def test_a_port_in_use_is_one_line(mlp: Path) -> None:
         (["x", "--grpc-port", "99999"], 2, "Invalid value for '--grpc-port'"),
         (["x", "--turbo"], 2, "No such option: --turbo"),
         (["x", "--cpu", "--require-gpu"], 2, "--cpu and --require-gpu exclude each other"),
+        (["x", "--tls-cert", "cert.pem"], 2, "TLS takes --tls-cert and --tls-key together"),
+        (["x", "--load-model", "m"], 2, "--load-model and --model-uploads need --model-control explicit"),
     ],
 )
 def test_wrong_use_is_told_what_to_do(arguments: list[str | Path], code: int, text: str) -> None:
