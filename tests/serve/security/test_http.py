@@ -137,7 +137,7 @@ def test_https_and_a_new_certificate(server: RunningServer, certificates: Certif
 
 
 def test_every_path_has_a_role_of_its_own(server: RunningServer) -> None:
-    rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", HttpOptions(port=0)))
+    rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", HttpOptions(port=0, metrics_port=None)))
     roles: dict[str, set[str]] = {}
     for route in rest.routes:
         assert isinstance(route, Route)

@@ -67,7 +67,11 @@ def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificat
     path = save_mlp(tmp_path / "mlp.onnx")
     security = SecurityOptions(tls=certificates.options, admin_port=0, watch_s=3600)
     options = ServerOptions(
-        path=path, grpc_port=0, placement=Placement(use_gpu=False, threads=1), http=HttpOptions(port=0, metrics_port=None), security=security
+        path=path,
+        grpc_port=0,
+        placement=Placement(use_gpu=False, threads=1),
+        http=HttpOptions(port=0, metrics_port=None),
+        security=security,
     )
     shown: list[str] = []
 
