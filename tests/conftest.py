@@ -11,7 +11,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 # A shared machine may stall for a second at any place: how long an example takes proves nothing about the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# CI decides about a change, so it tries the same examples each time; whoever works on the code tries new ones.
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+)
 settings.load_profile("untimed")
 
 

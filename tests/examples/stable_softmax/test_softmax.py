@@ -73,8 +73,9 @@ def test_a_mask_takes_entries_out(case: tuple[Tensor, Tensor]) -> None:
     assert (logs[~mask] == -math.inf).all()
     kept = logits[mask][None]
     if kept.numel():
-        assert torch.equal(result[mask][None], stable.softmax(kept))
-        assert torch.equal(logs[mask][None], stable.log_softmax(kept))
+        # Not bit for bit: a row of another length is summed in another order.
+        torch.testing.assert_close(result[mask][None], stable.softmax(kept))
+        torch.testing.assert_close(logs[mask][None], stable.log_softmax(kept))
 
 
 @pytest.mark.parametrize("compute", [None, torch.float16])
