@@ -74,4 +74,3 @@ DATATYPES = (
 BY_WIRE = {row.wire: row for row in DATATYPES}
 BY_CONFIG = {row.config: row for row in DATATYPES}
 BY_ONNX = {row.onnx: row for row in DATATYPES}
-BY_NUMPY = {row.numpy: row for row in DATATYPES if row.numpy is not None}

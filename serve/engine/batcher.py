@@ -26,6 +26,8 @@ from serve.engine.supervision import Lost, Results, seconds_of
 # A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
 # longer: else a flood would leave no time to answer.
 TURN_S, LONGEST_TURN_S = 0.002, 0.02
+# Fewer requests than these wait for one more look at the sockets: it costs a tenth of what starting another batch does.
+FEW = 8
 
 
 class Batcher:
@@ -43,7 +45,8 @@ class Batcher:
         self._running = 0
         self._unanswered: deque[tuple[Results, int]] = deque()  # batches with their rows
         self._away_since = 0.0  # when the last turn on the loop ended
-        self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop
+        self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop, or the next
+        self._latest_size = 1  # requests in the batch that started last
         self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
         self._drained: asyncio.Event | None = None
         # Nothing until they are needed: foresight by the first request with a deadline, a share where there are slots.
@@ -115,6 +118,14 @@ class Batcher:
     def _dispatch_soon(self) -> None:
         """Not at once: requests that arrive in the same turn of the loop share the batch."""
         if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._gather)
+
+    def _gather(self) -> None:
+        """Let a few wait for what comes in the meantime; one that is alone, as the one before it was, starts at once."""
+        waiting = len(self._queue)
+        if waiting >= FEW or waiting == self._latest_size == 1:
+            self._dispatch()
+        else:
             self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
@@ -149,6 +160,7 @@ class Batcher:
             if batch.late:
                 self._fail_late(batch.late, now)
             if batch.requests:
+                self._latest_size = len(batch.requests)
                 return batch
             if share is not None:
                 share.give_back(0.0)

@@ -57,21 +57,6 @@ def switch(value: str) -> bool:
     return choices[value.lower()]
 
 
-def whole_number(least: int, most: int | None = None) -> Parse:
-    """A whole number from `least` to `most`, both included."""
-    expected = (
-        f"expected a whole number of {least} or more" if most is None else f"expected a whole number of {least} to {most}"
-    )
-
-    def parse(value: str) -> int:
-        digits = value.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit()) or int(value) < least or (most is not None and int(value) > most):
-            raise ValueError(expected)
-        return int(value)
-
-    return parse
-
-
 def number(least: float, most: float = math.inf, *, above: bool = False) -> Parse:
     """A finite number from `least` to `most`, both included; `above` leaves `least` itself out."""
     lower = f"above {least:g}" if above else f"of {least:g} or more"

@@ -75,10 +75,11 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
     """What the bytes of requests like this checked one mean; None where each must be parsed for itself.
 
-    That is so where elements have no fixed size, where their bytes need a look (BOOL), and where parameters could say more.
+    That is so where elements have no fixed size, where their bytes need a look (BOOL), and where an input's parameters could
+    say more. The request's own parameters are a part of its form.
     """
     sent = [tensor for tensor in request.inputs if not tensor.parameters]
-    if not request.inputs or len(request.raw_input_contents) != len(sent) or set(request.parameters) - {"timeout", "priority"}:
+    if not request.inputs or len(request.raw_input_contents) != len(sent):
         return None
     inputs = []
     for tensor in request.inputs:

@@ -12,7 +12,7 @@ from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.raw_inputs import RawInputs
+from serve.engine.raw_inputs import RawInputs, RawLayout
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
 from serve.protocol.codec import decode_inputs, input_places, raw_layout
@@ -60,13 +60,15 @@ class Inference:
             InferenceError: the request is wrong or cannot be taken; `reply` is not called then.
         """
         twin = self._forms.twin(data)
-        if twin is not None and (twin.id_start == twin.id_end or data[twin.id_start : twin.id_end].isascii()):
-            form, request_id = twin.form, data[twin.id_start : twin.id_end]
-            for place in form.places:
-                self._memory.check(place)
-            inputs: Tensors = RawInputs(twin.layout, data, twin.offsets, form.readers)
-        else:
-            form, request_id, inputs = self._understand(data)
+        try:
+            if twin is not None and (twin.id_start == twin.id_end or data[twin.id_start : twin.id_end].isascii()):
+                form, request_id = twin.form, data[twin.id_start : twin.id_end]
+                inputs = self._raw_inputs(form, twin.layout, data, twin.offsets)
+            else:
+                form, request_id, inputs = self._understand(data)
+        except InferenceError as error:
+            self._core.figures.refuse(error)
+            raise
         turn = form.turn
         queued = InferRequest(
             inputs,
@@ -93,19 +95,18 @@ class Inference:
         cut = cut_request(data)
         form = self._forms.find(cut)
         offsets = None if form is None or cut is None else form.offsets(cut.raw)
-        try:
-            if form is not None and form.layout is not None and cut is not None and offsets is not None:
-                for place in form.places:
-                    self._memory.check(place)
-                self._forms.keep_twin(data, cut, form)
-                return form, cut.id, RawInputs(form.layout, data, offsets, form.readers)
-            request = parse(ModelInferRequest, data)
-            form, decoded = self._checked(request)
-        except InferenceError as error:
-            self._core.figures.refuse(error)
-            raise
+        if form is not None and form.layout is not None and cut is not None and offsets is not None:
+            self._forms.keep_twin(data, cut, form)
+            return form, cut.id, self._raw_inputs(form, form.layout, data, offsets)
+        request = parse(ModelInferRequest, data)
+        form, decoded = self._checked(request)
         self._forms.keep(cut, form)
         return form, request.id.encode(), decoded
+
+    def _raw_inputs(self, form: RequestForm, layout: RawLayout, data: bytes, offsets: tuple[int, ...]) -> Tensors:
+        for place in form.places:  # its region may be gone, or another one by now
+            self._memory.check(place)
+        return RawInputs(layout, data, offsets, form.readers)
 
     def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, dict[str, Array]]:
         model = self._core.model(request.model_name, request.model_version)

@@ -104,6 +104,30 @@ def check_statistics(model: Model, *, requests: int, batches: int) -> None:
     assert s.last_inference_ms > 1_700_000_000_000
 
 
+def test_a_few_requests_wait_for_those_of_the_next_turn_and_a_lone_one_does_not() -> None:
+    async def arrive_in_two_turns(batcher: Batcher, answers: Answers, first: list[int], second: list[int]) -> None:
+        for value in first:
+            batcher.submit(answers.request(value))
+        await asyncio.sleep(0)
+        for value in second:
+            batcher.submit(answers.request(value))
+
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend()
+        model = held_model(backend)
+        await arrive_in_two_turns(model.batcher, answers, [1, 2], [3])
+        await answers.all(3)
+        many = list(range(10, 18))
+        await arrive_in_two_turns(model.batcher, answers, many, [20])
+        await answers.all(12)
+        await arrive_in_two_turns(model.batcher, answers, [31], [32])
+        await answers.all(14)
+        assert backend.batches == [[1, 2, 3], many, [20], [31], [32]]
+        await model.batcher.drain()
+
+    run(scene)
+
+
 def test_only_the_bad_request_of_a_batch_fails() -> None:
     async def scene(answers: Answers) -> None:
         backend = HeldBackend(held=True)

@@ -18,7 +18,6 @@ from serve.engine.own_parameters import (
     one_of,
     own_parameter,
     switch,
-    whole_number,
 )
 
 SOURCE = Path("m/config.pbtxt")
@@ -76,8 +75,6 @@ def test_what_is_misspelt_is_refused(values: dict[str, str], text: str) -> None:
     [
         (switch, {"on": True, "TRUE": True, "1": True, "off": False, "false": False, "0": False}, ["", "2"], "'on' or 'off'"),
         (one_of("a", "b"), {"a": "a"}, ["c", "A", ""], "one of 'a', 'b'"),
-        (whole_number(1), {"1": 1, "99": 99}, ["0", "-1", "1.5", "", "x", "²", "+1"], "a whole number of 1 or more"),
-        (whole_number(-2, 3), {"-2": -2, "3": 3}, ["4", "-3", "--1"], "a whole number of -2 to 3"),
         (number(0), {"0": 0.0, "1e3": 1000.0}, ["-1", "nan", "inf", "x", ""], "a number of 0 or more"),
         (number(0, 1, above=True), {"1": 1.0, ".5": 0.5}, ["0", "1.1"], "a number above 0 and at most 1"),
     ],

@@ -169,12 +169,17 @@ def test_a_form_is_learned_where_the_bytes_speak_for_themselves() -> None:
     ]
 
 
+def test_a_form_is_learned_with_parameters_that_mean_nothing_here() -> None:
+    # perf_analyzer sends it with every request.
+    final = request(B, A)
+    final.parameters["triton_enable_empty_final_response"].bool_param = True
+    assert raw_layout(final, TWO) == raw_layout(request(B, A), TWO)
+
+
 def test_no_form_is_learned_where_each_request_needs_a_look() -> None:
     with_parameter = request(A, B)
     with_parameter.inputs[0].parameters["unknown"].string_param = "meaning"
-    sequence = request(A, B)
-    sequence.parameters["sequence_id"].int64_param = 1
-    assert raw_layout(with_parameter, TWO) is raw_layout(sequence, TWO) is None
+    assert raw_layout(with_parameter, TWO) is None
     for wire, raw in (("BOOL", b"\1"), ("BYTES", bytes(4))):
         assert raw_layout(request(("x", wire, [1, 1], raw)), model(spec("x", wire, -1, -1))) is None
     assert raw_layout(ModelInferRequest(inputs=request(A).inputs), TWO) is None
