@@ -11,7 +11,8 @@ from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
 from serve.security.gate import Gate, Pass
 from serve.transports.grpc_headers import timeout_seconds
-from serve.transports.nghttp2_connection import Call, GrpcConnection, OpenCall
+from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.nghttp2_roles import Call, OpenCall
 from serve.transports.nghttp2_streams import InferStreamCall, StreamCall
 from serve.transports.nghttp2_unary import InferCall, UnaryCall
 

@@ -1,4 +1,4 @@
-"""One HTTP/2 connection on libnghttp2: bytes in, calls out; answers in, bytes out. The one file that knows ngh2.
+"""One HTTP/2 connection on libnghttp2: bytes in, calls out; answers in, bytes out.
 
 Nothing here waits: bytes that arrive become events, events go to the call they belong to, and what there is to send is written
 at the end of the turn, so that all answers of a batch leave in one write.
@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from typing import cast
 
 from ngh2 import (
     Configuration,
@@ -28,6 +28,7 @@ from ngh2 import (
     StreamReset,
     StreamUnavailableError,
     TrailersReceived,
+    WindowUpdated,
 )
 from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, NGH2Error
 
@@ -35,60 +36,17 @@ from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
 from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2_outlet import NO_ERROR, Outlet
+from serve.transports.nghttp2_roles import Call, OpenCall, Owner, Route
 from serve.transports.receive_windows import ReceiveWindows
 
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 3, 4, 5, 6  # RFC 9113, section 6.5.2
 FRAME_BYTES = 2**20  # fewer, larger frames for large tensors
-WRITE_BYTES = 2**18  # given to the socket at a time, so that a slow reader's answers stay where they can still be dropped
 EVENTS_A_TURN = 256  # of one connection; a call is two or three
-NO_ERROR = 0x00
+STREAM_GONE = (StreamClosed, StreamReset)
 CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
-
-
-class Call(Protocol):
-    """What a connection asks of one call in flight."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of an unfinished message."""
-
-    def receive(self, data: bytes) -> int:
-        """Take what the client sent; return how many bytes it may send in its place at once."""
-
-    def receive_last(self, data: bytes) -> int:
-        """The same, for the last of what the client sends."""
-
-    def end(self) -> None:
-        """The client will send no more, and has not sent anything with that."""
-
-    def gone(self) -> None:
-        """The client does not wait for an answer any more, or cannot get it."""
-
-    def give_up_stalled(self, before_s: float) -> None:
-        """End with a status if the client owes the rest of a message since `before_s`, on the loop's clock."""
-
-
-OpenCall = Callable[["GrpcConnection", int], Call]
-Route = Callable[[dict[bytes, bytes]], OpenCall]
-
-
-class Owner(Protocol):
-    """What a connection asks of its server."""
-
-    @property
-    def received(self) -> bytearray:
-        """Memory for what a socket has to say."""
-
-    def connected(self, connection: GrpcConnection) -> bool:
-        """Take note of a new connection; False closes it."""
-
-    def disconnected(self, connection: GrpcConnection) -> None:
-        """Forget it."""
-
-    def flush_soon(self, connection: GrpcConnection) -> None:
-        """Have `connection.flush` called at the end of this turn of the loop."""
 
 
 class GrpcConnection(asyncio.BufferedProtocol):
@@ -105,10 +63,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._http2 = Connection(Role.SERVER, _configuration(limits))
         self._calls: dict[int, Call] = {}
         self._windows = ReceiveWindows(self._http2.acknowledge_received_data, limits.max_held_bytes)
-        self._ending: set[int] = set()  # answered before the client had ended: to be reset once the answer is out
         self._backlog: deque[Event] = deque()  # what has come and is not yet looked at
-        self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls that wait for their answers to leave
-        self._paused = self._receiving = self._closing = False
+        self._outlet = Outlet(self._http2, limits.max_unsent_bytes)
+        self._receiving = self._closing = False
         self.opened_s = self.heard_s = asyncio.get_running_loop().time()
         self.greeted = False
         self.pinged_s: float | None = None
@@ -182,15 +139,15 @@ class GrpcConnection(asyncio.BufferedProtocol):
         for call in list(self._calls.values()):
             call.gone()
         self._calls.clear()
-        self._waiting.clear()
+        self._outlet.clear()
 
     def pause_writing(self) -> None:
         """The socket takes no more for now."""
-        self._paused = True
+        self._outlet.paused = True
 
     def resume_writing(self) -> None:
         """The socket takes more."""
-        self._paused = False
+        self._outlet.paused = False
         self.flush()
 
     # The calls' side
@@ -224,11 +181,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def is_behind(self, stream: int) -> bool:
         """Whether the client reads a call's answers more slowly than they come."""
-        return stream in self._calls and self._http2.queued_body_size(stream) > self.limits.max_unsent_bytes
+        return stream in self._calls and self._outlet.is_behind(stream)
 
     def when_read(self, stream: int, then: Callable[[], None]) -> None:
         """Call `then` once, when a client that is behind has caught up or has gone."""
-        self._waiting[stream] = then
+        self._outlet.when_read(stream, then)
 
     def finish(self, stream: int, *, ended: bool) -> None:
         """The good end of such a call; `ended` tells that the client has ended it on its side."""
@@ -255,7 +212,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if transport is None:
             return
         try:
-            self._write(transport)
+            self._outlet.write(transport)
         except NGH2Error:
             self._give_up()
             return
@@ -296,24 +253,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
         for call in list(self._calls.values()):
             call.give_up_stalled(before_s)
 
-    def _write(self, transport: asyncio.Transport) -> None:
-        while True:
-            while not self._paused and (data := self._http2.data_to_send(WRITE_BYTES)):
-                transport.write(data)
-            if self._paused or not self._reset_ended():
-                break
-        for stream in [s for s in self._waiting if self._http2.queued_body_size(s) <= self.limits.max_unsent_bytes // 2]:
-            self._waiting.pop(stream)()
-
-    def _reset_ended(self) -> bool:
-        """Reset the streams whose answer is out; libnghttp2 would drop an answer that is still queued."""
-        out = [stream for stream in self._ending if not self._http2.queued_body_size(stream)]
-        for stream in out:
-            self._ending.discard(stream)
-            with contextlib.suppress(NGH2Error):
-                self._http2.reset_stream(stream, NO_ERROR)
-        return bool(out)
-
     def _handle_backlog(self) -> None:
         """The next part of what has come. The rest waits a turn, and the socket with it, so that batches get theirs."""
         transport = self._transport
@@ -335,7 +274,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
                     self._data(event)
                 elif isinstance(event, RequestReceived):
                     self._request(event)
-                elif isinstance(event, StreamClosed | StreamReset):
+                elif isinstance(event, WindowUpdated):  # two for each call of gRPC's C core; libnghttp2 sees to them
+                    continue
+                elif isinstance(event, STREAM_GONE):
                     self._stream_gone(event.stream_id)
                 elif isinstance(event, TrailersReceived):
                     call = self._calls.get(event.stream_id)
@@ -359,7 +300,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 with contextlib.suppress(*CANNOT_BE_ANSWERED):
                     self._http2.send_response(stream, refused, end_stream=True)
                 if not event.end_stream:
-                    self._ending.add(stream)
+                    self._outlet.reset_when_out(stream)
                 return
             open_call = self._route(fields)
             self._headers, self._open_call = headers, open_call
@@ -387,9 +328,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return self._calls.pop(stream, None)
 
     def _stream_gone(self, stream: int) -> None:
-        self._ending.discard(stream)
-        if self._waiting:
-            self._waiting.pop(stream, None)
+        self._outlet.closed(stream)
         self._windows.closed(stream)
         call = self._calls.pop(stream, None)
         if call is not None:
@@ -411,7 +350,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         except CANNOT_BE_ANSWERED:
             return
         if not ended:
-            self._ending.add(stream)
+            self._outlet.reset_when_out(stream)
         self._flush_soon()
 
     def _flush_soon(self) -> None:
