@@ -98,6 +98,7 @@ def serve(
         typer.Option(min=0, help="Microseconds a request may wait for others, where the model's config does not say."),
     ] = 0,
     max_queue_size: Annotated[int, typer.Option(min=1, help="Requests that may wait for one model.")] = 8192,
+    max_queue_mib: Annotated[int, typer.Option(min=1, help="MiB that these may hold.")] = 1024,
     compute_slots: Annotated[
         int,
         typer.Option(
@@ -177,7 +178,12 @@ def serve(
         host=host,
         grpc_port=grpc_port,
         placement=Placement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
-        defaults=Defaults(max_batch_size=max_batch_size, max_queue_delay_us=max_queue_delay_us, max_queue_size=max_queue_size),
+        defaults=Defaults(
+            max_batch_size=max_batch_size,
+            max_queue_delay_us=max_queue_delay_us,
+            max_queue_size=max_queue_size,
+            max_queue_mib=max_queue_mib,
+        ),
         batching=BatchingOptions(compute_slots=compute_slots),
         control=ControlOptions(
             mode=model_control,

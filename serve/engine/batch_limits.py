@@ -15,6 +15,7 @@ class BatchLimits:
         max_delay_s: seconds that the first request of a batch waits for others; 0 sends what is there.
         preferred_rows: a bucket that holds one of these sizes need not wait any longer.
         max_waiting: requests in the queue, over all buckets.
+        max_waiting_bytes: that these hold; one that is alone may hold more.
         levels: priorities that requests may have.
         max_waiting_by_level: the same bound for one priority alone, where it has one.
         padded_rows: a batch is filled up to the next of these sizes; none leaves batches as they are.
@@ -26,6 +27,7 @@ class BatchLimits:
     max_delay_s: float = 0.0
     preferred_rows: tuple[int, ...] = ()
     max_waiting: int = 8192
+    max_waiting_bytes: int = 2**30
     levels: int = 1
     max_waiting_by_level: Mapping[int, int] = field(default_factory=dict)
     padded_rows: tuple[int, ...] = ()

@@ -21,15 +21,7 @@ _NOBODY = object()  # the bucket of no request
 
 
 class FullError(Exception):
-    """The queue, or the request's priority in it, holds as many as it may.
-
-    Attributes:
-        bound: how many that are.
-    """
-
-    def __init__(self, bound: int) -> None:
-        super().__init__(f"{bound} requests wait")
-        self.bound = bound
+    """The queue, or the request's priority in it, holds as much as it may; the text says how much that is."""
 
 
 @dataclass(slots=True)
@@ -61,14 +53,15 @@ class BatchQueue(Generic[T]):
         self.limits = limits
         self.pace = pace
         self._targets = limits.targets
-        self._max_rows, self._max_waiting, self._levels = limits.max_rows, limits.max_waiting, limits.levels
+        self._max_rows, self._levels = limits.max_rows, limits.levels
+        self._max_waiting, self._max_bytes = limits.max_waiting, limits.max_waiting_bytes
         self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
         self._count_levels = limits.levels > 1 or bool(limits.max_waiting_by_level)
         self._by_level = [0] * limits.levels
         # Lines in which somebody waits. One that was alone when its last request left stays for the next request.
         self._lines: dict[Hashable, WaitingLine[T]] = {}
         self._line: WaitingLine[T] = WaitingLine(_NOBODY, limits.levels)  # that the last request joined
-        self._waiting = 0
+        self._waiting = self._bytes = 0
 
     def __len__(self) -> int:
         return self._waiting
@@ -85,7 +78,10 @@ class BatchQueue(Generic[T]):
         if not 0 <= request.priority < self._levels:
             raise ValueError(f"priority {request.priority} is none of 0 to {self._levels - 1}")
         if self._waiting >= self._max_waiting:
-            raise FullError(self._max_waiting)
+            raise FullError(f"{self._max_waiting} requests wait")
+        held = self._bytes + request.size
+        if held > self._max_bytes and self._waiting:  # a request alone is as large as messages may be
+            raise FullError(f"requests of {self._bytes / 2**20:.0f} MiB wait, of at most {self._max_bytes / 2**20:.0f} MiB")
         if self._count_levels:
             self._enter_level(request.priority)
         line = self._line
@@ -93,6 +89,7 @@ class BatchQueue(Generic[T]):
             line = self._line_of(request.bucket)
         line.add(request)
         self._waiting += 1
+        self._bytes = held
 
     def take(self, now: float, *, hurry: bool = False) -> Batch[T] | None:
         """The batch that should start at `now` (seconds); None when nothing waits or waiting still pays (see `next_due`).
@@ -109,9 +106,7 @@ class BatchQueue(Generic[T]):
             most = min(most, self.pace.most_rows(line.bucket))
             finish = now + self._must_take_s(line, most, self.pace)
         requests, late, rows = line.take(now, most, finish)
-        self._waiting -= len(requests) + len(late)
-        if self._count_levels:
-            self._leave_levels(requests, late)
+        self._left(requests, late)
         self._drop_empty(line)
         return Batch(line.bucket, requests, late, rows)
 
@@ -126,9 +121,7 @@ class BatchQueue(Generic[T]):
             if line.soonest_deadline is not None and line.soonest_deadline <= now:
                 late += line.take_late(now)
                 self._drop_empty(line)
-        self._waiting -= len(late)
-        if self._count_levels:
-            self._leave_levels(late)
+        self._left(late)
         return late
 
     def next_due(self, now: float) -> float | None:
@@ -142,9 +135,7 @@ class BatchQueue(Generic[T]):
         line = self._lines.get(request.bucket)
         if line is None or not line.remove(request):
             return False
-        self._waiting -= 1
-        if self._count_levels:
-            self._by_level[request.priority] -= 1
+        self._left([request])
         self._drop_empty(line)
         return True
 
@@ -216,13 +207,16 @@ class BatchQueue(Generic[T]):
     def _enter_level(self, level: int) -> None:
         bound = self.limits.max_waiting_by_level.get(level)
         if bound is not None and self._by_level[level] >= bound:
-            raise FullError(bound)
+            raise FullError(f"{bound} requests of priority {level} wait")
         self._by_level[level] += 1
 
-    def _leave_levels(self, *left: list[T]) -> None:
+    def _left(self, *left: list[T]) -> None:
         for requests in left:
+            self._waiting -= len(requests)
             for request in requests:
-                self._by_level[request.priority] -= 1
+                self._bytes -= request.size
+                if self._count_levels:
+                    self._by_level[request.priority] -= 1
 
 
 def _urgency(line: WaitingLine[T]) -> tuple[int, int]:

@@ -89,7 +89,7 @@ class Batcher:
         try:
             self._queue.offer(request)
         except FullError as full:
-            self._make_room(request, full.bound)
+            self._make_room(request, full)
         if self._soon is None and self._idle:
             self._dispatch_soon()
 
@@ -284,14 +284,14 @@ class Batcher:
             self._statistics.failed(request.arrived_ns, refusal)
             raise refusal
 
-    def _make_room(self, request: InferRequest, bound: int) -> None:
+    def _make_room(self, request: InferRequest, full: FullError) -> None:
         """The queue is full: those that wait in vain make room."""
         now = time.monotonic()
         late = self._queue.take_late(now)
         try:
             self._queue.offer(request)
         except FullError:
-            refusal = full_error(bound, len(self._queue), self._statistics)
+            refusal = full_error(full, len(self._queue), self._statistics)
             self._statistics.failed(request.arrived_ns, refusal)
             raise refusal from None
         finally:

@@ -49,6 +49,7 @@ def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
         max_delay_s=dynamic.max_queue_delay_microseconds / 1e6,
         preferred_rows=_preferred_rows(config),
         max_waiting=max_waiting,
+        max_waiting_bytes=defaults.max_queue_mib * 2**20,
         levels=policy.levels,
         max_waiting_by_level=bounds,
         padded_rows=_padded_rows(config),

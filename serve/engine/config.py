@@ -26,11 +26,13 @@ class Defaults:
         max_batch_size: rows in one batch, for models with a batch dimension.
         max_queue_delay_us: microseconds that a request may wait for others.
         max_queue_size: requests waiting for one model.
+        max_queue_mib: what these hold together, in MiB.
     """
 
     max_batch_size: int = 32
     max_queue_delay_us: int = 0
     max_queue_size: int = 8192
+    max_queue_mib: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)

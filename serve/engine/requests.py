@@ -29,6 +29,7 @@ class InferRequest:
         patience: on the same clock: when it is to stand behind all others; None never.
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
+        size: bytes it holds until it is computed.
         cancelled: the client has gone; nobody waits for the answer.
         line: the queue's own mark, where the request waits.
         response_parameters: what the answer says of itself beside its outputs; None for nothing.
@@ -42,6 +43,7 @@ class InferRequest:
     done: Done
     priority: int = 0
     patience: float | None = None
+    size: int = 0
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
     line: object = None

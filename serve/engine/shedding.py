@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from serve.engine.batch_queue import BatchQueue
+from serve.engine.batch_queue import BatchQueue, FullError
 from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
 from serve.engine.pace import Pace
 from serve.engine.requests import InferRequest
@@ -186,10 +186,10 @@ def late_error(request: InferRequest, now: float) -> DeadlineExceededError:
     return DeadlineExceededError(f"the deadline {when} {while_}; it was not computed")
 
 
-def full_error(bound: int, waiting: int, statistics: Statistics) -> QueueFullError:
+def full_error(full: FullError, waiting: int, statistics: Statistics) -> QueueFullError:
     """The error of a request that the queue has no place for: to come back when the queue is empty, at the pace so far."""
     computing_ns = sum(size.compute_infer.ns for size in statistics.by_batch_size.values())
     return QueueFullError(
-        f"the model's queue is full ({bound} requests wait); retry with back-off",
+        f"the model's queue is full ({full}); retry with back-off",
         retry_after_s=max(0.001, computing_ns / 1e9 / max(1, statistics.rows) * waiting),
     )

@@ -20,6 +20,10 @@ class Waiting(Protocol):
         """Rows it adds to a batch, at least 1."""
 
     @property
+    def size(self) -> int:
+        """Bytes it holds."""
+
+    @property
     def bucket(self) -> Hashable:
         """What it can be concatenated with."""
 

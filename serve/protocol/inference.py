@@ -79,6 +79,7 @@ class Inference:
             partial(self._answer, form, request_id, reply),
             turn.level,
             None if turn.delay_after_s is None else _in(turn.delay_after_s),
+            len(data),
         )
         if watch is not None:
             watch.taken(form.model, request_id, queued)

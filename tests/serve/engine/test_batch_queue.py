@@ -144,6 +144,20 @@ def test_a_removed_request_frees_its_place() -> None:
     assert not q.remove(second)
 
 
+def test_the_bytes_that_wait_are_bounded_too_and_one_request_is_always_taken() -> None:
+    q = queue(max_waiting_bytes=10 * 2**20)
+    huge, small = Request(size=50 * 2**20), Request(size=2**20)
+    offer(q, huge, 0.0)
+    with pytest.raises(FullError, match="requests of 50 MiB wait, of at most 10 MiB"):
+        offer(q, small, 0.0)
+    assert take(q, 0.0).requests == [huge]
+    offer_all(q, requests := [Request(size=2**20) for _ in range(10)])
+    with pytest.raises(FullError, match="requests of 10 MiB wait"):
+        offer(q, small, 0.0)
+    q.remove(requests[0])
+    offer(q, small, 0.0)
+
+
 def test_a_request_larger_than_any_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="9 rows do not fit a batch of at most 8"):
         queue().offer(Request(rows=9))
@@ -172,7 +186,7 @@ def test_who_has_waited_too_long_stands_behind_the_others_of_its_level() -> None
 def test_a_priority_may_have_a_bound_of_its_own() -> None:
     q = queue(levels=2, max_waiting_by_level={1: 1})
     offer(q, Request(priority=1), 0.0)
-    with pytest.raises(FullError, match="1 requests wait"):
+    with pytest.raises(FullError, match="1 requests of priority 1 wait"):
         offer(q, Request(priority=1), 0.0)
     offer(q, Request(priority=0), 0.0)
     with pytest.raises(ValueError, match="priority 2 is none of 0 to 1"):
@@ -192,6 +206,7 @@ steps = st.lists(
                 deadline=st.one_of(st.none(), ms),
                 priority=st.integers(0, LEVELS - 1),
                 patience=st.one_of(st.none(), ms),
+                size=st.integers(0, 5),
             ),
         ),
         st.tuples(st.just("take"), ms),
@@ -226,11 +241,11 @@ def checked(batch: Batch[Request], waiting: list[Request], now: float) -> list[R
     return taken
 
 
-@given(steps, ms, st.lists(st.integers(1, 10), max_size=3), st.integers(1, 12))
+@given(steps, ms, st.lists(st.integers(1, 10), max_size=3), st.integers(1, 12), st.integers(1, 30))
 def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
-    steps: list[tuple[str, object]], delay: float, preferred: list[int], bound: int
+    steps: list[tuple[str, object]], delay: float, preferred: list[int], bound: int, most: int
 ) -> None:
-    q = queue(max_delay_s=delay, preferred_rows=tuple(preferred), max_waiting=bound, levels=LEVELS)
+    q = queue(max_delay_s=delay, preferred_rows=tuple(preferred), max_waiting=bound, max_waiting_bytes=most, levels=LEVELS)
     now = 0.0
     accepted: list[Request] = []
     gone: list[Request] = []
@@ -240,7 +255,8 @@ def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
             try:
                 accepted.append(offer(q, value, now))
             except FullError:
-                assert len(q) == bound
+                held = sum(r.size for r in accepted if all(r is not g for g in gone))
+                assert len(q) == bound or (len(q) and held + value.size > most)
         elif kind == "take" and isinstance(value, float):
             now = round(now + value, 3)
             while (batch := q.take(now)) is not None:

@@ -27,6 +27,11 @@ def test_a_config_that_says_nothing_batches_what_is_there() -> None:
     assert limits("", max_batch_size=0).max_rows == 1
 
 
+def test_the_memory_of_what_waits_is_bounded_as_asked() -> None:
+    config = ModelConfig(name="m", max_batch_size=4)
+    assert batch_limits(config, Defaults(max_queue_mib=3)).max_waiting_bytes == 3 * 2**20
+
+
 def test_sizes_and_delay_are_taken_over() -> None:
     expected = BatchLimits(max_rows=16, max_waiting=100, max_delay_s=0.0005, preferred_rows=(8, 4))
     assert limits(PREFERRED) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -70,10 +71,17 @@ def test_a_client_that_goes_away_frees_its_place(transport: MakeTransport) -> No
         assert backend.batches == [[1], [3]]
 
 
-def test_a_full_queue_is_resource_exhausted_with_a_retry_hint(transport: MakeTransport) -> None:
+@pytest.mark.parametrize(
+    ("bound", "says"),
+    [({"max_waiting": 1}, r"is full \(1 requests wait\)"), ({"max_waiting_bytes": 1}, r"is full \(requests of 0 MiB wait, of")],
+    ids=["requests", "bytes"],
+)
+def test_a_full_queue_is_resource_exhausted_with_a_retry_hint(
+    transport: MakeTransport, bound: dict[str, Any], says: str
+) -> None:
     backend = HeldBackend(held=True)
     with (
-        running_server(lambda: [held_model(backend, max_waiting=1)], transport) as server,
+        running_server(lambda: [held_model(backend, **bound)], transport) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         stub = infer_stub(channel)
@@ -84,6 +92,7 @@ def test_a_full_queue_is_resource_exhausted_with_a_retry_hint(transport: MakeTra
         with pytest.raises(grpc.RpcError) as refused:
             stub(held_request(3), timeout=20)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert re.search(says, refused.value.details())
         assert int(dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1
         backend.release.set()
         first.result(20)
