@@ -3,6 +3,7 @@
 from serve.client.answer import InferAnswer
 from serve.client.async_client import AsyncInferenceClient
 from serve.client.bound_exchange import BoundModel
+from serve.client.classes import Class, classes_of
 from serve.client.errors import (
     AccessDenied,
     AlreadyExists,
@@ -30,6 +31,7 @@ __all__ = [
     "AsyncModel",
     "BoundModel",
     "Cancelled",
+    "Class",
     "DeadlineExceeded",
     "InferAnswer",
     "InferenceClient",
@@ -45,4 +47,5 @@ __all__ = [
     "TensorInfo",
     "Tls",
     "Unsupported",
+    "classes_of",
 ]

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serve.client import InferenceClientError
-from serve.client.classes import Class, classes_of
+from serve.client import Class, InferenceClientError, classes_of
 from tests.serve.client.conftest import Connect
 from tests.serve.running_server import RunningServer
 
