@@ -18,7 +18,8 @@ FORMAT = "halfserve.checkpoint"
 FORMAT_VERSION = 2  # 2 may lie within an epoch: what reads 1 alone would train that epoch's beginning twice
 # What torch.load raises for bytes that are no archive, a truncated archive, or an archive with other things than data in it.
 UNREADABLE = (
-    RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError, TypeError
+    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError,
+    TypeError,
 )  # fmt: skip
 
 
@@ -184,17 +185,7 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
-    except (
-        OSError,
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        ImportError,
-        IndexError,
-    ) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path} is damaged or no checkpoint; write it again with `halfserve train`") from error
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from export.onnx_fp16.report import ConversionReport, KeptNode
 
 SHOWN = 20  # of a list; the rest is counted
+EXAMPLES = 3  # of nodes that stay float32 for one reason
 
 
 def conversion_table(
@@ -34,10 +35,25 @@ def conversion_table(
 def _kept(kept: Sequence[KeptNode]) -> Table | None:
     if not kept:
         return None
-    table = _table(f"{_counted(len(kept), 'node')} in float32", "node", "operator", "reason", "module", "source")
-    for node in kept[:SHOWN]:
+    title = f"{_counted(len(kept), 'node')} in float32"
+    if len(kept) > SHOWN:
+        return _by_reason(kept, title)
+    table = _table(title, "node", "operator", "reason", "module", "source")
+    for node in kept:
         _add(table, node.name, node.op_type, node.reason, node.module or "", node.source or "")
-    return _ended(table, len(kept))
+    return table
+
+
+def _by_reason(kept: Sequence[KeptNode], title: str) -> Table:
+    """Too many to name one by one: a row for each reason, the most frequent first."""
+    groups: dict[str, list[str]] = {}
+    for node in kept:
+        groups.setdefault(node.reason, []).append(node.name)
+    table = _table(title, "nodes", "reason", "such as")
+    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1]))[:SHOWN]:
+        _add(table, str(len(names)), reason, ", ".join(names[:EXAMPLES]))
+    table.caption, table.caption_justify = Text("--json lists all"), "left"
+    return table
 
 
 def _repairs(report: ConversionReport) -> Table | None:

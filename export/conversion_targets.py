@@ -125,9 +125,9 @@ class RepositoryTarget:
     def file(self) -> Iterator[Path]:
         """See `Target`. It lies on the repository's disk, and a repository that is to be made is not made yet."""
         folder = self.repository.absolute()
-        while not folder.is_dir():
-            folder = folder.parent
         try:
+            while not folder.is_dir():
+                folder = folder.parent
             hidden = tempfile.TemporaryDirectory(prefix=f".{self.name}.", dir=folder, ignore_cleanup_errors=True)
         except OSError as error:
             raise ExportError(f"cannot write to the repository {self.repository}: {error.strerror or error}") from error

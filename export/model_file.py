@@ -180,13 +180,15 @@ def serialize(model: onnx.ModelProto) -> bytes:
 
 def _outline(path: Path, name: str, large_bytes: int) -> onnx.ModelProto:
     try:
+        if path.is_fifo():  # opening it would wait for a writer
+            raise ExportError(f"cannot read the model {name}: it is a pipe; expected a file")
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
             if not head:
                 raise ExportError(f"{name} is not an ONNX model or is damaged: it is empty")
             outline = without_large_tensors(FileWindow(file), path, large_bytes=large_bytes)
     except OSError as error:
-        raise _unreadable(path, name, error) from error
+        raise _unreadable(name, error) from error
     except DamagedFileError as error:
         raise no_model(name, head, str(error)) from error
     return _parsed(outline, head, name)
@@ -203,11 +205,11 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, str(path), error) from error
+        raise _unreadable(str(path), error) from error
 
 
-def _unreadable(path: Path, name: str, error: OSError) -> ExportError:
-    hint = "; give the .onnx file in it" if path.is_dir() else ""
+def _unreadable(name: str, error: OSError) -> ExportError:
+    hint = "; give the .onnx file in it" if isinstance(error, IsADirectoryError) else ""
     return ExportError(f"cannot read the model {name}: {error.strerror or error}{hint}")
 
 
@@ -216,4 +218,4 @@ def _sha256_of(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(path, str(path), error) from error
+        raise _unreadable(str(path), error) from error

@@ -13,7 +13,7 @@ from export.errors import ExportError
 from export.verification.accumulators import Risk
 from export.verification.budget import Budget
 from export.verification.metrics import Figures
-from export.verification.sessions import Probe
+from export.verification.probe import Probe
 
 SCHEMA = "halfserve.certificate"
 SCHEMA_VERSION = 2

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from export.certificate.certificate import BudgetExceeded
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
+from export.commands.made_up import NOTE, sizes_of, way_out
+from export.commands.output_files import page_beside, require_output
 from export.conversion_targets import FileTarget, RepositoryTarget, Target
 from export.errors import ExportError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from export.model_file import ModelFile
     from export.verification.metrics import Array
 
+MAX_BATCH_SIZE = 32
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
 
 
@@ -79,7 +82,9 @@ def convert(
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name there; by default the source's.")] = None,
     version: Annotated[int | None, typer.Option(help="The version there; the next free one by default.")] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Largest batch that the server may form; 0 for none.")] = 32,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Largest batch that the server may form, 0 for none; 32 by default.")
+    ] = None,
     fp32_twin: Annotated[
         bool, typer.Option("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
     ] = False,
@@ -107,17 +112,29 @@ def convert(
         external_data=external_data,
     )
     place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)
-    _require_sense(verify=verify, samples=samples, certificate=certificate, html=html, repository=repository)
-    inputs, verification = _inputs(samples, _sizes(dim or ())), None
+    _require_verify(verify=verify, samples=samples, certificate=certificate, repository=repository)
+    page = page_beside(certificate, html=html)
+    require_output(certificate, "the certificate", others=(source, target, samples))
+    require_output(page, "the page", others=(source, target, samples, certificate))
+    inputs, verification = _inputs(samples, sizes_of(dim or ())), None
     if verify:
         verification = Verification(
-            samples=inputs, budget=budget, adversarial=adversarial, accumulators=accumulators, search=search
+            samples=inputs,
+            budget=budget,
+            adversarial=adversarial,
+            accumulators=accumulators,
+            search=search,
+            notes=(NOTE,) if samples is None else (),
         )
     try:
         with stderr.status("starting") as status:
             done = convert_verified(source, place, options=options, verification=verification, progress=status.update)
     except BudgetExceeded as error:
         explain(stderr, error)
+        raise
+    except ExportError as error:
+        if samples is None and (help_ := way_out(error)):
+            raise ExportError(f"{error}; {help_}") from error
         raise
     if certificate is not None and done.certificate is not None:
         write_certificate(done, certificate, html=html)
@@ -133,7 +150,7 @@ def _target(
     repository: Path | None,
     name: str | None,
     version: int | None,
-    max_batch_size: int,
+    max_batch_size: int | None,
     *,
     fp32_twin: bool,
     overwrite: bool,
@@ -141,8 +158,10 @@ def _target(
     if (target is None) == (repository is None):
         raise ExportError("give either the file to write or --repository, one of the two")
     if target is not None:
-        if name is not None or version is not None or fp32_twin:
-            raise ExportError("--name, --version and --fp32-twin belong to --repository; leave the file to write out")
+        if name is not None or version is not None or max_batch_size is not None or fp32_twin:
+            raise ExportError(
+                "--name, --version, --max-batch-size and --fp32-twin belong to --repository; leave the file to write out"
+            )
         return FileTarget(path=target, overwrite=overwrite)
     if overwrite:
         raise ExportError("a version in a repository is never replaced; leave --overwrite out")
@@ -150,33 +169,17 @@ def _target(
         repository=repository or Path(),
         name=name or source.stem,
         version=version,
-        max_batch_size=max_batch_size,
+        max_batch_size=MAX_BATCH_SIZE if max_batch_size is None else max_batch_size,
         fp32_twin=fp32_twin,
     )
 
 
-def _require_sense(
-    *, verify: bool, samples: Path | None, certificate: Path | None, html: bool, repository: Path | None
-) -> None:
+def _require_verify(*, verify: bool, samples: Path | None, certificate: Path | None, repository: Path | None) -> None:
     needing = [
         option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value
     ]
     if not verify and needing:
         raise ExportError(f"--{needing[0]} needs verification; leave --no-verify out")
-    if html and certificate is None:
-        raise ExportError("--html writes its page beside the certificate; give --certificate PATH too")
-    if certificate and (certificate.is_dir() or not certificate.absolute().parent.is_dir()):
-        raise ExportError(f"cannot write the certificate {certificate}: expected a file in a folder that exists")
-
-
-def _sizes(entries: Sequence[str]) -> dict[str, int]:
-    sizes = {}
-    for entry in entries:
-        name, _, size = entry.rpartition("=")
-        if not name or not size.isdigit() or int(size) < 1:
-            raise ExportError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
-        sizes[name] = int(size)
-    return sizes
 
 
 def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from amp_core.checkpoint import CheckpointError
 from export.certificate.certificate import BudgetExceeded
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
+from export.commands.output_files import page_beside, require_output
 from export.errors import ExportError
 from export.file_conversion import Accumulators
 from export.pipeline import Wishes, export_checkpoint
@@ -55,8 +56,9 @@ def export(
 
     Example: halfserve export runs/digits/checkpoint.pt --repository models
     """
-    if html and certificate is None:
-        raise ExportError("--html writes its page beside the certificate; give --certificate PATH too")
+    page = page_beside(certificate, html=html)
+    require_output(certificate, "the certificate", others=(checkpoint,))
+    require_output(page, "the page", others=(checkpoint, certificate))
     stderr = Console(stderr=True)
     wishes = Wishes(
         budget=Budget(max_abs_error=max_abs_error, min_agreement=min_agreement),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +13,8 @@ from export.atomic_write import write_atomically
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.html import certificate_page
 from export.certificate.table import certificate_table
+from export.commands.made_up import NOTE, sizes_of, way_out
+from export.commands.output_files import require_output
 from export.errors import ExportError
 from export.model_file import ModelFile, open_model
 from export.sample_files import load_samples
@@ -86,8 +87,9 @@ def verify(
         max_non_finite=max_non_finite,
         min_headroom=min_headroom,
     )
-    for path in (html, certificate):
-        _require_writable(path)
+    given = (reference, candidate, samples, labels)
+    require_output(certificate, "the certificate", others=given)
+    require_output(html, "the page", others=(*given, certificate))
     sizes = sizes_of(dim or ())
     wide, half = open_model(reference), open_model(candidate)
     arrays, made_up = _inputs(wide, samples, sizes)
@@ -105,41 +107,22 @@ def verify(
                 longest=None if made_up else sizes,
                 accumulators=accumulators,
                 cuda=None if provider == "auto" else provider == "cuda",
+                notes=(NOTE,) if made_up else (),
             )
     except BudgetExceeded as error:
         _show(error.certificate, html, certificate, as_json=as_json)
         raise
     except ExportError as error:
-        if made_up and "fails on the samples" in str(error):
-            raise ExportError(f"{error}; the inputs were made up: give --samples, or sizes with --dim NAME=SIZE") from error
+        if made_up and (help_ := way_out(error)):
+            raise ExportError(f"{error}; {help_}") from error
         raise
     _show(verdict, html, certificate, as_json=as_json)
-
-
-def sizes_of(entries: Sequence[str]) -> dict[str, int]:
-    """Sizes of dimensions by name, from NAME=SIZE.
-
-    Raises:
-        ExportError: An entry is not of that form.
-    """
-    sizes = {}
-    for entry in entries:
-        name, _, size = entry.rpartition("=")
-        if not name or not (size.isascii() and size.isdigit()) or int(size) < 1:
-            raise ExportError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
-        sizes[name] = int(size)
-    return sizes
 
 
 def _inputs(model: ModelFile, samples: Path | None, sizes: dict[str, int]) -> tuple[list[Array], bool]:
     if samples is None:
         return synthesize(model, dims=sizes), True
     return load_samples(samples, model), False
-
-
-def _require_writable(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ExportError(f"cannot write {path}: expected a file in a folder that exists")
 
 
 def _show(verdict: Certificate, html: Path | None, certificate: Path | None, *, as_json: bool) -> None:

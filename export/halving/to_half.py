@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from rich.table import Table
 from torch import nn
 
 from amp_core.policy import Policy
@@ -20,13 +21,14 @@ from export.halving.recorded import overflowing_modules
 from export.halving.report import HalfReport, TensorDecision
 from export.halving.rules import decide, ledger_of, rounded
 from export.halving.settle import settle
+from export.halving.table import half_table
 from export.halving.tensors import HeldTensor, held_tensors, unregistered
 from export.weight_ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalfResult:
-    """A converted module and the record of how.
+    """A converted module and the record of how; `rich.print` shows the record as a table.
 
     Attributes:
         module: A copy, in evaluation mode; floating inputs are expected in float16, outputs are float16.
@@ -35,6 +37,10 @@ class HalfResult:
 
     module: nn.Module
     report: HalfReport
+
+    def __rich__(self) -> Table:
+        """What happened to the tensors, for `rich.print`."""
+        return half_table(self.report)
 
 
 def to_half(

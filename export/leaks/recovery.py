@@ -44,11 +44,6 @@ def lacks_kernel(error: Exception) -> bool:
     return NO_KERNEL.search(str(error)) is not None
 
 
-def has_half(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a float16 tensor is among the arguments."""
-    return any(tensor.dtype == HALF for tensor in results_of((args, kwargs)))
-
-
 def mixes(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether float16 and wider tensors are among the arguments."""
     dtypes = {tensor.dtype for tensor in results_of((args, kwargs))}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from export.onnx_fp16.index_chains import IndexChains
-from export.onnx_fp16.integer_products import REASON as SCALING_REASON
-from export.onnx_fp16.integer_products import scaling_nodes
+from export.onnx_fp16.integer_products import ADDEND_REASON, SCALING_REASON, addend_nodes, scaling_nodes
 from export.onnx_fp16.plan import Plan
 from export.onnx_fp16.shape_chains import REASON, shape_chains
 
@@ -20,3 +19,5 @@ def keep_exact(plan: Plan) -> None:
         plan.keep(node, reason)
     for node in scaling_nodes(plan.model):
         plan.keep(node, SCALING_REASON)
+    for node in addend_nodes(plan.model):
+        plan.keep(node, ADDEND_REASON)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import all_nodes, constant_of, is_float
-from export.onnx_fp16.op_sets import MOVERS
+from export.onnx_fp16.op_sets import ELEMENTWISE, MOVERS
 
-REASON = "scales a sum of integer products, which float16 does not hold"
+SCALING_REASON = "scales a sum of integer products, which float16 does not hold"
+ADDEND_REASON = "becomes an addend of a sum of integer products: float16 holds whole numbers up to 2048 only"
 
 _PRODUCTS = frozenset({"ConvInteger", "MatMulInteger"})
 _SUMS = frozenset({"Add", "Cast", "Sub", "Sum"}) | MOVERS
@@ -17,6 +20,30 @@ _SCALES = frozenset({"Div", "Mul"})
 def scaling_nodes(model: onnx_ir.Model) -> set[onnx_ir.Node]:
     """Float nodes between an integer product and its scaling, that included, and those that compute the scale."""
     found: set[onnx_ir.Node] = set()
+    for node in _sums(model):
+        if is_float(node.outputs[0]):
+            found.add(node)
+            if node.op_type in _SCALES:
+                found |= _scale_makers(node)
+    return found
+
+
+def addend_nodes(model: onnx_ir.Model) -> set[onnx_ir.Node]:
+    """Float nodes that compute, place by place, what is turned into integers and added to an integer product: biases."""
+    seen: set[onnx_ir.Node] = set()
+    stack = [value for node in _sums(model) if not is_float(node.outputs[0]) for value in node.inputs]
+    while stack:
+        value = stack.pop()
+        maker = value.producer() if value is not None else None
+        if maker is None or maker in seen or maker.domain or maker.op_type not in MOVERS | ELEMENTWISE:
+            continue
+        seen.add(maker)
+        stack += maker.inputs
+    return {node for node in seen if is_float(node.outputs[0])}
+
+
+def _sums(model: onnx_ir.Model) -> Iterator[onnx_ir.Node]:
+    """The nodes that an integer product goes through, up to where it is scaled, that included."""
     stack = [value for node in all_nodes(model) if node.op_type in _PRODUCTS and not node.domain for value in node.outputs]
     seen: set[onnx_ir.Node] = set()
     while stack:
@@ -24,14 +51,9 @@ def scaling_nodes(model: onnx_ir.Model) -> set[onnx_ir.Node]:
             if node in seen or node.domain or node.op_type not in _SUMS | _SCALES:
                 continue
             seen.add(node)
-            scales = node.op_type in _SCALES and is_float(node.outputs[0])
-            if is_float(node.outputs[0]):
-                found.add(node)
-            if scales:
-                found |= _scale_makers(node)
-            else:
+            yield node
+            if node.op_type not in _SCALES or not is_float(node.outputs[0]):
                 stack += node.outputs
-    return found
 
 
 def _scale_makers(node: onnx_ir.Node) -> set[onnx_ir.Node]:

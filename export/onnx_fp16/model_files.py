@@ -114,11 +114,14 @@ def require_free(target: Path | str, source: ModelFile, *, overwrite: bool) -> N
     Raises:
         ExportError: It is a folder or in none, is one of the source's data files, or is there and not to be replaced.
     """
-    place = Path(target).resolve()
-    if place.is_dir():
-        raise ExportError(f"{target} is a folder; give the file to write, such as {Path(target) / 'model.onnx'}")
-    if not place.parent.is_dir():
-        raise ExportError(f"cannot write {target}: there is no folder {place.parent}")
+    try:
+        place = Path(target).resolve()
+        if place.is_dir():
+            raise ExportError(f"{target} is a folder; give the file to write, such as {Path(target) / 'model.onnx'}")
+        if not place.parent.is_dir():
+            raise ExportError(f"cannot write {target}: there is no folder {place.parent}")
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        raise ExportError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     if any(place == file.resolve() for file in source.data_files):
         raise ExportError(f"{target} holds weights of {source.name}; choose another name")
     if overwrite or not place.exists():

@@ -8,6 +8,8 @@ from export.onnx_fp16.block_lists import block_reason
 from export.onnx_fp16.exact_arithmetic import keep_exact
 from export.onnx_fp16.graph_walk import all_nodes, bodies, is_float
 from export.onnx_fp16.plan import Plan
+from export.onnx_fp16.quantized_layers import REASON as BETWEEN_REASON
+from export.onnx_fp16.quantized_layers import nodes_between
 from export.onnx_fp16.runtime_gaps import runtime_gap
 from export.onnx_fp16.signatures import first_opset_with_half
 
@@ -16,7 +18,7 @@ _TABLES = "ai.onnx.ml"
 
 
 def keep_nodes(plan: Plan) -> None:
-    """Keep what the user, a repair, exactness, an operator's signature or the runtime wants in float32."""
+    """Keep what the user, a repair, exactness, quantization, an operator's signature or the runtime wants in float32."""
     nodes = list(all_nodes(plan.model))
     for node in nodes:
         blocked, marked = block_reason(node, plan.settings), node.metadata_props.pop(KEEP, None)
@@ -27,6 +29,8 @@ def keep_nodes(plan: Plan) -> None:
         if node not in plan.kept and not any(bodies(node)) and any(is_float(v) for v in (*node.inputs, *node.outputs)):
             _keep_unsupported(plan, node)
     keep_exact(plan)
+    for node in nodes_between(plan.model):
+        plan.keep(node, BETWEEN_REASON)
 
 
 def _keep_unsupported(plan: Plan, node: onnx_ir.Node) -> None:

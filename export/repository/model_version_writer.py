@@ -102,7 +102,11 @@ def require_addable(
         ExportError: The name or version is not valid or is taken, or there can be no such batches.
     """
     _require_valid(name, version, max_batch_size)
-    if version is not None and (Path(repository) / name / str(version)).exists():
+    try:
+        taken = version is not None and (Path(repository) / name / str(version)).exists()
+    except OSError as error:  # a name that is too long
+        raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
+    if version is not None and taken:
         raise _taken(name, version)
     return config_for(name, model.outline, max_batch_size=max_batch_size)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from export.certificate.certificate import Certificate
 from export.verification.budget import NOTHING_FINITE
+from export.verification.steepness import Steepness
+
+MEANS = "--block-node, --block-op of halfserve convert, --keep-fp32 of halfserve export"
 
 
-def advice(certificate: Certificate) -> str:
+def advice(certificate: Certificate, steep: Steepness) -> str:
     """The worst offence, how many more there are, and what to do, in one line."""
     offences = certificate.violations
     if not offences:
@@ -14,11 +17,15 @@ def advice(certificate: Certificate) -> str:
     more = f" (and {len(offences) - 1} more over budget)" if len(offences) > 1 else ""
     if all(NOTHING_FINITE in offence for offence in offences):
         return f"{offences[0]}{more}"
+    return f"{offences[0]}{more}; {_way_out(certificate, steep)}"
+
+
+def _way_out(certificate: Certificate, steep: Steepness) -> str:
+    if steep.violations:
+        found = f"float32 itself leaves the budget when only its inputs are rounded to float16 ({steep.violations[0]})"
+        if steep.half_inputs:
+            return f"{found}, so float16 inputs cannot meet it: keep float32 ones (convert --keep-io-types) or allow more"
+        return f"{found}, so it bears little float16: allow more, or serve it in float32"
     non_finite = any(verdict.figures.non_finite > certificate.budget.max_non_finite for verdict in certificate.outputs)
     parts = "the layers that overflow" if non_finite else "sensitive layers"
-    return f"{offences[0]}{more}; keep {parts} in float32 ({_means(certificate)}) or allow a larger difference"
-
-
-def _means(certificate: Certificate) -> str:
-    from_onnx = certificate.conversion is not None and "fp16_nodes" in certificate.conversion
-    return "--block-node, --block-op" if from_onnx else "keep_fp32, --keep-fp32"
+    return f"keep {parts} in float32 ({MEANS}) or allow a larger difference"

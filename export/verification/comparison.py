@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 
 from export.errors import ExportError
@@ -17,6 +18,7 @@ from export.verification.executions import on_disk, open_reference
 from export.verification.feeds import Feeds
 from export.verification.interface import inputs_of
 from export.verification.judging import Output
+from export.verification.metrics import Array
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,13 +47,15 @@ class Comparison:
     ) -> None:
         self.candidate = candidate
         self._children = children
+        self._reference = reference
         self._usual = len(feeds.batches)
+        self._batches = feeds.batches
         batches = [*feeds.batches, *(case.feed for case in cases)]
         self.path = on_disk(candidate, children)
         self.staged = children.stage(batches)
         self.outputs = _outputs(candidate.outline.graph)
         self.reference_bytes: int | None = None
-        answers = self._reference_answers(reference, batches)
+        answers = self._reference_answers(batches, self.staged)
         self.expected = whole(answers[: self._usual], "the reference model")
         self.expected_cases = tuple(answers[self._usual :])
 
@@ -76,18 +80,26 @@ class Comparison:
         answer = self._children.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
         return answer if CUDA in answer.providers or answer.crash else None
 
-    def _reference_answers(
-        self, reference: nn.Module | ModelSource | ModelFile, batches: Sequence[Feed]
-    ) -> Sequence[list[Value] | str]:
+    def on_rounded_inputs(self) -> list[list[Value]]:
+        """The reference's answers to the user's batches with all that is float32 in them rounded to float16.
+
+        Raises:
+            ExportError: It fails on one.
+        """
+        coarse = [{name: rounded_to_half(array) for name, array in batch.items()} for batch in self._batches]
+        return whole(self._reference_answers(coarse, self._children.stage(coarse)), "the reference model")
+
+    def _reference_answers(self, batches: Sequence[Feed], staged: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
+        reference = self._reference
         if isinstance(reference, ModelFile):
-            return self._onnx_answers(reference)
+            return self._onnx_answers(reference, staged)
         if isinstance(reference, onnx.ModelProto | bytes | str | Path):
-            return self._onnx_answers(open_model(reference))
+            return self._onnx_answers(open_model(reference), staged)
         from export.verification.torch_reference import run_torch  # noqa: PLC0415  (torch is slow to import)
 
         return run_torch(reference, batches)
 
-    def _onnx_answers(self, reference: ModelFile) -> Sequence[list[Value] | str]:
+    def _onnx_answers(self, reference: ModelFile, batches: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
         self.reference_bytes = reference.size_bytes
         theirs = [value.name for value in inputs_of(reference.outline)]
         ours = [value.name for value in inputs_of(self.candidate.outline)]
@@ -95,7 +107,7 @@ class Comparison:
             both = f"{len(theirs)} inputs ({', '.join(theirs)}), the fp16 model {len(ours)} ({', '.join(ours)})"
             raise ExportError(f"the reference takes {both}; is this the model that was converted?")
         names = dict(zip(ours, ours if set(theirs) == set(ours) else theirs, strict=True))
-        staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in self.staged]
+        staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in batches]
         return open_reference(on_disk(reference, self._children), self._children, staged)
 
 
@@ -109,6 +121,14 @@ def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
         if isinstance(answer, str):
             raise ExportError(f"{who} fails on the samples: {answer}")
     return [answer for answer in answers if not isinstance(answer, str)]
+
+
+def rounded_to_half(array: Array) -> Array:
+    """A float32 array with the numbers that float16 would hold; any other as it is."""
+    if array.dtype != np.float32:
+        return array
+    with np.errstate(over="ignore"):
+        return array.astype(np.float16).astype(np.float32)
 
 
 def _outputs(graph: onnx.GraphProto) -> list[Output]:

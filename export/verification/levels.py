@@ -16,7 +16,7 @@ from export.verification.children import CPU, Answer, Children
 from export.verification.comparison import Comparison
 from export.verification.executions import INLINE_LIMIT_BYTES, LEVELS
 from export.verification.judging import judge
-from export.verification.sessions import Probe
+from export.verification.probe import Probe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from export.verification.interface import inputs_of
 from export.verification.judging import judge
 from export.verification.levels import Runtime, run_levels
 from export.verification.metrics import Array
+from export.verification.steepness import steepness
 from export.verification.versions import versions
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def verify(
     accumulators: Accumulators = "float32",
     placement: Mapping[str, Any] | None = None,
     cuda: bool | None = None,
+    notes: Sequence[str] = (),
 ) -> Certificate:
     """Compare an fp16 ONNX model with its float32 reference, output by output.
 
@@ -82,6 +84,7 @@ def verify(
             matrix products and convolutions too (see `export.verification.accumulators`).
         placement: Which provider runs what (`Placement.to_json`), for the certificate.
         cuda: Whether to run on a GPU; by default where one is there.
+        notes: What else the certificate is to say, such as where the samples come from.
 
     Raises:
         BudgetExceeded: With the worst offence and what to do; the certificate is in it.
@@ -95,6 +98,8 @@ def verify(
     with Children() as children:
         comparison = Comparison(reference, opened, children, feeds, cases)
         runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)
+        judged = _judged(comparison, cases, runs, budget)
+        steep = steepness(comparison, judged["outputs"], budget)
     certificate = Certificate(
         model=name,
         onnx_sha256=opened.sha256,
@@ -112,10 +117,10 @@ def verify(
         accumulators=accumulators,
         risks=runs.risks,
         placement=None if placement is None else dict(placement),
-        **_judged(comparison, cases, runs, budget),
+        **judged | {"notes": (*notes, *judged["notes"], *steep.notes)},
     )
     if not certificate.passed:
-        raise BudgetExceeded(advice(certificate), certificate)
+        raise BudgetExceeded(advice(certificate, steep), certificate)
     return certificate
 
 

@@ -149,6 +149,12 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path_factory: pytest.T
         load_checkpoint(path)
 
 
+def test_a_file_that_calls_what_it_may_with_nonsense_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.pt").write_bytes(b"\x80\x02ccollections\nOrderedDict\nK\x05\x85R.")  # OrderedDict(5)
+    with pytest.raises(CheckpointError, match="is damaged or no checkpoint"):
+        load_checkpoint(tmp_path / "c.pt")
+
+
 def test_paths_that_are_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at .*; `halfserve train` writes one"):
         load_checkpoint(tmp_path / "c.pt")

@@ -12,8 +12,9 @@ from export.certificate.certificate import Certificate, OutputVerdict
 from export.to_onnx.export_onnx import serialize
 from export.verification.budget import Budget
 from export.verification.metrics import compare
-from export.verification.sessions import Probe
+from export.verification.probe import Probe
 from tests.export.chain import chain
+from tests.export.torch_operators import made_once
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _torch_operators_once() -> Iterator[None]:
+    with made_once():
+        yield
 
 
 @pytest.fixture

@@ -39,11 +39,21 @@ def test_kept_nodes_repairs_and_weights_are_shown() -> None:
 
 
 def test_long_lists_are_cut_and_counted() -> None:
-    kept = tuple(KeptNode(name=f"node{i}", op_type="Exp", reason="r") for i in range(SHOWN + 5))
-    text = printed(ConversionReport(float_nodes=30, fp16_nodes=5, casts_added=0, kept=kept))
+    repairs = tuple(Repair(pass_name="fold", nodes=(f"node{i}",), text="") for i in range(SHOWN + 5))  # noqa: S106  (a pass)
+    text = printed(ConversionReport(float_nodes=30, fp16_nodes=30, casts_added=0, repairs=repairs))
     assert f"node{SHOWN - 1} " in text
     assert f"node{SHOWN} " not in text
     assert "and 5 more; --json lists all" in text
+
+
+def test_many_kept_nodes_are_counted_by_reason_the_most_frequent_first() -> None:
+    kept = [KeptNode(name=f"node{i}", op_type="Exp", reason="[rare]" if i == 1 else "frequent") for i in range(SHOWN + 1)]
+    lines = printed(ConversionReport(float_nodes=30, fp16_nodes=9, casts_added=0, kept=tuple(kept))).splitlines()
+    assert lines[0].strip() == f"{SHOWN + 1} nodes in float32"
+    rows = [line.split() for line in lines]
+    first = rows.index([str(SHOWN), "frequent", "node0,", "node2,", "node3"])
+    assert rows[first + 1] == ["1", "[rare]", "node1"]
+    assert "--json lists all" in "".join(lines)
 
 
 def test_where_nothing_is_remarkable_there_are_only_totals() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from export import dtype_inheritance as inherit
 from export.to_onnx.export_onnx import export_onnx, serialize
-from export.verification.sessions import open_session, run_session
+from tests.export.sessions import open_session, run_session
 
 Maker: TypeAlias = Callable[[Tensor], Tensor]
 

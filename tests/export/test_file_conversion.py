@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from export.certificate.certificate import BudgetExceeded
 from export.conversion_targets import FileTarget, RepositoryTarget
 from export.errors import ExportError
-from export.file_conversion import Options, Verification, convert_verified
+from export.file_conversion import Options, SearchFailed, Verification, convert_verified
 from export.model_file import ModelFile, open_model
 from export.verification.budget import Budget
 from export.verification.metrics import Array
@@ -60,6 +60,22 @@ def test_each_step_is_told(source: Path, tmp_path: Path) -> None:
     assert (done.report.fp16_nodes, done.search, done.superseded) == (3, None, ())
     assert done.size_bytes == (tmp_path / "out.onnx").stat().st_size
     assert done.source_bytes == source.stat().st_size
+
+
+def test_what_only_the_search_finds_close_enough_is_explained_and_not_written(source: Path, tmp_path: Path) -> None:
+    reference = Sums(onnx.load(source), 1.0).eval()
+    verification = Verification(samples=samples, budget=Budget(), reference=reference, adversarial=False)
+    with pytest.raises(SearchFailed, match="with 0 nodes in float32 it is close enough to the float32 ONNX model") as caught:
+        convert_verified(
+            source,
+            FileTarget(path=tmp_path / "out.onnx"),
+            options=Options(),
+            verification=verification,
+            progress=lambda _: None,
+        )
+    assert str(caught.value).endswith("so the difference comes from the reference or from the runtime")
+    assert (caught.value.search.passed, caught.value.certificate.passed) == (True, False)
+    assert not (tmp_path / "out.onnx").exists()
 
 
 @pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (1.0, False)])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from export.dtype_inheritance import new_arange, new_linspace
 from export.inherit_dtype_mode import inherit_dtype
 from export.to_onnx.export_onnx import export_onnx, serialize
-from export.verification.sessions import open_session, run_session
+from tests.export.sessions import open_session, run_session
 
 HALF = torch.float16
 

@@ -18,7 +18,7 @@ from export.errors import ExportError
 from export.verification.accumulators import Risk
 from export.verification.budget import Budget
 from export.verification.metrics import compare
-from export.verification.sessions import Probe
+from export.verification.probe import Probe
 
 Certify = Callable[[onnx.ModelProto], Certificate]
 

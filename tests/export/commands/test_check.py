@@ -7,9 +7,9 @@ import pytest
 
 import halfserve
 from amp_core.checkpoint import Checkpoint, save_checkpoint
-from tests.export.leaks import pairs
+from tests.export.leaks.pairs import command_line, factories
 
-PAIRS = "tests.export.leaks.pairs"
+PAIRS = command_line.__name__
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +28,9 @@ def test_a_leak_is_shown_with_its_line_and_fix(capfd: pytest.CaptureFixture[str]
     monkeypatch.setenv("COLUMNS", "160")
     assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]") == 4
     out, err = capfd.readouterr()
-    lines = Path(pairs.__file__).read_text().splitlines()
+    lines = Path(factories.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "start = torch.zeros(len(x), 4)" in text)
-    assert f"pairs.py:{line}" in out
+    assert f"factories.py:{line}" in out
     assert "start = torch.zeros(len(x), 4)" in out
     assert "new_zeros(x, ...)" in out
     assert "Factory: 1 error" in out
@@ -60,7 +60,7 @@ def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, capfd: pytest.Ca
     checkpoint = Checkpoint(
         model=f"{PAIRS}:leaking",
         data="tests.export.models:rows",
-        weights=pairs.leaking().state_dict(),
+        weights=command_line.leaking().state_dict(),
         policy="native",
         dtype="float16",
         epoch=1,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from export.model_file import open_model
 from tests.export.onnx_files import in_one_file, sums, with_data_files
 
 Run = Callable[..., Result]
+LONG = "a" * 300
 
 
 def overflowing() -> onnx.ModelProto:
@@ -96,7 +98,20 @@ def test_json_is_one_object_and_nothing_else(run: Run) -> None:
 def test_without_samples_inputs_are_made_up(run: Run) -> None:
     result = run("in.onnx", "out.onnx", "--json", "--dim", "n=3")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["certificate"]["samples"] >= 3
+    certificate = json.loads(result.stdout)["certificate"]
+    assert certificate["samples"] >= 3
+    assert certificate["notes"] == ["the inputs were made up; give --samples for a verdict on your own"]
+
+
+def test_a_model_that_fails_on_made_up_inputs_asks_for_samples(run: Run, tmp_path: Path) -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]> g (float[n, m] x) => (float[n, k] y) {
+        s = Constant <value_ints = [-1, 7]> () y = Reshape (x, s) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "sevens.onnx")
+    result = run("sevens.onnx", "out.onnx")
+    assert isinstance(result.exception, ExportError)
+    assert "fails on the samples" in str(result.exception)
+    assert str(result.exception).endswith("the inputs were made up: give --samples, or sizes with --dim NAME=SIZE")
+    assert run("sevens.onnx", "out.onnx", "--dim", "m=14").exit_code == 0
 
 
 def test_without_verification_nothing_is_run(run: Run) -> None:
@@ -193,6 +208,7 @@ def test_over_budget_makes_no_repository(run: Run) -> None:
         (("in.onnx",), "give either the file to write or --repository, one of the two"),
         (("in.onnx", "out.onnx", "--repository", "models"), "give either the file to write or --repository"),
         (("in.onnx", "out.onnx", "--fp32-twin"), "--fp32-twin belong to --repository; leave the file to write out"),
+        (("in.onnx", "out.onnx", "--max-batch-size", "4"), "--fp32-twin belong to --repository; leave the file to write out"),
         (("in.onnx", "--repository", "models", "--overwrite"), "a version in a repository is never replaced"),
         (("in.onnx", "--repository", "models", "--no-verify"), "--repository needs verification; leave --no-verify out"),
         (("in.onnx", "--repository", "models", "--name", "../x"), "'../x' is no model name"),
@@ -210,6 +226,7 @@ def test_over_budget_makes_no_repository(run: Run) -> None:
         (("in.onnx", "out.onnx", "--certificate", "c.json", "--no-verify"), "--certificate needs verification"),
         (("in.onnx", "out.onnx", "--html"), "--html writes its page beside the certificate; give --certificate PATH too"),
         (("in.onnx", "out.onnx", "--dim", "n"), "--dim 'n' is not of the form NAME=SIZE"),
+        (("in.onnx", "out.onnx", "--dim", "n=²"), "--dim 'n=²' is not of the form NAME=SIZE"),
         (("in.onnx", "out.onnx", "--dim", "n=0"), "--dim 'n=0' is not of the form NAME=SIZE"),
         (
             ("in.onnx", "out.onnx", "--no-verify", "--block-node", "ad0"),
@@ -221,6 +238,18 @@ def test_over_budget_makes_no_repository(run: Run) -> None:
             ("in.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "none/c.json"),
             "cannot write the certificate none/c.json: expected a file",
         ),
+        (("in.onnx", "out.onnx", "--certificate", "in.onnx"), "cannot write the certificate to in.onnx: that is another file"),
+        (("in.onnx", "out.onnx", "--certificate", "./out.onnx"), "cannot write the certificate to out.onnx: that is another"),
+        (
+            ("in.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "in.npz"),
+            "cannot write the certificate to in.npz: that is another file of this command; give it a name of its own",
+        ),
+        (("in.onnx", "out.html", "--certificate", "out.json", "--html"), "cannot write the page to out.html: that is another"),
+        ((f"{LONG}.onnx", "out.onnx"), "cannot read the model a+.onnx: File name too long"),
+        (("in.onnx", f"{LONG}.onnx"), "cannot write a+.onnx: File name too long"),
+        (("in.onnx", "--repository", LONG), "cannot write to the repository a+: File name too long"),
+        (("in.onnx", "--repository", LONG, "--version", "1"), "cannot write to the repository a+: File name too long"),
+        (("in.onnx", "out.onnx", "--certificate", LONG), "cannot write the certificate a+: File name too long"),
     ],
 )
 def test_mistakes_are_one_line_and_change_nothing(arguments: tuple[str, ...], message: str, run: Run) -> None:
@@ -231,6 +260,20 @@ def test_mistakes_are_one_line_and_change_nothing(arguments: tuple[str, ...], me
         raise result.exception
     assert "\n" not in str(result.exception)
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_a_pipe_is_refused_and_not_waited_for(run: Run) -> None:
+    os.mkfifo("pipe.onnx")
+    result = run("pipe.onnx", "out.onnx")
+    assert isinstance(result.exception, ExportError)
+    assert str(result.exception) == "cannot read the model pipe.onnx: it is a pipe; expected a file"
+
+
+def test_a_circle_of_links_is_no_place_to_write_to(run: Run) -> None:
+    Path("circle.onnx").symlink_to("circle.onnx")
+    result = run("in.onnx", "circle.onnx")
+    assert isinstance(result.exception, ExportError)
+    assert "cannot write circle.onnx: Symlink loop" in str(result.exception)
 
 
 def test_converting_without_verification_does_not_import_torch(run: Run) -> None:

@@ -105,6 +105,14 @@ def test_the_certificate_and_the_twin_are_written_where_asked_for(save: Save, tm
     assert (tmp_path / "models" / "export" / "1" / "fp32" / "model.onnx").exists()
 
 
+def test_a_certificate_does_not_replace_the_checkpoint(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    checkpoint = save("cnn", "images")
+    before = checkpoint.read_bytes()
+    assert run(checkpoint, "--repository", tmp_path / "models", "--certificate", checkpoint) == 1
+    assert "that is another file of this command; give it a name of its own" in capfd.readouterr().err
+    assert checkpoint.read_bytes() == before
+
+
 def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint = save("cnn", "images", policy="cuda+fp32:batch_norm")
     assert run(checkpoint, "--repository", tmp_path / "models", "--json") == 0

@@ -97,7 +97,7 @@ def test_given_samples_are_repeated_to_the_longest(
         (("--dim", "depth=3"), "no input has a dimension 'depth'; there are batch, width, x.0, x.1"),
         (("--samples", "/nowhere.npz"), "cannot read the samples /nowhere.npz: No such file"),
         (("--labels", "/nowhere.npy"), "cannot read the labels /nowhere.npy: No such file"),
-        (("--html", "/nowhere/v.html"), "cannot write /nowhere/v.html: expected a file in a folder that exists"),
+        (("--html", "/nowhere/v.html"), "cannot write the page /nowhere/v.html: expected a file in a folder that exists"),
         (("--max-scaled-error", "-1"), "max_scaled_error is -1.0; expected a number of at least 0"),
     ],
 )
@@ -108,6 +108,16 @@ def test_wrong_options_are_one_line(
     out, err = capfd.readouterr()
     assert out == ""
     assert f"halfserve verify: {message}" in err
+
+
+@pytest.mark.parametrize(("option", "place"), [("--certificate", 0), ("--html", 1)])
+def test_a_verdict_replaces_no_model(
+    pair: tuple[Path, Path], option: str, place: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = pair[place].read_bytes()
+    assert run(*pair, option, pair[place]) == 1
+    assert "that is another file of this command; give it a name of its own" in capfd.readouterr().err
+    assert pair[place].read_bytes() == before
 
 
 @pytest.mark.parametrize(

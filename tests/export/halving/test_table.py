@@ -28,6 +28,13 @@ def test_it_shows_what_is_remarkable_and_counts_the_rest() -> None:
     assert "computes in float32 (2 subnormal)" in shown
 
 
+def test_a_result_prints_as_its_table() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(to_half(models.cnn()))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == text(models.cnn())
+
+
 def test_it_has_an_end() -> None:
     module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     for parameter in module.parameters():

@@ -11,14 +11,23 @@ from export.errors import ExportError
 from export.leaks.finder import find_dtype_leaks
 from export.leaks.finding import LeakReport
 from export.leaks.kinds import KINDS
-from tests.export.leaks import pairs
+from tests.export.leaks.pairs.cases import CASES
+from tests.export.leaks.pairs.factories import Factory, FactoryMended
+from tests.export.leaks.pairs.held import Complex, Turn
+from tests.export.leaks.pairs.masks import MaskedFill
+from tests.export.leaks.pairs.positions import Table
+from tests.export.leaks.pairs.projected import Projected
 
-FILE = str(Path(pairs.__file__).relative_to(Path.cwd())) if Path(pairs.__file__).is_relative_to(Path.cwd()) else pairs.__file__
+
+def file_of(model: type) -> str:
+    """The file of a class as findings name it."""
+    path = Path(inspect.getfile(model))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def marked_line(model: type) -> int:
     """The line that `# here` marks in a class, or in the class of a part of it."""
-    for owner in (model, *(pairs.Turn,) * (model is pairs.Complex)):
+    for owner in (model, *(Turn,) * (model is Complex)):
         lines, start = inspect.getsourcelines(owner)
         marked = [start + index for index, line in enumerate(lines) if "# here" in line]
         if marked:
@@ -31,29 +40,29 @@ def check(model: type[nn.Module]) -> LeakReport:
     return find_dtype_leaks(model(), torch.tensor([[0.5, -1.0, 1.5, 0.25], [-0.75, 1.0, 0.125, 2.0]]))
 
 
-@pytest.mark.parametrize("name", pairs.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_leak_is_found_at_its_line_and_nothing_else_is(name: str) -> None:
-    model, _, kind, severity, fix, symptom = pairs.CASES[name]
+    model, _, kind, severity, fix, symptom = CASES[name]
     report = check(model)
     assert not report.clean
     (found,) = [finding for finding in report.findings if finding.severity != "note"]
     assert (found.kind, found.severity, found.fix) == (kind, severity, fix)
-    assert (found.file, found.line) == (FILE, marked_line(model))
+    assert (found.file, found.line) == (file_of(model), marked_line(model))
     assert found.source.endswith("# here")
-    assert symptom.replace("PLACE", FILE) in found.symptom
+    assert symptom.replace("PLACE", file_of(model)).replace("PROJECTED", file_of(Projected)) in found.symptom
     assert found.kind in KINDS
 
 
-@pytest.mark.parametrize("name", [name for name, case in pairs.CASES.items() if case[1] is not None])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not None])
 def test_the_mended_twin_is_clean(name: str) -> None:
-    mended = pairs.CASES[name][1]
+    mended = CASES[name][1]
     assert mended is not None
     report = check(mended)
     assert report.findings == (), str(report)
 
 
 def test_several_leaks_are_found_in_one_run() -> None:
-    class Three(pairs.Projected):
+    class Three(Projected):
         def forward(self, x: Tensor) -> Tensor:
             x = self.project(x + torch.zeros(4))
             x = self.project(x.float())
@@ -69,13 +78,13 @@ def test_several_leaks_are_found_in_one_run() -> None:
 
 
 def test_a_line_that_runs_in_every_layer_is_one_finding() -> None:
-    report = find_dtype_leaks(nn.Sequential(*(pairs.MaskedFill() for _ in range(3))), torch.ones(2, 4))
+    report = find_dtype_leaks(nn.Sequential(*(MaskedFill() for _ in range(3))), torch.ones(2, 4))
     (found,) = report.errors
     assert (found.module, found.times) == ("0", 3)
 
 
 def test_a_rounded_back_factory_is_a_note() -> None:
-    class Quiet(pairs.Projected):
+    class Quiet(Projected):
         def forward(self, x: Tensor) -> Tensor:
             return self.project((x + torch.ones(4)).to(x.dtype))
 
@@ -86,7 +95,7 @@ def test_a_rounded_back_factory_is_a_note() -> None:
 
 
 def test_a_float32_output_by_choice_is_a_note() -> None:
-    class Logits(pairs.Projected):
+    class Logits(Projected):
         def forward(self, x: Tensor) -> Tensor:
             return self.project(x).float()
 
@@ -96,7 +105,7 @@ def test_a_float32_output_by_choice_is_a_note() -> None:
 
 
 def test_infinities_of_the_float32_model_are_not_blamed_on_float16() -> None:
-    class Logarithm(pairs.Projected):
+    class Logarithm(Projected):
         def forward(self, x: Tensor) -> Tensor:
             return self.project(x).relu().mul(0).log()
 
@@ -104,13 +113,13 @@ def test_infinities_of_the_float32_model_are_not_blamed_on_float16() -> None:
 
 
 def test_the_table_of_a_submodule_is_a_note_because_to_half_keeps_it() -> None:
-    report = find_dtype_leaks(nn.Sequential(nn.Linear(4, 4), pairs.Table()), torch.ones(2, 4))
+    report = find_dtype_leaks(nn.Sequential(nn.Linear(4, 4), Table()), torch.ones(2, 4))
     assert report.clean
     assert [(note.kind, note.module, note.fix) for note in report.notes] == [("kept_float32", "1", "to_half")]
 
 
 def test_lines_that_did_not_run_are_read() -> None:
-    class Branching(pairs.Projected):
+    class Branching(Projected):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) > 100:
                 x = x + torch.zeros(4)
@@ -127,7 +136,7 @@ def test_lines_that_did_not_run_are_read() -> None:
 
 
 def test_the_model_and_its_inputs_stay_as_they_were() -> None:
-    class Counting(pairs.Projected):
+    class Counting(Projected):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +150,7 @@ def test_the_model_and_its_inputs_stay_as_they_were() -> None:
 
 
 def test_nested_and_named_inputs_are_halved() -> None:
-    class Nested(pairs.Projected):
+    class Nested(Projected):
         def forward(self, batch: dict[str, list[Tensor]], *, scale: Tensor) -> dict[str, Tensor]:
             return {"y": self.project(batch["x"][0]) * scale}
 
@@ -149,7 +158,7 @@ def test_nested_and_named_inputs_are_halved() -> None:
 
 
 def test_a_history_in_an_attribute_does_not_hinder() -> None:
-    class Kept(pairs.Projected):
+    class Kept(Projected):
         def __init__(self) -> None:
             super().__init__()
             self.last = self.project(torch.ones(1, 4))
@@ -183,12 +192,12 @@ def test_a_script_module_has_no_lines() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 def test_what_torch_compile_wraps_is_checked() -> None:
-    report = find_dtype_leaks(torch.compile(pairs.Factory()), torch.ones(2, 4))  # type: ignore[arg-type]  # (it returns a module)
+    report = find_dtype_leaks(torch.compile(Factory()), torch.ones(2, 4))  # type: ignore[arg-type]  # (it returns a module)
     assert (report.model, len(report.errors)) == ("Factory", 1)
 
 
 def test_a_weight_that_stays_float32_must_be_used_through_its_module() -> None:
-    class Reading(pairs.Projected):
+    class Reading(Projected):
         def __init__(self) -> None:
             super().__init__()
             self.large = nn.Linear(4, 4)
@@ -204,7 +213,7 @@ def test_a_weight_that_stays_float32_must_be_used_through_its_module() -> None:
 
 
 def test_rounding_in_place_is_a_note() -> None:
-    class Accumulating(pairs.Projected):
+    class Accumulating(Projected):
         def forward(self, x: Tensor) -> Tensor:
             y = self.project(x)
             y += torch.ones(4)
@@ -216,7 +225,7 @@ def test_rounding_in_place_is_a_note() -> None:
 
 
 def test_a_number_that_leaves_torch_is_a_note() -> None:
-    class Scaled(pairs.Projected):
+    class Scaled(Projected):
         def forward(self, x: Tensor) -> Tensor:
             return self.project(x) * max(x.abs().max().item(), 1.0)
 
@@ -228,12 +237,12 @@ def test_a_number_that_leaves_torch_is_a_note() -> None:
 
 def test_the_callers_autocast_region_is_not_the_models() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert check(pairs.FactoryMended).findings == ()
+        assert check(FactoryMended).findings == ()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 def test_control_flow_operators_are_let_through() -> None:
-    class Branches(pairs.Projected):
+    class Branches(Projected):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a * 2, (x,))
             return self.project(y)

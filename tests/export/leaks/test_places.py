@@ -9,7 +9,7 @@ from torch import nn
 
 from export.leaks.places import Place, Whereabouts
 from export.leaks.regions import assigned_at, autocast_region
-from tests.export.leaks import pairs
+from tests.export.leaks.pairs.held import Attribute
 
 
 def test_a_frame_belongs_to_torch_a_library_or_the_user() -> None:
@@ -41,7 +41,7 @@ def test_files_are_named_as_short_as_can_be(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_an_assignment_is_found_in_the_class_or_its_parents() -> None:
-    class Child(pairs.Attribute):
+    class Child(Attribute):
         pass
 
     place = assigned_at(Child, "scale")

@@ -9,9 +9,9 @@ from export.certificate.certificate import BudgetExceeded
 from export.model_file import serialize
 from export.verification.accumulators import Checks, Risk, with_checks
 from export.verification.metrics import Array
-from export.verification.sessions import open_session, run_session
 from export.verification.simulate import round_every_node
 from export.verification.verify import verify
+from tests.export.sessions import open_session, run_session
 
 X = np.random.default_rng(1).uniform(-100, 100, (2, 6, 8)).astype(np.float16)
 WIDE = X.astype(np.float64)

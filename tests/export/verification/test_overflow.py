@@ -11,9 +11,9 @@ from export.certificate.certificate import BudgetExceeded
 from export.model_file import serialize
 from export.verification.executions import gpu_is_there
 from export.verification.metrics import Array
-from export.verification.sessions import open_session, run_session
 from export.verification.simulate import round_every_node
 from export.verification.verify import verify
+from tests.export.sessions import open_session, run_session
 from tests.export.verification.overflowing import EXAMPLES, Example
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from export.halving.to_half import to_half
 from export.to_onnx.export_onnx import export_onnx, serialize
 from export.verification.metrics import Array
-from export.verification.sessions import open_session, run_session
 from export.verification.simulate import round_every_node
 from tests.export import models
 from tests.export.chain import chain
+from tests.export.sessions import open_session, run_session
 
 
 def run(model: onnx.ModelProto, x: Array, level: str = "ORT_ENABLE_BASIC") -> Array:

@@ -7,8 +7,8 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from export.errors import ExportError
 from export.model_file import serialize
-from export.verification.sessions import open_session, run_session
 from export.verification.synthetic import synthesize
+from tests.export.sessions import open_session, run_session
 
 TEXT = """
 <ir_version: 8, opset_import: ["": 17]>

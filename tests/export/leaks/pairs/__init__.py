@@ -1,0 +1,1 @@
+"""One leaking model and its mended twin for each failure mode, by kind of leak."""
