@@ -1,24 +1,21 @@
-"""What clients notice of a model that is replaced while they use it: quiet spells and spells with a reload, in turn.
+"""What clients notice of a model that is replaced while they use it: windows with a reload beside quiet ones of the same run.
 
     python -m benchmarks.reloads
+    python -m benchmarks.reloads --model wide
 
-A server in a process of its own, clients that ask one after the other, and a reload by request in every other spell: the model
-is loaded, tried out in every batch size and switched to. Both kinds of spell are of the same run, so that what else the machine
-does falls on both.
+`halfserve serve` in a process of its own, and requests that come at random at a constant rate, timed from when they were to be
+sent: a server that stalls does not keep them from coming. Every reload brings a version whose file the server has not seen: it
+is tried out in a child process, loaded, run in every batch size and switched to. Quiet windows and those with one reload follow
+each other as A B A B. p99 is taken of each window by itself and compared within each pair; the median over all pairs is given
+with its 95 % confidence interval (of the sign test). Exits with 1 when a request failed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import multiprocessing
 import tempfile
-import threading
-import time
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import numpy as np
@@ -27,151 +24,117 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.footprint import resident_kb
-from benchmarks.serving_models import mlp
+from benchmarks.reloading.median import median_of
+from benchmarks.reloading.versions import MODELS, NAME, Versions, serving
+from benchmarks.reloading.windows import PERCENTILES, Windows, compare, measure
 from protos.inference_pb2 import ModelInferRequest, RepositoryModelLoadRequest
+from serve.benchmark.load.load_generator import LoadGenerator
+from serve.benchmark.load.order import Order, Target
 
 SERVICE = "/inference.GRPCInferenceService"
-NAME = "mlp"
-KINDS = ("quiet", "reload")
-
-
-@dataclass
-class Observed:
-    """What the clients saw.
-
-    Attributes:
-        latencies: (when asked, seconds until the answer), on time.perf_counter()'s clock.
-        failures: texts of errors.
-    """
-
-    latencies: list[tuple[float, float]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+WARM_UP_S = 2.0
+LOAD_TIMEOUT_S = 120.0
+# For a p99 of a window to have ten slower requests above it.
+FEWEST_REQUESTS = 1000
 
 
 def main(
     reloads: Annotated[int, typer.Option(min=1, help="How often the model is replaced.")] = 100,
-    clients: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
-    spell_s: Annotated[float, typer.Option("--spell", min=0.05, help="Seconds from one spell to the next.")] = 0.3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Annotated[str, typer.Option(help=f"What is served: {', '.join(MODELS)}.")] = "mlp",
+    rate: Annotated[float, typer.Option(min=1, help="Requests a second.")] = 2000.0,
+    window_s: Annotated[float, typer.Option("--window", min=0.05, help="Seconds of a window.")] = 1.25,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Replace a model under load and compare latencies with those of quiet spells."""
-    spawn = multiprocessing.get_context("spawn")
+    """Replace a model under load, and compare latencies with those of quiet windows of the same run."""
+    if model not in MODELS:
+        raise typer.BadParameter(f"--model {model!r} is not known; take one of {', '.join(MODELS)}")
+    if rate * window_s < FEWEST_REQUESTS and not as_json:
+        typer.echo(f"{rate * window_s:.0f} requests a window are few for a p99; {FEWEST_REQUESTS} would be enough", err=True)
     with tempfile.TemporaryDirectory() as folder:
-        _save(Path(folder))
-        ours, theirs = spawn.Pipe()
-        server = spawn.Process(target=_serve, args=(folder, theirs))
-        server.start()
-        try:
-            figures = _measure(f"127.0.0.1:{ours.recv()}", server.pid or 0, reloads, clients, spell_s)
-        finally:
-            server.terminate()
-            server.join()
+        versions = Versions.of(Path(folder), MODELS[model]())
+        with serving(Path(folder), threads) as (port, pid):
+            figures = _measure(port, pid, versions, reloads, Order(rate=rate, seconds=window_s, connections=4))
     if as_json:
-        typer.echo(json.dumps(figures))
+        typer.echo(json.dumps({"model": model, **figures}))
     else:
         _print(figures)
+    if figures["failed"]:
+        raise SystemExit(1)
 
 
-def _save(repository: Path) -> None:
-    (repository / NAME / "1").mkdir(parents=True)
-    (repository / NAME / "1" / "model.onnx").write_bytes(mlp().SerializeToString())
+def _measure(port: int, pid: int, versions: Versions, reloads: int, order: Order) -> dict[str, Any]:
+    target = Target(host="127.0.0.1", port=port, path=f"{SERVICE}/ModelInfer")
+    with LoadGenerator(target, [_request()]) as generator, grpc.insecure_channel(target.address) as channel:
+        ask = channel.unary_unary(f"{SERVICE}/RepositoryModelLoad")
+        message = RepositoryModelLoadRequest(model_name=NAME).SerializeToString()
 
+        def load() -> None:
+            ask(message, timeout=LOAD_TIMEOUT_S)
 
-def _serve(path: str, ready: Connection) -> None:
-    from serve.backends.onnxruntime_backend import OnnxRuntime  # noqa: PLC0415  (in the server's process alone)
-    from serve.control.options import ALL, ControlMode, ControlOptions  # noqa: PLC0415  (see above)
-    from serve.engine.backend import Placement  # noqa: PLC0415  (see above)
-    from serve.server import ServerOptions, serve  # noqa: PLC0415  (see above)
-
-    options = ServerOptions(
-        path=Path(path),
-        grpc_port=0,
-        placement=Placement(use_gpu=False, threads=1),
-        control=ControlOptions(mode=ControlMode.EXPLICIT, load_at_start=(ALL,)),
-    )
-    asyncio.run(serve(options, OnnxRuntime(), lambda told: ready.send(told.grpc_port)))
-
-
-def _measure(address: str, pid: int, reloads: int, clients: int, spell_s: float) -> dict[str, object]:
-    observed, stop = Observed(), threading.Event()
-    threads = [threading.Thread(target=_ask, args=(address, observed, stop)) for _ in range(clients)]
-    spells: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    loading_s = []
-    for thread in threads:
-        thread.start()
-    try:
-        with grpc.insecure_channel(address) as channel:
-            load = channel.unary_unary(f"{SERVICE}/RepositoryModelLoad")
-            time.sleep(4 * spell_s)
-            before_kb = resident_kb(pid)
-            for number in range(reloads):
-                for kind in KINDS:
-                    started = time.perf_counter()
-                    if kind == "reload":
-                        load(_load_request(number), timeout=60)
-                        loading_s.append(time.perf_counter() - started)
-                    time.sleep(max(0.0, started + spell_s - time.perf_counter()))
-                    spells[kind].append((started, time.perf_counter()))
-            grown_kb = resident_kb(pid) - before_kb
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        generator.run(Order(rate=order.rate, seconds=WARM_UP_S, connections=order.connections))
+        before_kb = resident_kb(pid)
+        quiet, reload = measure(generator, order, reloads, add=versions.add, load=load)
+        grown_kb = resident_kb(pid) - before_kb
+    loading = median_of(reload.loading_s)
     return {
         "reloads": reloads,
-        "requests": len(observed.latencies),
-        "failures": observed.failures,
-        "seconds_to_load": round(float(np.median(loading_s)), 4),
+        "requests": quiet.requests + reload.requests,
+        "failed": quiet.failed + reload.failed,
+        "errors": _errors(quiet, reload),
+        "requests_a_window": round((quiet.requests + reload.requests) / (2 * reloads)),
+        "seconds_to_load": round(loading.value, 4),
         "grown_kb": grown_kb,
-        **{kind: _percentiles(observed, spells[kind]) for kind in KINDS},
+        "quiet_ms": _figures(quiet),
+        "reload_ms": _figures(reload),
+        "difference_percent": {
+            f"p{q:g}": {name: round(figure, 1) for name, figure in vars(compare(quiet, reload, q)).items()}
+            for q in PERCENTILES[:3]
+        },
     }
 
 
-def _ask(address: str, observed: Observed, stop: threading.Event) -> None:
+def _request() -> bytes:
     request = ModelInferRequest(model_name=NAME, raw_input_contents=[np.ones(64, np.float16).tobytes()])
     request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
-    data = request.SerializeToString()
-    with grpc.insecure_channel(address) as channel:
-        infer = channel.unary_unary(f"{SERVICE}/ModelInfer")
-        while not stop.is_set():
-            started = time.perf_counter()
-            try:
-                infer(data, timeout=60)
-            except grpc.RpcError as error:
-                observed.failures.append(f"{error.code().name}: {error.details()}")
-            observed.latencies.append((started, time.perf_counter() - started))
-
-
-def _load_request(number: int) -> bytes:
-    request = RepositoryModelLoadRequest(model_name=NAME)
-    request.parameters["config"].string_param = json.dumps({"max_batch_size": 8 + number % 2})  # what changes is loaded anew
     return request.SerializeToString()
 
 
-def _percentiles(observed: Observed, spells: list[tuple[float, float]]) -> dict[str, float]:
-    """Of the latencies of requests that were sent in these spells, in milliseconds."""
-    starts = np.array([start for start, _ in spells])
-    ends = np.array([end for _, end in spells])
-    asked = np.array([when for when, _ in observed.latencies])
-    spell = np.searchsorted(starts, asked, side="right") - 1
-    inside = (spell >= 0) & (asked < ends[spell])
-    milliseconds = np.array([seconds for _, seconds in observed.latencies])[inside] * 1e3
-    return {f"p{q:g}": round(float(np.percentile(milliseconds, q)), 3) for q in (50, 90, 99, 99.9)}
+def _errors(*kinds: Windows) -> dict[str, int]:
+    errors: dict[str, int] = {}
+    for tally in (tally for kind in kinds for tally in kind.tallies):
+        for status, count in tally.errors.items():
+            errors[status] = errors.get(status, 0) + count
+    return errors
 
 
-def _print(figures: dict[str, object]) -> None:
-    table = Table("milliseconds", "p50", "p90", "p99", "p99.9")
-    for kind in KINDS:
-        row = figures[kind]
-        if isinstance(row, dict):
-            table.add_row(kind, *(f"{value:.2f}" for value in row.values()))
-    console = Console()
+def _figures(windows: Windows) -> dict[str, Any]:
+    p99 = median_of(windows.of_each(99.0))
+    pooled = zip(PERCENTILES, windows.together(), strict=True)
+    return {
+        "p99_of_a_window": {name: round(figure, 3) for name, figure in vars(p99).items()},
+        "all_windows_together": {f"p{q:g}": round(figure, 3) for q, figure in pooled},
+    }
+
+
+def _print(figures: dict[str, Any]) -> None:
+    table = Table("milliseconds", "p99 of a window (95 % interval)", *(f"p{q:g}" for q in PERCENTILES))
+    for kind in ("quiet", "reload"):
+        row = figures[f"{kind}_ms"]
+        p99, together = row["p99_of_a_window"], row["all_windows_together"].values()
+        median = f"{p99['value']:.2f} ({p99['low']:.2f} to {p99['high']:.2f})"
+        table.add_row(kind, median, *(f"{value:.2f}" for value in together))
+    console = Console(soft_wrap=True)
     console.print(table)
-    failures = figures["failures"]
-    failed = len(failures) if isinstance(failures, list) else 0
     console.print(
-        f"{figures['reloads']} reloads of {figures['seconds_to_load']} s, {figures['requests']} requests, {failed} failed, "
-        f"resident memory {figures['grown_kb']:+} kB"
+        f"Windows of {figures['requests_a_window']} requests, in turn; the difference within a pair, median of "
+        f"{figures['reloads']} pairs with its 95 % interval:"
+    )
+    for name, change in figures["difference_percent"].items():
+        console.print(f"{name} with a reload: {change['value']:+.1f} % ({change['low']:+.1f} to {change['high']:+.1f})")
+    console.print(
+        f"{figures['reloads']} reloads of {figures['seconds_to_load']} s, {figures['requests']} requests, "
+        f"{figures['failed']} failed, resident memory {figures['grown_kb']:+} kB"
     )
 
 

@@ -5,29 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
 
 from protos.datatypes import BY_ONNX
+from serve.backends.onnx_file import open_onnx
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
-
-
-def load_onnx(path: Path) -> onnx.ModelProto:
-    """Parse an ONNX file. Weights that lie in files beside it stay there; see `read_external_weights`.
-
-    Raises:
-        ModelLoadError: the file cannot be read or is not ONNX.
-    """
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except (DecodeError, ValueError, OSError) as error:
-        raise ModelLoadError(f"{path}: is not a readable ONNX file ({str(error).splitlines()[0]}); export it again") from None
-    if not model.HasField("graph") or not model.opset_import:
-        raise ModelLoadError(
-            f"{path}: is not an ONNX model (no graph in it); expected what torch.onnx.export or onnx.save writes"
-        )
-    return model
 
 
 def read_external_weights(model: onnx.ModelProto, path: Path) -> None:
@@ -49,7 +32,8 @@ def read_interface(path: Path) -> ModelInterface:
     Raises:
         ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
     """
-    graph = load_onnx(path).graph
+    with open_onnx(path) as opened:
+        graph = opened.model.graph
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     inputs = tuple(_spec(value, f"{path}: input") for value in graph.input if value.name not in constants)
     outputs = tuple(_spec(value, f"{path}: output") for value in graph.output)

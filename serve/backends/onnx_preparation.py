@@ -12,13 +12,14 @@ import onnx
 from onnx import TensorProto
 
 from serve.backends.border import set_border
-from serve.backends.onnx_interface import load_onnx, read_external_weights
+from serve.backends.onnx_file import OnnxFile, open_onnx
+from serve.backends.onnx_interface import read_external_weights
 from serve.backends.upcast import HALF_TYPES, half_types, upcast_to_fp32
 from serve.backends.weight_file import large_weights_bytes, move_weights
 from serve.engine.errors import ModelLoadError
 
 # From here on weights go to the runtime through a file; see weight_file.
-INLINE_BYTES = 4 << 20
+INLINE_BYTES = 1 << 18
 # Without a file: protobuf serializes at most 2 GiB, and half precision becomes twice as large.
 MAX_MESSAGE_BYTES = 1 << 30
 
@@ -47,29 +48,28 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
     Raises:
         ModelLoadError: the file or its external weights cannot be read, or there is no room for what is made of them.
     """
-    model = load_onnx(path)
-    halves = half_types(model)
-    names = " and ".join(name for number, name in HALF_TYPES.items() if number in halves)
-    border = _border(model, for_gpu=for_gpu)
-    if not halves or (for_gpu and not border):
-        yield PreparedModel(source=str(path), precision=names or "fp32")
-        return
-    read_external_weights(model, path)
-    precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
-    with _room_for_weights(model, path) as folder:
-        if folder is not None:
-            with _disk_may_be_full(folder, path):
-                move_weights(model, folder / "weights.bin", upcast=not for_gpu)
-        if not for_gpu:
-            upcast_to_fp32(model)
-        given_names = set_border(model, border)
-        yield PreparedModel(source=_saved(model, folder, path), precision=precision, given_names=given_names)
+    with open_onnx(path) as opened:
+        model = opened.model
+        halves = half_types(model)
+        names = " and ".join(name for number, name in HALF_TYPES.items() if number in halves)
+        border = _border(model, for_gpu=for_gpu)
+        if not halves or (for_gpu and not border):
+            yield PreparedModel(source=str(path), precision=names or "fp32")
+            return
+        read_external_weights(model, path)
+        precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
+        with _room_for_weights(opened) as folder:
+            _settle_weights(opened, folder, upcast=not for_gpu)
+            if not for_gpu:
+                upcast_to_fp32(model)
+            given_names = set_border(model, border)
+            yield PreparedModel(source=_saved(model, folder, path), precision=precision, given_names=given_names)
 
 
 @contextmanager
-def _room_for_weights(model: onnx.ModelProto, path: Path) -> Iterator[Path | None]:
+def _room_for_weights(opened: OnnxFile) -> Iterator[Path | None]:
     """A temporary folder for weights that are better off in a file; None where there are none."""
-    size = large_weights_bytes(model)
+    size = large_weights_bytes(opened)
     if size <= INLINE_BYTES:
         yield None
         return
@@ -78,11 +78,19 @@ def _room_for_weights(model: onnx.ModelProto, path: Path) -> Iterator[Path | Non
     except OSError as error:
         if size > MAX_MESSAGE_BYTES:
             reason = f"needs a temporary folder for its weights, and has none ({error}); set TMPDIR"
-            raise ModelLoadError(f"{path}: {reason}") from None
+            raise ModelLoadError(f"{opened.path}: {reason}") from None
         yield None
         return
     with folder as name:
         yield Path(name)
+
+
+def _settle_weights(opened: OnnxFile, folder: Path | None, *, upcast: bool) -> None:
+    if folder is None:
+        opened.take_in()
+        return
+    with _disk_may_be_full(folder, opened.path):
+        move_weights(opened, folder / "weights.bin", upcast=upcast)
 
 
 def _saved(model: onnx.ModelProto, folder: Path | None, path: Path) -> str | bytes:

@@ -40,6 +40,11 @@ class ProbeProcess:
         )
 
     @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether it can take a trial."""
         return self._process.poll() is None

@@ -45,7 +45,11 @@ def _types(model: ModelProto) -> Iterator[int]:
         yield from (t.data_type for t in graph.initializer)
         yield from (v.type.tensor_type.elem_type for v in (*graph.input, *graph.output))
     for node in _nodes(model):
-        yield from (a.i if a.name in TYPE_ATTRIBUTES else a.t.data_type for a in node.attribute)
+        for attribute in node.attribute:
+            if attribute.name in TYPE_ATTRIBUTES:
+                yield attribute.i
+            elif attribute.HasField("t"):  # to ask for what is not there takes longer
+                yield attribute.t.data_type
 
 
 def _graphs(model: ModelProto) -> Iterator[GraphProto]:
@@ -63,15 +67,21 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
         for node in pending.pop():
             yield node
             for attribute in node.attribute:
-                pending += [list(graph.node) for graph in (attribute.g, *attribute.graphs) if graph.node]
+                if attribute.HasField("g"):
+                    pending.append(list(attribute.g.node))
+                pending += [list(graph.node) for graph in attribute.graphs]
 
 
 def _upcast_attribute(attribute: AttributeProto) -> None:
     if attribute.name in TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
         attribute.i = FP32
-    for tensor in (attribute.t, *attribute.tensors):
+    if attribute.HasField("t"):
+        _upcast_tensor(attribute.t)
+    for tensor in attribute.tensors:
         _upcast_tensor(tensor)
-    for proto in (attribute.tp, *attribute.type_protos):
+    if attribute.HasField("tp"):
+        _upcast_type(attribute.tp)
+    for proto in attribute.type_protos:
         _upcast_type(proto)
 
 

@@ -66,9 +66,10 @@ def _look_into(model: Path) -> tuple[list[str], str | None]:
     """The data files that a model names, and the hash of the certificate that it names."""
     if model.suffix != ".onnx":
         return [], None
-    from serve.backends.onnx_interface import load_onnx  # noqa: PLC0415  (only where there is a certificate)
+    from serve.backends.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
 
-    message = load_onnx(model)
+    with open_onnx(model) as opened:
+        message = opened.model
     embedded = next((entry.value for entry in message.metadata_props if entry.key == EMBEDDED_KEY), None)
     return _locations(message), embedded
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from serve.control.short_turns import SHORT_TURNS
 from serve.engine.worker import Worker
 
 T = TypeVar("T")
@@ -34,7 +35,8 @@ class LoaderThread:
         def work() -> None:
             result, failure = None, None
             try:
-                result = function(*arguments)
+                with SHORT_TURNS.during():
+                    result = function(*arguments)
             except BaseException as error:  # noqa: BLE001  (whatever it is belongs to the caller, not to this thread)
                 failure = error
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more

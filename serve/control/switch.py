@@ -82,7 +82,7 @@ class Switch:
         self._core.states.set(name, files.version, State.LOADING, anew)
         self._core.notify()
         try:
-            model = (await self._thread.run(self._loader.load, files)).model()
+            model = await self._thread.run(self._make, files)
         except ModelLoadError as error:
             self._refuse(path, name, [files.version], error)
             return error
@@ -96,6 +96,10 @@ class Switch:
         self._core.replace(name, list(served.values()))
         logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
         return None
+
+    def _make(self, files: ModelFiles) -> Model:
+        """On the loader's thread, to the end: starting the model's own threads takes as long as the machine lets them wait."""
+        return self._loader.load(files).model()
 
     def _refuse(self, path: Path, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
         reason = _for_clients(str(error), path)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ import onnxruntime as ort
 import pytest
 
 from protos.model_config_pb2 import ModelConfig
+from serve.backends import crash_probe
 from serve.backends.crash_probe import CrashProbe, Trial
 from serve.backends.crash_verdicts import CrashVerdicts
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.backends.onnxruntime_session import Providers
 from serve.backends.optimization_level import KEY, OptimizationLevel
+from serve.backends.probe_child import NICENESS
 from serve.backends.probe_process import ProbeProcess
 from serve.backends.runtimes import probing_runtimes
 from serve.backends.session_settings import SessionSettings
@@ -89,7 +92,10 @@ def test_a_level_that_the_configuration_names_is_taken_without_a_trial(probing: 
     assert probing.started == []
 
 
-def test_sound_models_share_a_process_and_are_tried_once(probing: Probing, tmp_path: Path) -> None:
+def test_sound_models_share_a_process_and_are_tried_once(
+    probing: Probing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crash_probe, "IDLE_S", 60.0)  # however slow the machine
     runtime = OnnxRuntime(probing.probe)
     for name in ("a", "b", "a"):
         path = save_mlp(tmp_path / f"{name}.onnx") if name == "a" else save_picky(tmp_path / f"{name}.onnx")
@@ -98,6 +104,12 @@ def test_sound_models_share_a_process_and_are_tried_once(probing: Probing, tmp_p
         assert KEY not in config.parameters
     assert len(probing.started) == 1
     assert len(list(probing.folder.iterdir())) == 2
+
+
+def test_trials_give_way_to_the_server(probing: Probing, tmp_path: Path) -> None:
+    assert probing.level(save_mlp(tmp_path / "m.onnx")) is OptimizationLevel.ALL
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, probing.started[0].pid) == min(19, own + NICENESS)
 
 
 def test_a_refusal_is_no_crash(probing: Probing, tmp_path: Path) -> None:

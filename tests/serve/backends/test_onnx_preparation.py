@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends import onnx_preparation, weight_file
+from serve.backends import onnx_file, onnx_outline, onnx_preparation
 from serve.backends.onnx_preparation import PreparedModel, prepared
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import Array
@@ -19,10 +19,12 @@ from tests.models import save_mlp, save_model
 X = np.random.default_rng(4).standard_normal((3, 64)).astype(np.float16)
 
 
-@pytest.fixture
-def moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of a few bytes count as large."""
-    monkeypatch.setattr(weight_file, "LARGE_BYTES", 100)
+@pytest.fixture(params=["left in the file", "in the message"])
+def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a few bytes count as large, and are where they are."""
+    for module in (onnx_file, onnx_outline):
+        monkeypatch.setattr(module, "LARGE_BYTES", 100)
+    monkeypatch.setattr(onnx_file, "SMALL_FILE_BYTES", 0 if request.param == "left in the file" else 1 << 20)
     monkeypatch.setattr(onnx_preparation, "INLINE_BYTES", 100)
 
 
@@ -37,10 +39,16 @@ def inline_answer(path: Path) -> Array:
         return answer(model)
 
 
-def test_weights_in_a_file_give_the_same_answers(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.fixture
+def mlp(tmp_path: Path) -> tuple[Path, Array]:
+    """A model, and its answer from weights in the message."""
     path = save_mlp(tmp_path / "m.onnx")
-    expected = inline_answer(path)
-    request.getfixturevalue("moving")
+    return path, inline_answer(path)
+
+
+@pytest.mark.usefixtures("mlp", "moving")
+def test_weights_in_a_file_give_the_same_answers(mlp: tuple[Path, Array]) -> None:
+    path, expected = mlp
     with prepared(path, for_gpu=False) as model:
         assert isinstance(model.source, str)
         folder = Path(model.source).parent
@@ -49,6 +57,21 @@ def test_weights_in_a_file_give_the_same_answers(tmp_path: Path, request: pytest
         assert model.precision == "fp32 (the fp16 model, upcast)"
         np.testing.assert_array_equal(answer(model), expected, strict=True)
     assert not folder.exists()
+
+
+@pytest.mark.usefixtures("mlp", "moving")
+def test_weights_beside_the_file_and_in_it_give_the_same_answers(mlp: tuple[Path, Array]) -> None:
+    path, expected = mlp
+    model = onnx.load(path)
+    first = model.graph.initializer[0]
+    (path.parent / "beside.bin").write_bytes(first.raw_data)
+    first.ClearField("raw_data")
+    first.data_location = TensorProto.EXTERNAL
+    first.external_data.add(key="location", value="beside.bin")
+    path.write_bytes(model.SerializeToString())
+    with prepared(path, for_gpu=False) as model_in_files:
+        assert isinstance(model_in_files.source, str)
+        np.testing.assert_array_equal(answer(model_in_files), expected, strict=True)
 
 
 @pytest.mark.usefixtures("moving")

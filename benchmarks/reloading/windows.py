@@ -1,0 +1,95 @@
+"""What clients see in windows of equal length, some with a reload and some without."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.reloading.median import Median, median_of
+from serve.benchmark.load.histogram import LatencyHistogram
+from serve.benchmark.load.load_generator import LoadGenerator
+from serve.benchmark.load.order import Order, Tally
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+BEGIN = 0.1  # of a window passes before the reload
+
+
+@dataclass
+class Windows:
+    """Those of one kind.
+
+    Attributes:
+        tallies: of each window, in order.
+        loading_s: seconds from asking for each reload until it was done; none for quiet windows.
+    """
+
+    tallies: list[Tally] = field(default_factory=list)
+    loading_s: list[float] = field(default_factory=list)
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed."""
+        return sum(tally.failed for tally in self.tallies)
+
+    @property
+    def requests(self) -> int:
+        """Requests that were answered."""
+        return sum(tally.latency.total for tally in self.tallies)
+
+    def of_each(self, percentile: float) -> list[float]:
+        """A percentile of every window's latencies, in milliseconds."""
+        return [tally.latency.percentiles_ms([percentile])[0] for tally in self.tallies]
+
+    def together(self) -> list[float]:
+        """PERCENTILES of the latencies of all windows together, in milliseconds."""
+        return LatencyHistogram.merged(tally.latency for tally in self.tallies).percentiles_ms(PERCENTILES)
+
+
+def compare(quiet: Windows, reload: Windows, percentile: float) -> Median:
+    """How much a percentile is greater in windows with a reload than in the quiet ones beside them, in percent."""
+    pairs = zip(quiet.of_each(percentile), reload.of_each(percentile), strict=True)
+    return median_of([100 * (with_reload / without - 1) for without, with_reload in pairs])
+
+
+def measure(
+    generator: LoadGenerator, order: Order, pairs: int, *, add: Callable[[], None], load: Callable[[], None]
+) -> tuple[Windows, Windows]:
+    """Windows without and with a reload, in turn: what changes slowly falls on both alike.
+
+    Args:
+        generator: of the load.
+        order: for each window.
+        pairs: of windows.
+        add: leaves what is to be loaded, outside of the windows.
+        load: has the model replaced; returns once it is.
+    """
+    quiet, reload = Windows(), Windows()
+    for _ in range(pairs):
+        add()
+        quiet.tallies.append(generator.run(order).tally)
+        _with_reload(generator, order, load, reload)
+    return quiet, reload
+
+
+def _with_reload(generator: LoadGenerator, order: Order, load: Callable[[], None], windows: Windows) -> None:
+    trouble: list[BaseException] = []
+
+    def work() -> None:
+        time.sleep(BEGIN * (order.seconds or 0.0))
+        started = time.perf_counter()
+        try:
+            load()
+        except BaseException as error:  # noqa: BLE001  (raised below, where somebody sees it)
+            trouble.append(error)
+        windows.loading_s.append(time.perf_counter() - started)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        windows.tallies.append(generator.run(order).tally)
+    finally:
+        thread.join()
+    if trouble:
+        raise trouble[0]
