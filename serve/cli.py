@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,17 +13,22 @@ from typing import Annotated
 
 import typer
 
+from serve.addresses import addresses
 from serve.control.options import ControlMode, ControlOptions
-from serve.departure import leave_threads_behind
+from serve.departure import leave_at_once, leave_threads_behind
 from serve.engine.backend import Placement
 from serve.engine.batching import BatchingOptions
 from serve.engine.config import Defaults
 from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
+from serve.lost_device import LostDeviceError
 from serve.observability.options import AccessLog, ObserveOptions
+from serve.ready_lines import print_json, print_text, tell_again
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
 from serve.server import Ready, ServerOptions
+from serve.supervisor.endings import LOST_DEVICE_CODE
+from serve.supervisor.inheritance import Inheritance, take_over
 from serve.transports.choice import TransportName
 from serve.transports.transport import BindError
 
@@ -143,6 +148,12 @@ def serve(
         typer.Option(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on."),
     ] = 0.0,
     drain_seconds: Annotated[float, typer.Option(min=0.1, help="Time for requests in flight after SIGTERM.")] = 30.0,
+    supervise: Annotated[
+        bool,
+        typer.Option(
+            "--supervise", help="Serve in a worker process, and start it anew when it ends; clients keep the address."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
     """Serve models over gRPC and REST in batches until SIGTERM or Ctrl-C.
@@ -157,6 +168,9 @@ def serve(
         raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and --tls-client-ca only with them")
+    inherited = take_over(os.environ)
+    if supervise and inherited is None:
+        _check_supervised(transport)
     limits = ClientLimits(requests_per_s=client_rate, burst=client_burst, max_concurrent=client_concurrency)
     security = SecurityOptions(
         tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca) if tls_cert and tls_key else None,
@@ -207,18 +221,36 @@ def serve(
         http=rest if http else None,
         security=security,
     )
+    if supervise and inherited is None:
+        from serve.supervisor.launch import become_supervisor  # noqa: PLC0415  (needs what Windows does not have)
+
+        has_files = security.tls is not None or security.token_file is not None
+        become_supervisor(addresses(options), hang_up_reloads=has_files)
     scheme = "http" if security.tls is None else "https"
-    _run(options, _print_json if as_json else partial(_print_text, scheme=scheme))
+    tell = print_json if as_json else partial(print_text, scheme=scheme)
+    _run(options, partial(tell_again, restarts=inherited.restarts) if inherited and inherited.restarts else tell, inherited)
 
 
-def _run(options: ServerOptions, on_ready: Callable[[Ready], None]) -> None:
+def _check_supervised(transport: TransportName) -> None:
+    if sys.platform == "win32":
+        raise typer.BadParameter("--supervise needs processes that inherit sockets, which Windows does not have; leave it out")
+    if transport is TransportName.GRPCIO:
+        raise typer.BadParameter(
+            "--supervise needs --transport nghttp2: grpcio cannot take over sockets; leave one of them out"
+        )
+
+
+def _run(options: ServerOptions, on_ready: Callable[[Ready], None], inherited: Inheritance | None) -> None:
     # Here, so that `halfserve serve --help` does not wait for them.
     from serve import server  # noqa: PLC0415  (see above)
     from serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
-        runner.run(server.serve(options, probing_runtimes(), on_ready))
+        try:
+            runner.run(server.serve(options, probing_runtimes(), on_ready, inherited))
+        except LostDeviceError:
+            leave_at_once(LOST_DEVICE_CODE)  # a driver that is asked to clean up after itself may never come back
     leave_threads_behind()
 
 
@@ -229,38 +261,3 @@ def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
-
-
-def _print_text(ready: Ready, scheme: str) -> None:
-    for model in ready.models:
-        batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
-        typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
-    if ready.http_port is not None:
-        metrics = "" if ready.metrics_port is None else f", metrics on {ready.host}:{ready.metrics_port}"
-        typer.echo(f"REST and a page on {scheme}://{ready.host}:{ready.http_port}/{metrics}")
-    if ready.admin_port is not None:
-        typer.echo(f"administration on {ready.host}:{ready.admin_port}")
-    typer.echo(f"gRPC on {ready.host}:{ready.grpc_port}, ready in {ready.seconds:.2f} s; Ctrl-C stops")
-
-
-def _print_json(ready: Ready) -> None:
-    models = [
-        {
-            "name": model.name,
-            "version": model.version,
-            "provider": model.provider,
-            "precision": model.precision,
-            "max_batch_size": model.max_batch_size,
-        }
-        for model in ready.models
-    ]
-    line = {
-        "host": ready.host,
-        "grpc_port": ready.grpc_port,
-        "http_port": ready.http_port,
-        "metrics_port": ready.metrics_port,
-        "admin_port": ready.admin_port,
-        "seconds": round(ready.seconds, 3),
-        "models": models,
-    }
-    typer.echo(json.dumps(line))

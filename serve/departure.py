@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from typing import NoReturn
 
 WAIT_S = 0.5  # for threads that have been told to end
 
@@ -25,7 +26,12 @@ def leave_threads_behind(code: int = 0) -> None:
         if thread.daemon and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+                leave_at_once(code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process here: what was written goes out, and nothing else is cleaned up."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +24,14 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.http.options import HttpOptions
 from serve.http.start import start_http
+from serve.lost_device import LostDevice
 from serve.observability.options import ObserveOptions
 from serve.protocol.service import Service
 from serve.security.options import SecurityOptions
 from serve.security.security import Security
 from serve.signals import stop_on_signal
+from serve.supervisor.handover import ADMIN, GRPC
+from serve.supervisor.inheritance import Inheritance
 from serve.transports.choice import TransportName, make_transport
 from serve.transports.transport import Transport
 
@@ -95,13 +99,22 @@ class Ready:
     admin_port: int | None = None
 
 
-async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Ready], None]) -> None:
+async def serve(
+    options: ServerOptions, runtime: Runtime, on_ready: Callable[[Ready], None], inherited: Inheritance | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
     From the signal on health says NOT_SERVING; after the lame-duck delay new calls are refused, and what was taken is answered.
     A second signal ends the process at once.
 
+    Args:
+        options: how.
+        runtime: reads and runs models.
+        on_ready: is called once requests are taken.
+        inherited: what a supervisor has given this process, whose end is a signal too; None where there is none.
+
     Raises:
+        LostDeviceError: under a supervisor only: a device does not compute for this process any more.
         ModelLoadError: a model cannot be served.
         BindError: the address cannot be listened on.
         SecurityError: a certificate, a key or the file of tokens cannot be used.
@@ -109,6 +122,12 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
     started = time.monotonic()
     stop = stop_on_signal()
     core = InferenceCore([])
+    lost = LostDevice(stop, is_supervised=inherited is not None)
+    core.on_lost_device = lost.tell
+    if inherited is not None:
+        inherited.attend(stop.set)
+        core.figures.readings["worker_restarts"] = lambda: inherited.restarts
+    sockets = {} if inherited is None else inherited.sockets
     core.slots = options.batching.slots()
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     security.warn_if_exposed(options.host)
@@ -121,34 +140,43 @@ async def serve(options: ServerOptions, runtime: Runtime, on_ready: Callable[[Re
         )
         listening: list[Transport | RestServer] = []
         try:
-            admin_port = await _listen_for_admin(options, service, security, listening)
-            transport = make_transport(options.transport, service, options.host, options.grpc_port, security.main)
+            admin_port = await _listen_for_admin(options, service, security, listening, sockets.get(ADMIN, ()))
+            transport = make_transport(
+                options.transport, service, options.host, options.grpc_port, security.main, sockets.get(GRPC, ())
+            )
             port = await transport.start()
             listening.append(transport)
-            rest = await start_http(core, service, options.host, options.http, security.main)
+            rest = await start_http(core, service, options.host, options.http, security.main, sockets)
             if rest is not None:
                 listening.append(rest)
             security.start()
             # What is there by now stays as long as the server: the collector need not walk through it while requests wait.
             gc.freeze()
+            if inherited is not None:
+                inherited.tell_ready()  # first: who ends this process once it is said to be ready has to see another one
             on_ready(_ready(core, options, started, port, rest, admin_port))
             await stop.wait()
-            await _lame_duck(core, options.control.lame_duck_s)
+            await _lame_duck(core, lost.shorten(options.control.lame_duck_s))
         finally:
             security.close()
-            await _drain(core, listening, options.drain_s)
+            await _drain(core, listening, lost.shorten(options.drain_s))
             service.observability.close()
     finally:
         control.close()
+    lost.check()
 
 
 async def _listen_for_admin(
-    options: ServerOptions, service: Service, security: Security, listening: list[Transport | RestServer]
+    options: ServerOptions,
+    service: Service,
+    security: Security,
+    listening: list[Transport | RestServer],
+    sockets: Sequence[socket.socket],
 ) -> int | None:
     """Before the main port, whose figures are to be read where both tell some."""
     if security.admin is None:
         return None
-    transport = make_transport(options.transport, service, options.host, security.admin_port or 0, security.admin)
+    transport = make_transport(options.transport, service, options.host, security.admin_port or 0, security.admin, sockets)
     port = await transport.start()
     listening.append(transport)
     return None if security.admin.socket is not None else port

@@ -33,6 +33,12 @@ BELOW = {
         "serve.observability",
         "serve.engine",
     },
+    "serve/supervisor": {
+        "serve.supervisor",
+        "serve.security.private_socket",
+        "serve.transports.transport",
+        "serve.engine.errors",
+    },
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},
     "serve/benchmark": {"serve.benchmark", "serve.client", "serve.protocol.raw_tensors"},
 }

@@ -38,6 +38,7 @@ class InferenceCore:
         loadable: models that could be loaded by request.
         control: loads and unloads at run time; None where what was loaded at the start is all.
         slots: for the batches of all models on the CPU, to be set before there are models; None lets each run when it wants.
+        on_lost_device: is told what a copy's device said that computes for this process no more; to be set like `slots`.
     """
 
     def __init__(self, models: Iterable[Model]) -> None:
@@ -53,6 +54,7 @@ class InferenceCore:
         self.loadable: frozenset[str] = frozenset()
         self.control: Control | None = None
         self.slots: ComputeSlots | None = None
+        self.on_lost_device: Callable[[str], None] = lambda _: None
 
     @property
     def is_ready(self) -> bool:
@@ -67,6 +69,10 @@ class InferenceCore:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever models or readiness change, before the next request is taken; it must not raise."""
         self._listeners.append(listener)
+
+    def off_change(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._listeners.remove(listener)
 
     # What is served
 
@@ -101,10 +107,11 @@ class InferenceCore:
                 f"model version {version!r} is not a number; expected one such as '1', or '' for the latest"
             )
         served = self.versions(name)
-        found = next((m for m in served if m.version == int(version)), None)
+        number = version.lstrip("0") or "0"  # as text: Python reads no numbers of thousands of digits
+        found = next((m for m in served if str(m.version) == number), None)
         if found is None:
             known = ", ".join(str(m.version) for m in served)
-            raise NotFoundError(f"model {name!r} has no version {version}; served: {known}")
+            raise NotFoundError(f"model {name!r} has no version {version:.40}; served: {known}")
         return found
 
     def knows(self, name: str) -> bool:
@@ -200,6 +207,8 @@ class InferenceCore:
             if model in before.values():
                 continue
             self.states.clear(name, model.version, State.LOADING, State.UNAVAILABLE, State.UNLOADING)
+            for instance in model.batcher.instances:
+                instance.on_lost_device = self.on_lost_device
             if self.slots is not None and model.provider == ON_CPU:
                 model.batcher.compete(self.slots)
         gone = [model for model in before.values() if model not in models]

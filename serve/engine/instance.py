@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from serve.engine.backend import Backend
 from serve.engine.batch import Failed, run_batch
-from serve.engine.device_faults import InstanceLostError
+from serve.engine.device_faults import InstanceLostError, is_device_lost
 from serve.engine.errors import UnavailableError
 from serve.engine.memory_limit import MemoryLimit
 from serve.engine.requests import InferRequest
@@ -36,6 +36,14 @@ class _Job:
     fault: str | None = None
 
 
+@dataclass(frozen=True)
+class _NotLoaded:
+    """Why a copy could not be loaded anew."""
+
+    reason: str
+    device_is_lost: bool
+
+
 class Instance:
     """Runs batches one after the other, as long as it is up. To be used on the event loop only.
 
@@ -46,6 +54,7 @@ class Instance:
         fault: what the latest fault was; None before the first.
         memory: how many rows it computes at once.
         on_change: is called when it is up again, and each time that it could not be loaded anew.
+        on_lost_device: is told each time that it could not be loaded anew because the device computes for nobody here any more.
     """
 
     def __init__(self, backend: Backend, number: int, how: Supervision) -> None:
@@ -62,6 +71,7 @@ class Instance:
         self.fault: str | None = None
         self.memory = MemoryLimit(self.name)
         self.on_change: Callable[[Instance], None] = lambda _: None
+        self.on_lost_device: Callable[[str], None] = lambda _: None
         self._backend = backend
         self._number = number
         self._how = how
@@ -167,21 +177,23 @@ class Instance:
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker thread. Where there is no way to load anew, waiting until the thread is free again is all there is."""
-        loaded: Backend | str
+        loaded: Backend | _NotLoaded
         try:
             loaded = self._backend if self._how.reload is None else self._how.reload(self._number)
         except Exception as error:  # noqa: BLE001  (whatever a runtime raises must not end the thread)
-            loaded = _first_line(error)
+            loaded = _NotLoaded(_first_line(error), is_device_lost(error))
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(self._loaded, loop, loaded)
 
-    def _loaded(self, loop: asyncio.AbstractEventLoop, loaded: Backend | str) -> None:
+    def _loaded(self, loop: asyncio.AbstractEventLoop, loaded: Backend | _NotLoaded) -> None:
         if self._stopped:
             return
-        if isinstance(loaded, str):
-            self.fault = loaded
-            logger.error("%s: cannot be loaded anew (%s); the next try is in %g s", self.name, loaded, self._wait_s)
+        if isinstance(loaded, _NotLoaded):
+            self.fault = loaded.reason
+            logger.error("%s: cannot be loaded anew (%s); the next try is in %g s", self.name, loaded.reason, self._wait_s)
             self._bring_back_later(loop)
+            if loaded.device_is_lost:
+                self.on_lost_device(loaded.reason)
         else:
             self._backend = loaded
             self.is_up = True

@@ -145,7 +145,7 @@ class LoadedVersion:
     reload: Callable[[int], Backend] | None = None
 
     def model(self) -> Model:
-        """The version with its queue and counters. To be called where it is served, on the event loop."""
+        """The version with its queue and counters. Any thread may make it; from then on it is the event loop's."""
         return Model(
             name=self.files.name,
             version=self.files.version,

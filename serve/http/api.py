@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -34,9 +36,22 @@ def rest_routes(core: InferenceCore, service: Service, options: HttpOptions) -> 
     ]
 
 
-def application(routes: list[Route], host: str, options: HttpOptions, gate: Gate | None = None) -> App:
-    """An ASGI application that answers these routes to whom the gate lets in; None lets everybody in."""
+def application(routes: list[Route], host: str, options: HttpOptions) -> App:
+    """An ASGI application that answers these routes to everybody."""
+    return BrowserGuard(_answering(routes), host=host, allowed_hosts=options.allowed_hosts)
+
+
+def guarded_application(
+    routes_of: Callable[[Service], list[Route]], service: Service, host: str, options: HttpOptions, gate: Gate | None
+) -> App:
+    """The same for whom the gate lets in, and of what it lets them see; None lets everybody see everything."""
+    if gate is None:
+        return application(routes_of(service), host, options)
+    guarded = TokenGuard(lambda seen: _answering(routes_of(seen)), service, gate)
+    return BrowserGuard(guarded, host=host, allowed_hosts=options.allowed_hosts)
+
+
+def _answering(routes: list[Route]) -> Starlette:
     app = Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: on_unexpected})
     app.router.redirect_slashes = False
-    guarded: App = app if gate is None else TokenGuard(app, gate)
-    return BrowserGuard(guarded, host=host, allowed_hosts=options.allowed_hosts)
+    return app

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import ssl
+from collections.abc import Sequence
 from email.utils import formatdate
 from typing import Any
 
@@ -36,6 +38,7 @@ class HttpServer:
         limits: HttpLimits,
         option: str = "--http-port",
         tls: ssl.SSLContext | None = None,
+        listening: Sequence[socket.socket] = (),
     ) -> None:
         """A server that does not listen yet.
 
@@ -46,7 +49,9 @@ class HttpServer:
             limits: what clients may take.
             option: names the port in the text of a BindError.
             tls: with certificate and key loaded; None leaves it plain.
+            listening: sockets that another process listens on as well, in place of host and port.
         """
+        self._listening = listening
         self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
         self._config = Config(
@@ -62,7 +67,7 @@ class HttpServer:
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         self._state = ServerState()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
 
     @property
@@ -77,16 +82,8 @@ class HttpServer:
             BindError: the address is in use, not this machine's, or not allowed.
         """
         self._config.load()
-        loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                self._connection,
-                self._host,
-                self._port,
-                backlog=BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._limits.header_s,
-            )
+            await self._listen(asyncio.get_running_loop())
         except (OSError, OverflowError, UnicodeError) as error:
             number = getattr(error, "errno", None) or 0
             # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
@@ -96,13 +93,24 @@ class HttpServer:
                 f"choose another {self._option} (0 finds a free one) or --host"
             ) from None
         self._tell_time()
-        return int(self._server.sockets[0].getsockname()[1])
+        return int(self._servers[0].sockets[0].getsockname()[1])
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        header_s = None if self._tls is None else self._limits.header_s
+        given: list[dict[str, Any]] = [{"sock": one} for one in self._listening]
+        for where in given or [{"host": self._host, "port": self._port}]:
+            self._servers.append(
+                await loop.create_server(
+                    self._connection, **where, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=header_s
+                )
+            )
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, give requests in flight `grace_s` seconds to be answered, then close."""
-        if self._server is None:
+        if not self._servers:
             return
-        self._server.close()
+        for server in self._servers:
+            server.close()
         if self._clock is not None:
             self._clock.cancel()
         for connection in list(self._state.connections):

@@ -23,7 +23,7 @@ from serve.http.request_body import BodyReader, client_gone, header_length
 from serve.http.token_guard import PASS, peer_of
 from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import Service
-from serve.security.gate import Pass
+from serve.security.gate_pass import Pass
 
 T = TypeVar("T")
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping, Sequence
+
+from starlette.routing import Route
+
 from serve.engine.inference_core import InferenceCore
-from serve.http.api import application, rest_routes
+from serve.http.api import guarded_application, rest_routes
 from serve.http.http_server import HttpServer
 from serve.http.metrics import Metrics
 from serve.http.openapi import OpenApi
@@ -23,7 +28,13 @@ class RestServer:
     """
 
     def __init__(
-        self, core: InferenceCore, service: Service, host: str, options: HttpOptions, guard: Guard | None = None
+        self,
+        core: InferenceCore,
+        service: Service,
+        host: str,
+        options: HttpOptions,
+        guard: Guard | None = None,
+        listening: Mapping[str, Sequence[socket.socket]] | None = None,
     ) -> None:
         """A server that does not listen yet.
 
@@ -33,23 +44,36 @@ class RestServer:
             host: a name or address of this machine.
             options: ports and limits.
             guard: what stands before the ports; None lets everything in.
+            listening: sockets that another process listens on as well, in place of host and port: for "http" and "metrics".
         """
-        guard = guard or Guard()
+        guard, listening = guard or Guard(), listening or {}
         tls = None if guard.tls is None else guard.tls.context("http/1.1")
         self._core = core
-        metrics = Metrics(core)
-        routes = [*rest_routes(core, service, options), *metrics.routes(), *OpenApi(service).routes()]
+        self._options = options
         self._page = Page(core) if options.page else None
-        if self._page is not None:
-            routes += self._page.routes()
-        self.routes = routes
+        self.routes = self._routes(service)
         self._servers = [
-            HttpServer(application(routes, host, options, guard.gate), host, options.port, limits=options.limits, tls=tls)
+            HttpServer(
+                guarded_application(self._routes, service, host, options, guard.gate),
+                host,
+                options.port,
+                limits=options.limits,
+                tls=tls,
+                listening=listening.get("http", ()),
+            )
         ]
         if options.metrics_port is not None:
-            app = application(metrics.routes(), host, options, guard.gate)
+            app = guarded_application(_metrics, service, host, options, guard.gate)
             self._servers.append(
-                HttpServer(app, host, options.metrics_port, limits=options.limits, option="--metrics-port", tls=tls)
+                HttpServer(
+                    app,
+                    host,
+                    options.metrics_port,
+                    limits=options.limits,
+                    option="--metrics-port",
+                    tls=tls,
+                    listening=listening.get("metrics", ()),
+                )
             )
         self.port = 0
         self.metrics_port: int | None = None
@@ -71,9 +95,21 @@ class RestServer:
         if self._page is not None:
             self._page.start()
 
+    def _routes(self, service: Service) -> list[Route]:
+        """What the first port answers, of a service that may show some models only."""
+        core = service.core
+        routes = [*rest_routes(core, service, self._options), *_metrics(service), *OpenApi(service).routes()]
+        if self._page is not None:
+            routes += (self._page if core is self._core else self._page.showing(core)).routes()
+        return routes
+
     async def stop(self, grace_s: float) -> None:
         """Take no new requests, give those in flight `grace_s` seconds to be answered, then close."""
         if self._page is not None:
             self._page.stop()
         for server in self._servers:
             await server.stop(grace_s)
+
+
+def _metrics(service: Service) -> list[Route]:
+    return Metrics(service.core).routes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from serve.engine.inference_core import InferenceCore
@@ -14,9 +16,14 @@ if TYPE_CHECKING:
 
 
 async def start_http(
-    core: InferenceCore, service: Service, host: str, options: HttpOptions | None, guard: Guard | None = None
+    core: InferenceCore,
+    service: Service,
+    host: str,
+    options: HttpOptions | None,
+    guard: Guard | None = None,
+    listening: Mapping[str, Sequence[socket.socket]] | None = None,
 ) -> RestServer | None:
-    """A server that listens; None where there are no options for one.
+    """A server that listens, on sockets of its own or on these; None where there are no options for one.
 
     Raises:
         BindError: an address cannot be listened on; then none is.
@@ -25,6 +32,6 @@ async def start_http(
         return None
     from serve.http.rest_server import RestServer  # noqa: PLC0415  (see above)
 
-    server = RestServer(core, service, host, options, guard)
+    server = RestServer(core, service, host, options, guard, listening)
     await server.start()
     return server

@@ -9,6 +9,7 @@ from serve.engine.errors import InferenceError, UnauthenticatedError
 from serve.http.answers import error_answer
 from serve.http.browser_guard import App, Message
 from serve.http.statuses import http_status
+from serve.protocol.service import Service
 from serve.security.gate import Gate
 
 PASS = "halfserve.pass"  # noqa: S105  (where a request's scope holds what the gate gave)
@@ -17,11 +18,22 @@ CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
 
 
 class TokenGuard:
-    """An ASGI application around another."""
+    """An ASGI application around others: one answers whoever may see everything, and one each of the limited views."""
 
-    def __init__(self, app: App, gate: Gate) -> None:
-        self._app = app
+    def __init__(self, app_of: Callable[[Service], App], service: Service, gate: Gate) -> None:
+        """A guard.
+
+        Args:
+            app_of: makes an application that answers from a service.
+            service: knows all models.
+            gate: says who is let in, and what they see.
+        """
+        self._app_of = app_of
+        self._app = app_of(service)
+        self._service = service
         self._gate = gate
+        self._views: dict[Service, App] = {}
+        gate.on_change(self._views.clear)
 
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
@@ -40,7 +52,13 @@ class TokenGuard:
             await error_answer(status, text, headers)(scope, receive, send)
             return
         scope[PASS] = given
-        await self._app(scope, receive, send)
+        app = self._app if given.sees_all else self._view(given.service(self._service))
+        await app(scope, receive, send)
+
+    def _view(self, service: Service) -> App:
+        if service not in self._views:
+            self._views[service] = self._app_of(service)
+        return self._views[service]
 
 
 def peer_of(scope: Any) -> str:

@@ -18,6 +18,7 @@ READINGS = {
     "http_connections": ("gauge", "halfserve_http_connections", "Open HTTP connections"),
     "calls": ("gauge", "halfserve_calls", "gRPC calls in flight, streams included"),
     "access_log_dropped": ("counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"),
+    "worker_restarts": ("counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"),
     "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),
     "traces_dropped": ("counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"),
 }

@@ -51,10 +51,26 @@ class StreamMethod:
 
 
 class Service:
-    """Everything that can be called, by method path."""
+    """Everything that can be called, by method path.
+
+    Attributes:
+        core: the models.
+        inference: answers ModelInfer.
+        observability: what is logged and traced.
+        memory: what clients on this machine share.
+        server_version: told to clients.
+        unary: the methods with one message each way.
+        streams: the others.
+    """
 
     def __init__(
-        self, core: InferenceCore, *, server_version: str, shared_memory: bool = False, observe: ObserveOptions | None = None
+        self,
+        core: InferenceCore,
+        *,
+        server_version: str,
+        shared_memory: bool = False,
+        observe: ObserveOptions | None = None,
+        beside: Service | None = None,
     ) -> None:
         """A service.
 
@@ -63,17 +79,21 @@ class Service:
             server_version: told to clients.
             shared_memory: whether clients on this machine may leave tensors in shared memory.
             observe: what to log and trace from the start; None nothing.
+            beside: another service of the same server, whose shared memory and observability this one uses; the two options
+                above are that one's then.
 
         Raises:
             FailedPreconditionError: there are to be traces, and there cannot be any.
         """
-        self._core = core
-        self.observability = Observability(observe or ObserveOptions(), core, status_name)
-        settings = SettingsRpcs(core, self.observability)
-        memory = SharedMemory(enabled=shared_memory)
-        shared = SharedMemoryRpcs(memory)
-        self.inference = Inference(core, memory)
-        self._server_version = server_version
+        self.core = core
+        self.server_version = server_version
+        if beside is None:
+            self.observability = Observability(observe or ObserveOptions(), core, status_name)
+            self.memory = SharedMemory(enabled=shared_memory)
+        else:
+            self.observability, self.memory = beside.observability, beside.memory
+        self.inference = Inference(core, self.memory)
+        settings, shared = SettingsRpcs(core, self.observability), SharedMemoryRpcs(self.memory)
         health = Health(core, SERVICE)
         self.unary: dict[str, UnaryMethod] = {
             f"/{SERVICE}/{name}": UnaryMethod(request, answer)
@@ -104,7 +124,7 @@ class Service:
 
     def tell(self, name: str, read: Callable[[], float]) -> None:
         """Let metrics ask for a figure of the transport's, by a name that they know."""
-        self._core.figures.readings[name] = read
+        self.core.figures.readings[name] = read
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """The process answers."""
@@ -112,33 +132,33 @@ class Service:
 
     def server_ready(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         """Whether requests are taken; false while the server drains."""
-        return pb.ServerReadyResponse(ready=self._core.is_ready)
+        return pb.ServerReadyResponse(ready=self.core.is_ready)
 
     def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """Whether the model takes requests: not while it is loaded for the first time, was refused or is unloaded. One of which
         nothing is known is NOT_FOUND.
         """
-        return pb.ModelReadyResponse(ready=self._core.is_model_ready(request.name, request.version))
+        return pb.ModelReadyResponse(ready=self.core.is_model_ready(request.name, request.version))
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Name, version and the protocol extensions that are served."""
-        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self._server_version, extensions=EXTENSIONS)
+        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=EXTENSIONS)
 
     def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """A model's inputs and outputs, the batch dimension included."""
-        model = self._core.model(request.name, request.version)
-        return model_metadata(model, self._core.versions(request.name))
+        model = self.core.model(request.name, request.version)
+        return model_metadata(model, self.core.versions(request.name))
 
     def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         """A model's completed configuration."""
-        return pb.ModelConfigResponse(config=self._core.model(request.name, request.version).config)
+        return pb.ModelConfigResponse(config=self.core.model(request.name, request.version).config)
 
     def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """Counters of one model version, of all versions of a model, or of everything."""
         if request.version:
-            models = [self._core.model(request.name, request.version)]
+            models = [self.core.model(request.name, request.version)]
         elif request.name:
-            models = self._core.versions(request.name)
+            models = self.core.versions(request.name)
         else:
-            models = self._core.models()
+            models = self.core.models()
         return pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in models])

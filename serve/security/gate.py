@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
-from serve.protocol.observed_inference import WatchableInference
-from serve.security.client_limits import Share, Shares, network_of
-from serve.security.gated_inference import GatedInference
-from serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, OPEN_METHODS, OPEN_PATHS, Role, method_role, path_role
-from serve.security.token_file import Holder
-from serve.security.tokens import WRONG_TOKEN, Tokens
+from serve.engine.errors import InferenceError, PermissionDeniedError
+from serve.security.client_limits import Shares
+from serve.security.gate_pass import Bearer, Pass
+from serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, Role, method_role, path_role
+from serve.security.tokens import Tokens
+from serve.security.views import Views
 
 ADMIN_ELSEWHERE = "what changes the server is not served on this port; use the admin port or socket that it was started with"
 
@@ -42,13 +41,15 @@ class Gate:
         self._admin_elsewhere = admin_elsewhere
         self._count = count
         self._listeners: list[Callable[[], None]] = []
+        self._views = Views()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever somebody who was let in may not be any more, or may do less."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
-        """The tokens are others now."""
+        """The tokens are others now, or one of them has ended."""
+        self._views.keep(() if self._tokens is None else self._tokens.rights())
         for listener in self._listeners:
             listener()
 
@@ -59,8 +60,7 @@ class Gate:
             UnauthenticatedError: it shows no valid token.
             PermissionDeniedError: the token does not carry the role, or the RPC is for another port.
         """
-        role = method_role(path)
-        return self._admit(role, authorization, is_admin=path in ADMIN_METHODS, is_open=path in OPEN_METHODS)
+        return self._admit(method_role(path), authorization, is_admin=path in ADMIN_METHODS)
 
     def admit_path(self, path: str, authorization: bytes | None) -> Pass:
         """Let an HTTP request in.
@@ -69,95 +69,30 @@ class Gate:
             UnauthenticatedError: it shows no valid token.
             PermissionDeniedError: the token does not carry the role, or the path is for another port.
         """
-        is_admin, is_open = ADMIN_PATHS.fullmatch(path) is not None, OPEN_PATHS.fullmatch(path) is not None
-        return self._admit(path_role(path), authorization, is_admin=is_admin, is_open=is_open)
+        return self._admit(path_role(path), authorization, is_admin=ADMIN_PATHS.fullmatch(path) is not None)
 
-    def _admit(self, role: Role | None, authorization: bytes | None, *, is_admin: bool, is_open: bool) -> Pass:
+    def _admit(self, role: Role | None, authorization: bytes | None, *, is_admin: bool) -> Pass:
         try:
             if is_admin and self._admin_elsewhere:
                 raise PermissionDeniedError(ADMIN_ELSEWHERE)
-            holder = None if self._tokens is None or role is None else self._tokens.admit(authorization, role)
+            bearer = self._bearer(role, authorization)
         except InferenceError as error:
             self._count(error)
             raise
-        may_share = holder is None or not self._shared_memory or holder.may(Role.SHARED_MEMORY)
-        shares = None if is_open else self._shares
-        return Pass(holder, tokens=self._tokens, shares=shares, may_share=may_share, count=self._count)
-
-
-class Pass:
-    """What a gate gives to whom it lets in.
-
-    Attributes:
-        is_counted: whether calls are charged; health is free.
-    """
-
-    def __init__(
-        self,
-        holder: Holder | None,
-        *,
-        tokens: Tokens | None,
-        shares: Shares | None,
-        may_share: bool,
-        count: Callable[[InferenceError], None],
-    ) -> None:
-        """A pass.
-
-        Args:
-            holder: of the token; None where none is asked for.
-            tokens: that hold now.
-            shares: that calls are charged to; None charges nothing.
-            may_share: whether requests may name shared memory.
-            count: is told of what was refused.
-        """
-        self._holder = holder
-        self._tokens = tokens
-        self._shares = shares
-        self._may_share = may_share
-        self._count = count
-        self.is_counted = shares is not None
-
-    def charge(self, peer: str) -> None:
-        """Count one call that is no inference.
-
-        Args:
-            peer: the client's address, with its port.
-
-        Raises:
-            RateLimitedError: the client has taken its share.
-        """
-        share = self._share(peer)
-        try:
-            if share is not None:
-                share.charge()
-        except InferenceError as error:
-            self._count(error)
-            raise
-
-    def inference(self, inference: WatchableInference, peer: str) -> WatchableInference:
-        """The way in for inference requests: the plain one where there is nothing to look at.
-
-        Args:
-            inference: answers requests.
-            peer: the client's address, with its port.
-        """
-        share = self._share(peer)
-        if self._holder is None and share is None:
-            return inference
-        return GatedInference(
-            inference,
-            share=share,
-            check=None if self._holder is None else self._check,
-            may_share=self._may_share,
+        if bearer is not None:
+            rights = bearer.holder.rights
+        else:
+            rights = None if self._tokens is None else self._tokens.rights_of(authorization)
+        return Pass(
+            bearer,
+            rights=rights,
+            views=self._views,
+            shares=None if role is None else self._shares,  # health is free
+            may_share=bearer is None or not self._shared_memory or bearer.holder.may(Role.SHARED_MEMORY),
             count=self._count,
         )
 
-    def _check(self) -> None:
-        if self._tokens is not None and self._holder is not None and not self._tokens.holds(self._holder):
-            raise UnauthenticatedError(WRONG_TOKEN)
-
-    def _share(self, peer: str) -> Share | None:
-        if self._shares is None:
+    def _bearer(self, role: Role | None, authorization: bytes | None) -> Bearer | None:
+        if self._tokens is None or role is None:
             return None
-        # A name in the token file holds no colon: no address can be mistaken for one.
-        return self._shares.of(f"address:{network_of(peer)}" if self._holder is None else self._holder.name)
+        return Bearer(holder=self._tokens.admit(authorization, role), tokens=self._tokens)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import ssl
-from pathlib import Path
+import time
 from typing import Any
 
-from serve.security.errors import SecurityError
+from serve.security.expiry import DAY_S, ends_in
 from serve.security.options import TlsOptions
+from serve.security.reloadable import Reloadable
+from serve.security.reminder import Reminder
 from serve.security.tls_files import TlsFiles, read_tls_files
 
 logger = logging.getLogger(__name__)
 
-SOON_DAYS = 14
+SOON_S = 14 * DAY_S
 
 
 class Tls:
@@ -26,15 +28,10 @@ class Tls:
             SecurityError: they cannot be used.
         """
         self._options = options
-        self._files = read_tls_files(options)
+        self._files = Reloadable(lambda: read_tls_files(options), "new connections still meet the certificate from before")
+        self._reminder = Reminder()
         self._contexts: dict[str, ssl.SSLContext] = {}
-        self._warn_of_end()
-
-    @property
-    def paths(self) -> list[Path]:
-        """Of the files."""
-        options = self._options
-        return [path for path in (options.certificate, options.key, options.client_authorities) if path is not None]
+        self.look_at_clock()
 
     @property
     def asks_clients(self) -> bool:
@@ -55,16 +52,16 @@ class Tls:
         """The same for grpcio's server, which asks at every handshake whether there is something new."""
         import grpc  # noqa: PLC0415  (the fast transport does without it)
 
-        shown = self._files
+        shown = self._files.value
 
         def certificates(files: TlsFiles) -> Any:
             return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.client_authorities)
 
         def fetch() -> Any:
             nonlocal shown
-            if shown is self._files:
+            if shown is self._files.value:
                 return None
-            shown = self._files
+            shown = self._files.value
             return certificates(shown)
 
         return grpc.dynamic_ssl_server_credentials(certificates(shown), fetch, self.asks_clients)
@@ -74,34 +71,27 @@ class Tls:
 
         Files that cannot be used change nothing, and are logged.
         """
-        try:
-            files = read_tls_files(self._options)
-        except SecurityError as error:
-            logger.error("%s; new connections still meet the certificate from before", error)  # noqa: TRY400  (the text says it all)
-            return False
-        before, self._files = self._files, files
-        if (files.certificate, files.key, files.client_authorities) == (
-            before.certificate,
-            before.key,
-            before.client_authorities,
-        ):
+        if not self._files.reload():
             return False
         for context in self._contexts.values():
             self._fill(context)
-            _warn_of_lost(context, files)
-        logger.info("TLS certificate %s was read again; it is good for %.0f days", self._options.certificate, files.days_left)
-        self._warn_of_end()
+            _warn_of_lost(context, self._files.value)
+        logger.info("TLS certificate %s was read again", self._options.certificate)
+        self.look_at_clock()
         return True
 
-    def _fill(self, context: ssl.SSLContext) -> None:
-        self._files.load_into(context)
-        if self._files.client_authorities is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=self._files.client_authorities.decode("utf-8", "replace"))
+    def look_at_clock(self) -> None:
+        """Warn of a certificate that ends soon."""
+        now_s, ends_s = time.time(), self._files.value.ends_s
+        is_soon = ends_s - now_s < SOON_S
+        self._reminder.say(f"TLS certificate {self._options.certificate} {ends_in(ends_s, now_s)}" if is_soon else "")
 
-    def _warn_of_end(self) -> None:
-        if self._files.days_left < SOON_DAYS:
-            logger.warning("TLS certificate %s expires in %.1f days", self._options.certificate, self._files.days_left)
+    def _fill(self, context: ssl.SSLContext) -> None:
+        files = self._files.value
+        files.load_into(context)
+        if files.client_authorities is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=files.client_authorities.decode("utf-8", "replace"))
 
 
 def _warn_of_lost(context: ssl.SSLContext, files: TlsFiles) -> None:

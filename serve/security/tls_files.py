@@ -7,13 +7,13 @@ import os
 import ssl
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from serve.security.errors import SecurityError
 from serve.security.options import TlsOptions
-from serve.security.trial_handshake import days_left
+from serve.security.trial_handshake import end_of
 
 CERTIFICATE, KEY = b"-----BEGIN CERTIFICATE-----", b"PRIVATE KEY-----"
 
@@ -26,13 +26,13 @@ class TlsFiles:
         certificate: PEM, the server's own first.
         key: PEM.
         client_authorities: PEM; None where clients need no certificate.
-        days_left: for which the server's certificate is good.
+        ends_s: when the server's certificate ends, in seconds since the epoch.
     """
 
     certificate: bytes
     key: bytes
     client_authorities: bytes | None
-    days_left: float
+    ends_s: float
 
     def load_into(self, context: ssl.SSLContext) -> None:
         """Have new handshakes show this certificate. It comes from one file, so that no change on disk falls in between."""
@@ -53,14 +53,13 @@ def read_tls_files(options: TlsOptions) -> TlsFiles:
     if options.client_authorities is not None:
         authorities = _read("client authorities", options.client_authorities, CERTIFICATE)
         _check_authorities(authorities, options.client_authorities)
-    files = TlsFiles(certificate=certificate, key=key, client_authorities=authorities, days_left=0.0)
+    files = TlsFiles(certificate=certificate, key=key, client_authorities=authorities, ends_s=0.0)
     trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         files.load_into(trial)
     except ssl.SSLError as error:
         raise SecurityError(_misfit(error, options)) from None
-    days = days_left(trial, certificate.decode("utf-8", "replace"), str(options.certificate))
-    return TlsFiles(certificate=certificate, key=key, client_authorities=authorities, days_left=days)
+    return replace(files, ends_s=end_of(trial, certificate.decode("utf-8", "replace"), str(options.certificate)))
 
 
 def _read(what: str, path: Path, expected: bytes) -> bytes:

@@ -2,6 +2,9 @@
 
     # comment
     alice:sha256$3a7bd3e2360a3d29eea436fcfb7e44c735d117c42d1c1835420b6b9942dd4f1b:infer,metrics
+    bob:sha256$...:infer expires=2027-01-31T12:00:00Z model=digits* model=mnist
+
+After the roles there may be attributes: when the token ends, and the models that its holder may use.
 
 A token has 256 random bits, so a plain hash keeps it: there is nothing to guess, and nothing for a slow hash to slow down.
 """
@@ -16,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.security.errors import SecurityError
+from serve.security.model_rights import ModelRights, model_rights
 from serve.security.roles import Role
+from serve.security.token_attributes import WORD, read_attributes, write_attributes
 
 PREFIX = "hs_"  # lets people and scanners for leaked secrets see what it is
 TOKEN_BYTES = 32
@@ -33,30 +38,44 @@ class Holder:
         name: in metrics and limits; never told to other clients.
         digest: SHA-256 of the token.
         roles: what it may do.
+        expires_s: when it ends, in seconds since the epoch; None where it does not.
+        rights: the models that it may use; None stands for all.
     """
 
     name: str
     digest: bytes
     roles: frozenset[Role]
+    expires_s: float | None = None
+    rights: ModelRights | None = None
 
     def may(self, role: Role) -> bool:
         """Whether this role is among those held; an administrator has them all."""
         return role in self.roles or Role.ADMIN in self.roles
 
 
-def new_token(name: str, roles: Iterable[Role]) -> tuple[str, str]:
+def new_token(
+    name: str, roles: Iterable[Role], *, expires_s: float | None = None, models: Iterable[str] = ()
+) -> tuple[str, str]:
     """A token, and its line for the file.
 
+    Args:
+        name: of who will hold it.
+        roles: what it may do.
+        expires_s: when it ends, in seconds since the epoch; None has no end.
+        models: names, or patterns of names, that it may use; none stands for all.
+
     Raises:
-        SecurityError: the name cannot stand in the file, or there is no role.
+        SecurityError: the name, the end or a model cannot stand in the file, or there is no role.
     """
     held = list(dict.fromkeys(roles))
     if not NAME.fullmatch(name):
         raise SecurityError(f"token name {name[:80]!r} is not valid, expected up to 64 of A-Z a-z 0-9 _ . @ -")
     if not held:
         raise SecurityError(f"token {name!r} has no role, expected some of {', '.join(Role)}")
+    attributes = write_attributes(expires_s, model_rights(list(models)))
     token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-    return token, f"{name}:sha256${hashlib.sha256(token.encode()).hexdigest()}:{','.join(held)}"
+    line = f"{name}:sha256${hashlib.sha256(token.encode()).hexdigest()}:{','.join(held)}"
+    return token, " ".join([line, *attributes])
 
 
 def read_tokens(path: Path) -> list[Holder]:
@@ -96,15 +115,24 @@ def _says(line: str) -> bool:
 def _holder(line: str, where: str) -> Holder:
     # The line is not quoted: whoever mistook the token for its hash would find the token in a log.
     name, _, rest = line.partition(":")
-    hashed, _, roles = rest.partition(":")
+    hashed, _, rest = rest.partition(":")
     match = HASH.fullmatch(hashed)
     if not NAME.fullmatch(name) or match is None:
         raise SecurityError(f"{where}: is no token; {EXPECTED}")
-    return Holder(name, bytes.fromhex(match[1]), frozenset(_role(role.strip(), where) for role in roles.split(",")))
+    words = rest.split()
+    count = next((place for place, word in enumerate(words) if "=" in word), len(words))
+    roles = frozenset(_role(role.strip(), where) for role in " ".join(words[:count]).split(","))
+    try:
+        expires_s, rights = read_attributes(words[count:])
+    except SecurityError as error:
+        raise SecurityError(f"{where}: {error}") from None
+    return Holder(name, bytes.fromhex(match[1]), roles, expires_s, rights)
 
 
 def _role(text: str, where: str) -> Role:
     try:
         return Role(text)
     except ValueError:
-        raise SecurityError(f"{where}: role {text[:40]!r} is not known, expected some of {', '.join(Role)}") from None
+        # What is no such word may be anything, a token too.
+        shown = f"role {text!r}" if WORD.fullmatch(text) else "a role"
+        raise SecurityError(f"{where}: {shown} is not known, expected some of {', '.join(Role)}") from None

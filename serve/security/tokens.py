@@ -7,31 +7,45 @@ import binascii
 import hashlib
 import hmac
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from serve.engine.errors import PermissionDeniedError, UnauthenticatedError
-from serve.security.errors import SecurityError
+from serve.security.model_rights import NO_MODELS, ModelRights
+from serve.security.reloadable import Reloadable
 from serve.security.roles import Role
+from serve.security.token_ends import TokenEnds
 from serve.security.token_file import Holder, read_tokens
 
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = "this server asks for a token; send 'authorization: Bearer <token>'"  # noqa: S105  (a text)
 WRONG_TOKEN = "the token is not valid here; it may have been revoked: ask who runs the server for another"  # noqa: S105  (a text)
+CHANGED_TOKEN = "what the token may do has changed; make the call again"  # noqa: S105  (a text)
+EXPIRED_TOKEN = "the token has expired; ask who runs the server for another"  # noqa: S105  (a text)
 OTHERS_CAN_WRITE = 0o022
 
 
 class Tokens:
-    """The tokens of one file, as it was when last read."""
+    """The tokens of one file, as it was when last read. Whether one has ended is asked at each request."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Read the file.
+
+        Args:
+            path: of the file.
+            clock: seconds since the epoch.
 
         Raises:
             SecurityError: it cannot be used.
         """
         self._path = path
-        self._holders = read_tokens(path)
+        self._file = Reloadable(lambda: read_tokens(path), "the tokens that were read before stay valid")
+        self._ends = TokenEnds(path, clock)
+        self._valid: dict[str, Holder] = {}
+        self._hides_models = False
+        self._take()
         if path.stat().st_mode & OTHERS_CAN_WRITE:
             logger.warning("token file %s can be written by other users, who could let themselves in; chmod 600 it", path)
 
@@ -40,42 +54,74 @@ class Tokens:
 
         One that cannot be used changes nothing, and is logged.
         """
-        try:
-            holders = read_tokens(self._path)
-        except SecurityError as error:
-            logger.error("%s; the tokens that were read before stay valid", error)  # noqa: TRY400  (the text says it all)
+        if not self._file.reload():
             return False
-        changed = holders != self._holders
-        if changed:
-            logger.info("token file %s was read again: %d tokens", self._path, len(holders))
-        self._holders = holders
-        return changed
+        logger.info("token file %s was read again: %d tokens", self._path, len(self._file.value))
+        self._take()
+        return True
 
     def admit(self, authorization: bytes | None, role: Role) -> Holder:
         """The holder of the token in an `authorization` header.
 
         Raises:
-            UnauthenticatedError: there is no token, or it is not valid.
+            UnauthenticatedError: there is no token, or it is not valid; that it has expired is told only to who shows it.
             PermissionDeniedError: it does not carry the role.
         """
         token = _token(authorization)
         if token is None:
             raise UnauthenticatedError(NO_TOKEN)
-        holder = self._find(hashlib.sha256(token).digest())
+        holder = self._find(token)
         if holder is None:
             raise UnauthenticatedError(WRONG_TOKEN)
+        self.check(holder)
         if not holder.may(role):
             raise PermissionDeniedError(f"the token may not do this: it takes the role {role.value!r}, which it does not have")
         return holder
 
-    def holds(self, holder: Holder) -> bool:
-        """Whether a holder that was let in would be let in now."""
-        return holder in self._holders
+    def check(self, holder: Holder) -> None:
+        """Check that a holder who was let in would be let in now.
 
-    def _find(self, digest: bytes) -> Holder | None:
+        Raises:
+            UnauthenticatedError: the token has been revoked, may do something else by now, or has expired.
+        """
+        valid = self._valid.get(holder.name)
+        if valid is not holder:
+            is_same = valid is not None and valid.digest == holder.digest
+            raise UnauthenticatedError(CHANGED_TOKEN if is_same else WRONG_TOKEN)
+        if holder.expires_s is not None and self._ends.is_over(holder):
+            raise UnauthenticatedError(EXPIRED_TOKEN)
+
+    def rights_of(self, authorization: bytes | None) -> ModelRights | None:
+        """The models of which somebody may hear without being let in; None stands for all.
+
+        While no token is limited to some models, their names are no secret.
+        """
+        if not self._hides_models:
+            return None
+        token = _token(authorization)
+        holder = None if token is None else self._find(token)
+        return NO_MODELS if holder is None or self._ends.is_over(holder) else holder.rights
+
+    def rights(self) -> list[ModelRights | None]:
+        """All that somebody may have."""
+        return [NO_MODELS, *(holder.rights for holder in self._valid.values())] if self._hides_models else []
+
+    def look_at_clock(self) -> bool:
+        """Warn of tokens that end soon, and tell whether others have ended than at the last look."""
+        return self._ends.look()
+
+    def _take(self) -> None:
+        """Who stays the same stays the same object: `check` can do without comparing."""
+        before = self._valid
+        self._valid = {new.name: old if (old := before.get(new.name)) == new else new for new in self._file.value}
+        self._hides_models = any(holder.rights is not None for holder in self._valid.values())
+        self._ends.take(self._valid.values())
+
+    def _find(self, token: bytes) -> Holder | None:
         """All are compared, each in constant time: how long it takes tells nothing of them."""
+        digest = hashlib.sha256(token).digest()
         found: Holder | None = None
-        for holder in self._holders:
+        for holder in self._valid.values():
             if hmac.compare_digest(holder.digest, digest):
                 found = holder
         return found

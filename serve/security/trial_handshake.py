@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import time
 
 from serve.security.errors import SecurityError
 
@@ -11,8 +10,8 @@ END = "-----END CERTIFICATE-----"
 REASONS = {9: "is not valid yet", 10: "has expired"}  # OpenSSL's X509_V_ERR numbers
 
 
-def days_left(server: ssl.SSLContext, certificate: str, name: str) -> float:
-    """Shake hands with a server that has its certificate and key loaded; how many days its certificate is good for.
+def end_of(server: ssl.SSLContext, certificate: str, name: str) -> float:
+    """Shake hands with a server that has its certificate and key loaded; when its certificate ends, in seconds since the epoch.
 
     Args:
         server: asks clients for no certificate.
@@ -37,7 +36,7 @@ def days_left(server: ssl.SSLContext, certificate: str, name: str) -> float:
     except ssl.SSLError as error:
         raise SecurityError(f"TLS certificate {name} cannot be used: {error.reason}; put a valid one there") from None
     shown = asking.getpeercert() or {}
-    return (ssl.cert_time_to_seconds(str(shown["notAfter"])) - time.time()) / 86_400
+    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
 
 
 def _shake_hands(*ends: ssl.SSLObject) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from enum import StrEnum
 
 from serve.protocol.service import Service
@@ -19,14 +21,33 @@ class TransportName(StrEnum):
     GRPCIO = "grpcio"
 
 
-def make_transport(name: TransportName, service: Service, host: str, port: int, guard: Guard | None = None) -> Transport:
-    """A transport that does not listen yet, with what stands before it; None lets everything in."""
+def make_transport(
+    name: TransportName,
+    service: Service,
+    host: str,
+    port: int,
+    guard: Guard | None = None,
+    listening: Sequence[socket.socket] = (),
+) -> Transport:
+    """A transport that does not listen yet, with what stands before it; None lets everything in.
+
+    NGHTTP2 can use sockets that another process listens on as well (`listening`), in place of host and port.
+    """
     guard = guard or Guard()
     if name is TransportName.NGHTTP2:
         from serve.transports.nghttp2_server import Nghttp2Server  # noqa: PLC0415  (what is not chosen is not imported)
 
         tls = None if guard.tls is None else guard.tls.context("h2")
-        return Nghttp2Server(service, host, port, tls=tls, gate=guard.gate, socket=guard.socket, option=guard.option)
+        return Nghttp2Server(
+            service,
+            host,
+            port,
+            tls=tls,
+            gate=guard.gate,
+            socket=guard.socket,
+            option=guard.option,
+            listening=listening,
+        )
     from serve.transports.grpcio_server import GrpcioServer  # noqa: PLC0415  (see above)
 
     return GrpcioServer(service, host, port, guard=guard)

@@ -13,6 +13,7 @@ from serve.engine.errors import InvalidArgumentError, MessageTooLargeError, Unsu
 
 PREFIX = Struct(">BI")  # flag, then the length
 PREFIX_BYTES = PREFIX.size
+COMPRESSED = 1
 # zlib's window argument for each encoding: "deflate" is zlib's format in HTTP, not the bare one.
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 ACCEPTED_ENCODINGS = b"identity,deflate,gzip"
@@ -106,6 +107,8 @@ class MessageReader:
             raise InvalidArgumentError(f"the call ended inside a message: {held} bytes came, expected {wanted}")
 
     def _decompressed(self, message: bytes) -> bytes:
+        if self._flag != COMPRESSED:
+            raise InvalidArgumentError(f"a message begins with the flag {self._flag}, expected 0 (plain) or 1 (compressed)")
         if self._encoding is None or self._encoding == b"identity":
             raise InvalidArgumentError("a message is marked as compressed, the call names no grpc-encoding; expected one")
         bits = WINDOW_BITS.get(self._encoding)

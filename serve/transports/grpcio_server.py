@@ -18,7 +18,8 @@ from serve.protocol.messages import parse
 from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
-from serve.security.gate import Gate, Pass
+from serve.security.gate import Gate
+from serve.security.gate_pass import Pass
 from serve.security.private_socket import private_files
 from serve.security.security import Guard
 from serve.transports.transport import BindError
@@ -99,14 +100,15 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
 
     def _guarded(self, given: Pass, method: str) -> Any:
         """What a caller gets that was let in. Made anew for each call: its peer is known only within."""
+        service = self._service if given.sees_all else given.service(self._service)
         if method == INFER_PATH:
-            return grpc.unary_unary_rpc_method_handler(_infer(self._service, given))
+            return grpc.unary_unary_rpc_method_handler(_infer(service, given))
         if method == INFER_STREAM_PATH:
-            return grpc.stream_stream_rpc_method_handler(_infer_stream(self._service, given))
-        if method in self._service.unary:
-            return _unary_handler(self._service.unary[method], given)
-        if method in self._service.streams:
-            return _stream_handler(self._service.streams[method], given)
+            return grpc.stream_stream_rpc_method_handler(_infer_stream(service, given))
+        if method in service.unary:
+            return _unary_handler(service.unary[method], given)
+        if method in service.streams:
+            return _stream_handler(service.streams[method], given)
         return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
 
 

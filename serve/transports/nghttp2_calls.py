@@ -9,10 +9,11 @@ from serve.engine.errors import InferenceError, UnsupportedError
 from serve.protocol.observed_inference import ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
-from serve.security.gate import Gate, Pass
+from serve.security.gate import Gate
+from serve.security.gate_pass import Pass
 from serve.transports.grpc_headers import timeout_seconds
-from serve.transports.nghttp2_connection import GrpcConnection
-from serve.transports.nghttp2_roles import Call, OpenCall
+from serve.transports.nghttp2_call import Call
+from serve.transports.nghttp2_connection import GrpcConnection, OpenCall
 from serve.transports.nghttp2_streams import InferStreamCall, StreamCall
 from serve.transports.nghttp2_unary import InferCall, UnaryCall
 
@@ -23,8 +24,6 @@ class Calls:
     def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service = service
         self._gate = gate
-        self._unary = {path.encode(): method for path, method in service.unary.items()}
-        self._streams = {path.encode(): method for path, method in service.streams.items()}
         self._infer = INFER_PATH.encode()
         self._infer_stream = INFER_STREAM_PATH.encode()
 
@@ -40,6 +39,7 @@ class Calls:
         return open_call if isinstance(open_call, _Inferring) or not given.is_counted else partial(_counted, given, open_call)
 
     def _open(self, headers: dict[bytes, bytes], given: Pass | None) -> OpenCall:
+        service = self._service if given is None or given.sees_all else given.service(self._service)
         path = headers.get(b":path", b"")
         encoding = headers.get(b"grpc-encoding")
         try:
@@ -47,16 +47,16 @@ class Calls:
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         if path == self._infer:
-            return _inferring(InferCall, self._service, headers, encoding, time_left, given)
+            return _inferring(InferCall, service, headers, encoding, time_left, given)
         if path == self._infer_stream:
-            return _inferring(InferStreamCall, self._service, headers, encoding, time_left, given)
-        unary = self._unary.get(path)
+            return _inferring(InferStreamCall, service, headers, encoding, time_left, given)
+        name = path.decode("ascii", "replace")
+        unary = service.unary.get(name)
         if unary is not None:
             return partial(UnaryCall, encoding=encoding, method=unary)
-        method = self._streams.get(path)
+        method = service.streams.get(name)
         if method is not None:
             return partial(StreamCall, encoding=encoding, method=method, time_left_s=time_left)
-        name = path.decode("ascii", "replace")
         return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
 
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Protocol, cast
 
 from ngh2 import (
     Configuration,
@@ -36,8 +36,8 @@ from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
 from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2_call import Call
 from serve.transports.nghttp2_outlet import NO_ERROR, Outlet
-from serve.transports.nghttp2_roles import Call, OpenCall, Owner, Route
 from serve.transports.receive_windows import ReceiveWindows
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,27 @@ FRAME_BYTES = 2**20  # fewer, larger frames for large tensors
 EVENTS_A_TURN = 256  # of one connection; a call is two or three
 STREAM_GONE = (StreamClosed, StreamReset)
 CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
+
+
+OpenCall = Callable[["GrpcConnection", int], Call]
+Route = Callable[[dict[bytes, bytes]], OpenCall]
+
+
+class Owner(Protocol):
+    """What a connection asks of its server."""
+
+    @property
+    def received(self) -> bytearray:
+        """Memory for what a socket has to say."""
+
+    def connected(self, connection: GrpcConnection) -> bool:
+        """Take note of a new connection; False closes it."""
+
+    def disconnected(self, connection: GrpcConnection) -> None:
+        """Forget it."""
+
+    def flush_soon(self, connection: GrpcConnection) -> None:
+        """Have `connection.flush` called at the end of this turn of the loop."""
 
 
 class GrpcConnection(asyncio.BufferedProtocol):

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket as sockets
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from serve.protocol.service import Service
 from serve.security.gate import Gate
@@ -39,6 +41,7 @@ class Nghttp2Server:
         gate: Gate | None = None,
         socket: Path | None = None,
         option: str = "--grpc-port",
+        listening: Sequence[sockets.socket] = (),
     ) -> None:
         """A server that does not listen yet.
 
@@ -51,11 +54,14 @@ class Nghttp2Server:
             gate: says who may call what; None lets everybody in.
             socket: the path of a Unix socket to listen on, in place of host and port; only this user can open it.
             option: names the port in the text of a BindError.
+            listening: sockets that another process listens on as well, in place of all that; they stay there when this server
+                ends.
         """
         self._calls = Calls(service, gate)
         if gate is not None:
             gate.on_change(self._reroute)
         self._socket, self._option = socket, option
+        self._listening = listening
         self._host, self._port = host, port
         self._limits = limits or TransportLimits()
         self._tls = tls
@@ -65,7 +71,7 @@ class Nghttp2Server:
         self._connections: set[GrpcConnection] = set()
         self._unflushed: set[GrpcConnection] = set()
         self._changed = asyncio.Event()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._closing = False
         self._sweeping: asyncio.TimerHandle | None = None
         service.tell("connections", lambda: len(self._connections))
@@ -83,16 +89,8 @@ class Nghttp2Server:
             BindError: the address is in use, not this machine's, or not allowed.
         """
         loop = asyncio.get_running_loop()
-        handshake_s = None if self._tls is None else self._limits.handshake_s
         try:
-            if self._socket is not None:
-                self._server = await loop.create_unix_server(
-                    self.connection, sock=private_socket(self._socket), backlog=BACKLOG
-                )
-            else:
-                self._server = await loop.create_server(
-                    self.connection, self._host, self._port, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
-                )
+            await self._listen(loop)
         except (OSError, OverflowError, UnicodeError) as error:
             number = getattr(error, "errno", None) or 0
             # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
@@ -101,15 +99,30 @@ class Nghttp2Server:
             hint = "path" if self._socket is not None else "(0 finds a free one) or --host"
             raise BindError(f"cannot listen on {where}: {reason}; choose another {self._option} {hint}") from None
         self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)
-        return 0 if self._socket is not None else int(self._server.sockets[0].getsockname()[1])
+        return 0 if self._socket is not None else int(self._servers[0].sockets[0].getsockname()[1])
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        handshake_s = None if self._tls is None else self._limits.handshake_s
+        if self._socket is not None:
+            bound = self._listening or [private_socket(self._socket)]
+            self._servers += [await loop.create_unix_server(self.connection, sock=one, backlog=BACKLOG) for one in bound]
+            return
+        given: list[dict[str, Any]] = [{"sock": one} for one in self._listening]
+        for where in given or [{"host": self._host, "port": self._port}]:
+            self._servers.append(
+                await loop.create_server(
+                    self.connection, **where, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                )
+            )
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
-        if self._server is None:
+        if not self._servers:
             return
         self._closing = True
-        self._server.close()
-        if self._socket is not None:
+        for server in self._servers:
+            server.close()
+        if self._socket is not None and not self._listening:
             self._socket.unlink(missing_ok=True)
         if self._sweeping is not None:
             self._sweeping.cancel()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 from serve.engine.histograms import EDGES_NS, Histogram
 from serve.engine.inference_core import InferenceCore
@@ -43,6 +43,9 @@ class Sample:
     waiting: int
 
 
+WIDTH = len(fields(Sample))
+
+
 @dataclass(slots=True)
 class _Totals:
     """A model's counters at the end of an interval."""
@@ -54,10 +57,37 @@ class _Totals:
     total: Histogram = NO_REQUESTS
 
 
+class _Ring:
+    """The latest samples, in memory that is taken once.
+
+    As objects they would lie for minutes between those of requests, which last a moment, and keep the memory around them in
+    use: for as long as the window is, a server would grow with the time, as if it leaked.
+    """
+
+    __slots__ = ("_added", "_numbers")
+
+    def __init__(self) -> None:
+        self._numbers = array("d", bytes(8 * WIDTH * SAMPLES))
+        self._added = 0
+
+    def add(self, sample: Sample) -> None:
+        """Keep one more, in place of the oldest."""
+        start = self._added % SAMPLES * WIDTH
+        values = (math.nan if value is None else value for value in astuple(sample))
+        self._numbers[start : start + WIDTH] = array("d", values)
+        self._added += 1
+
+    def since(self, since_s: float) -> list[Sample]:
+        """Those that end after a time, oldest first."""
+        kept = range(max(0, self._added - SAMPLES), self._added)
+        starts = [number % SAMPLES * WIDTH for number in kept]
+        return [_from_numbers(self._numbers[at : at + WIDTH]) for at in starts if self._numbers[at] > since_s]
+
+
 @dataclass(slots=True)
 class _Series:
     before: _Totals
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    samples: _Ring = field(default_factory=_Ring)
 
 
 class History:
@@ -82,7 +112,7 @@ class History:
     def of(self, model: Model, since_s: float) -> list[Sample]:
         """The samples of a model that end after a time, oldest first."""
         series = self._series.get(model)
-        return [] if series is None else [sample for sample in series.samples if sample.time_s > since_s]
+        return [] if series is None else series.samples.since(since_s)
 
     def look(self) -> None:
         """Add a sample of the time since the last look."""
@@ -92,7 +122,7 @@ class History:
         self._series = {model: self._series.get(model) or _Series(_totals(model, NO_REQUESTS)) for model in models}
         for model, series in self._series.items():
             totals = _totals(model, series.before.total)
-            series.samples.append(_sample(series.before, totals, seconds, model.batcher.waiting))
+            series.samples.add(_sample(series.before, totals, seconds, model.batcher.waiting))
             series.before = totals
 
     def _tick(self) -> None:
@@ -118,6 +148,20 @@ def _sample(before: _Totals, now: _Totals, seconds: float, waiting: int) -> Samp
         median_ms=quantile_ms(counts, 0.5),
         p99_ms=quantile_ms(counts, 0.99),
         waiting=waiting,
+    )
+
+
+def _from_numbers(numbers: Sequence[float]) -> Sample:
+    time_s, requests, failures, rows, batch_rows, median_ms, p99_ms, waiting = numbers
+    return Sample(
+        time_s=time_s,
+        requests=requests,
+        failures=failures,
+        rows=rows,
+        batch_rows=None if math.isnan(batch_rows) else batch_rows,
+        median_ms=None if math.isnan(median_ms) else median_ms,
+        p99_ms=None if math.isnan(p99_ms) else p99_ms,
+        waiting=int(waiting),
     )
 
 

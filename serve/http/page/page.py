@@ -39,11 +39,15 @@ HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache", "x-fr
 class Page:
     """Serves the page."""
 
-    def __init__(self, core: InferenceCore) -> None:
+    def __init__(self, core: InferenceCore, whole: Page | None = None) -> None:
         self._core = core
-        self._certificates = Certificates()
-        self._history = History(core)
+        self._certificates: Certificates = Certificates() if whole is None else whole._certificates  # noqa: SLF001  (own class)
+        self._history: History = History(core) if whole is None else whole._history  # noqa: SLF001  (as above)
         self._state = State(core, self._history, self._certificates)
+
+    def showing(self, core: InferenceCore) -> Page:
+        """The same page for those who see some of its models only, with the same past."""
+        return Page(core, self)
 
     def routes(self) -> list[Route]:
         """All paths."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import trustme
 
 from protos import inference_pb2 as pb
+from serve.engine.model import Model
 from serve.observability.options import ObserveOptions
 from serve.protocol.service import INFER_PATH, SERVICE, Service
 from serve.security.options import SecurityOptions, TlsOptions
@@ -37,18 +39,20 @@ def guarded_server(
     at_admin: bool = False,
     shared_memory: bool = False,
     observe: ObserveOptions | None = None,
+    models: Callable[[], list[Model]] | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Iterator[tuple[RunningServer, Security]]:
-    """A server of the model "held" behind its main guard, or behind that of the admin port."""
+    """A server of the model "held", or of others, behind its main guard, or behind that of the admin port."""
     made: list[Security] = []
 
     def make(service: Service, host: str, port: int) -> Transport:
-        security = Security(options, service._core.figures.refuse)
+        security = Security(options, service.core.figures.refuse, clock=clock)
         made.append(security)
         guard: Guard | None = security.admin if at_admin else security.main
         return make_transport(transport, service, host, port, guard)
 
     with running_server(
-        lambda: [held_model(backend or HeldBackend())], make, shared_memory=shared_memory, observe=observe
+        models or (lambda: [held_model(backend or HeldBackend())]), make, shared_memory=shared_memory, observe=observe
     ) as server:
         server.call(made[0].start)
         try:
@@ -63,6 +67,13 @@ def tokens_in(path: Path, **roles: Role) -> dict[str, str]:
     path.write_text("# who may come in\n\n" + "\n".join(line for _, line in made.values()) + "\n")
     path.chmod(0o600)
     return {name: token for name, (token, _) in made.items()}
+
+
+def write_tokens(path: Path, *made: tuple[str, str]) -> list[str]:
+    """Write a file of what `new_token` makes; the tokens."""
+    path.write_text("\n".join(line for _, line in made) + "\n")
+    path.chmod(0o600)
+    return [token for token, _ in made]
 
 
 def bearer(token: str) -> list[tuple[str, str]]:
@@ -84,6 +95,16 @@ def call(channel: grpc.Channel, method: str, message: bytes = b"", metadata: Any
 def infer(channel: grpc.Channel, metadata: Any = None) -> float:
     answer = pb.ModelInferResponse.FromString(call(channel, INFER_PATH, infer_request(), metadata))
     return float(np.frombuffer(answer.raw_output_contents[0], np.float32)[0])
+
+
+class Clock:
+    """A clock that shows what a test wants; it begins when the test does."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class Certificates:

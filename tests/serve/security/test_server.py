@@ -10,7 +10,6 @@ import ssl
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
@@ -19,7 +18,6 @@ from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
-from serve.security.token_file import read_tokens
 from serve.server import Ready, ServerOptions, serve
 from tests.models import save_mlp
 from tests.serve.security.guarded import Certificates, tokens_in
@@ -95,20 +93,3 @@ def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificat
     asyncio.run(run())
     assert len(set(shown[:3])) == len(set(shown[3:])) == 1
     assert shown[0] != shown[3]
-
-
-def test_a_token_is_made_on_the_command_line(tmp_path: Path) -> None:
-    import typer  # noqa: PLC0415  (beside its only use)
-
-    from serve.security.cli import token  # noqa: PLC0415  (see above)
-
-    app = typer.Typer()
-    app.command()(token)
-    done = CliRunner().invoke(app, ["alice", "--role", "infer", "--role", "metrics"])
-    assert done.exit_code == 0
-    (tmp_path / "tokens").write_text(done.stdout)
-    (holder,) = read_tokens(tmp_path / "tokens")
-    assert (holder.name, set(holder.roles)) == ("alice", {Role.INFER, Role.METRICS})
-    assert done.stderr.startswith("token of alice: hs_")
-    assert CliRunner().invoke(app, ["alice", "--role", "root"]).exit_code == 2
-    assert isinstance(CliRunner().invoke(app, ["a b"]).exception, SecurityError)

@@ -150,8 +150,14 @@ def test_a_certificate_that_expires_soon_is_warned_of(certificates: Certificates
     Tls(certificates.options)
     assert not caplog.text
     certificates.renew(valid_for=dt.timedelta(days=3.5))
-    Tls(certificates.options)
-    assert "server.pem expires in 3.5 days" in caplog.text
+    tls = Tls(certificates.options)
+    assert "server.pem expires in 3 days" in caplog.text
+    tls.look_at_clock()
+    assert len(caplog.records) == 1, "the same is not said again"
+    certificates.renew()
+    assert tls.reload()
+    tls.look_at_clock()
+    assert len(caplog.records) == 1
 
 
 def test_old_versions_of_tls_are_not_spoken(certificates: Certificates) -> None:

@@ -103,11 +103,25 @@ def test_a_broken_file_leaves_the_tokens_as_they_were(tmp_path: Path, caplog: py
     assert not tokens.reload()
     assert "line 1: is no token" in caplog.text
     assert "the tokens that were read before stay valid" in caplog.text
-    assert tokens.holds(holder)
+    tokens.check(holder)
     tokens_in(path, alice=Role.INFER)
     assert tokens.reload()
     assert not tokens.reload()
-    assert not tokens.holds(holder)
+    with pytest.raises(UnauthenticatedError, match="it may have been revoked"):
+        tokens.check(holder)
+
+
+def test_who_may_do_something_else_by_now_is_asked_to_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    shown = tokens_in(path, alice=Role.INFER, bob=Role.INFER)
+    tokens = Tokens(path)
+    alice, bob = (tokens.admit(f"Bearer {shown[name]}".encode(), Role.INFER) for name in ("alice", "bob"))
+    path.write_text(path.read_text().replace(":infer", ":infer,metrics", 1))
+    assert tokens.reload()
+    with pytest.raises(UnauthenticatedError, match="what the token may do has changed; make the call again"):
+        tokens.check(alice)
+    tokens.check(tokens.admit(f"Bearer {shown['alice']}".encode(), Role.METRICS))
+    tokens.check(bob)
 
 
 def test_a_file_that_others_can_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,175 @@
+"""What clients notice of a supervised server whose worker is killed under load, and how soon it answers again.
+
+    python -m benchmarks.worker_crash
+
+`halfserve serve --supervise`, clients that ask one thing after the other, and SIGKILL for the worker, again and again. Half of
+the clients retry and wait for the server; they should see no error. The others see each error, which should be UNAVAILABLE.
+Every answer is checked. A recovery is counted from the kill to the first right answer to a request that was sent after the
+worker had ended, without the back-off that the supervisor announces, since no server should crash so often. Exits with 1 when
+something else happened, or a recovery took two seconds longer than loading the models does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
+from benchmarks.soaking.models import save_models
+from benchmarks.soaking.server_process import ServerProcess, server_process
+from benchmarks.soaking.tally import Tally
+from serve.client import InferenceClient, InferenceClientError, RetryPolicy
+
+KILLS_PER_SERVER = 5  # with more of them, waiting for the supervisor's back-off is all that the program does
+ALLOWED_S = 2.0  # beyond the time that loading takes
+PATIENCE_S = 60.0
+LOOK_S = 0.05  # the time that is found does not depend on it
+REFUSED_S = 0.05  # until a client that was refused asks again
+PATIENT = RetryPolicy(retries=5, initial_backoff_s=0.05, max_backoff_s=0.2, wait_for_server=True)
+NO_RETRIES = RetryPolicy(retries=0)
+
+
+@dataclass
+class Seen:
+    """What the clients saw.
+
+    Attributes:
+        tally: answers, right and wrong.
+        errors: of clients that do not retry, by status.
+        retried_errors: texts of errors of those that do.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    errors: Counter[str] = field(default_factory=Counter)
+    retried_errors: list[str] = field(default_factory=list)
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=1, help="How often the worker is killed.")] = 20,
+    clients: Annotated[
+        int, typer.Option(min=2, help="Clients that ask one thing after the other; every other one retries.")
+    ] = 4,
+    spell_s: Annotated[float, typer.Option("--spell", min=0.05, help="Seconds of service before each kill.")] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Kill the worker of a supervised server under load and measure how soon it is back."""
+    seen, recoveries_s, log = Seen(), list[float](), ""
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(Path(folder))
+        start_s = _plain_start(Path(folder))
+        while len(recoveries_s) < kills:
+            with server_process(Path(folder), "--supervise") as server:
+                recoveries_s += _kills(server, min(KILLS_PER_SERVER, kills - len(recoveries_s)), clients, spell_s, seen)
+                log += server.log_text()
+    figures = _figures(seen, recoveries_s, start_s, log)
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        Console().print("\n".join(f"{key.replace('_', ' ')}: {value}" for key, value in figures.items()), highlight=False)
+    raise typer.Exit(0 if figures["is_good"] else 1)
+
+
+def _plain_start(repository: Path) -> float:
+    """Seconds from calling the command, without a supervisor, until it takes requests."""
+    began = time.monotonic()
+    with server_process(repository):
+        return time.monotonic() - began
+
+
+def _kills(server: ServerProcess, kills: int, clients: int, spell_s: float, seen: Seen) -> list[float]:
+    """Kill a server's worker so often, under load; seconds until it answered again, for each time."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=_ask, args=(server.address, number, stop, seen)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        return [_kill(server, spell_s, seen.tally) for _ in range(kills)]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _ask(address: str, seed: int, stop: threading.Event, seen: Seen) -> None:
+    random, retries = np.random.default_rng(seed), bool(seed % 2)
+    with InferenceClient(address, timeout_s=TIMEOUT_S, retries=PATIENT if retries else NO_RETRIES) as client:
+        while not stop.is_set():
+            try:
+                ask_affine(client, random, seen.tally)
+            except InferenceClientError as error:
+                if retries:
+                    seen.retried_errors.append(f"{error.code}: {error}")
+                else:
+                    seen.errors[error.code] += 1
+                    stop.wait(REFUSED_S)
+
+
+def _kill(server: ServerProcess, spell_s: float, tally: Tally) -> float:
+    """Kill the worker; seconds until the first right answer of the next one."""
+    time.sleep(spell_s)
+    worker = _worker(server)
+    killed_s = time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    while _is_alive(worker):
+        time.sleep(0)
+    ended_s = time.monotonic()
+    while time.monotonic() - killed_s < PATIENCE_S:
+        after = [asked_s + seconds for asked_s, seconds in tally.counted().latencies if asked_s > ended_s]
+        if after:
+            return min(after) - killed_s
+        time.sleep(LOOK_S)
+    raise SystemExit(f"no right answer within {PATIENCE_S:g} s; the server says:\n{server.log_text()}")
+
+
+def _worker(server: ServerProcess) -> int:
+    """The process that the supervisor has just now."""
+    pid = server.process.pid
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(found[0])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _figures(seen: Seen, recoveries_s: list[float], start_s: float, log: str) -> dict[str, Any]:
+    counted = seen.tally.counted()
+    loads_s = [float(seconds) for seconds in re.findall(r"serving again, ready in ([\d.]+) s", log)]
+    waits_s = [float(seconds or 0) for seconds in re.findall(r"the next one starts (?:now|in ([\d.]+) s)", log)]
+    recoveries_s = [whole - wait for whole, wait in zip(recoveries_s, waits_s, strict=True)]
+    is_late = any(took > load + ALLOWED_S for took, load in zip(recoveries_s, loads_s, strict=True))
+    is_good = not (counted.wrongs or seen.retried_errors or set(seen.errors) - {"UNAVAILABLE"} or is_late)
+    return {
+        "kills": len(recoveries_s),
+        "right_answers": len(counted.latencies),
+        "wrong_answers": counted.wrongs,
+        "errors_of_retrying_clients": len(seen.retried_errors),
+        "first_of_them": seen.retried_errors[:3],
+        "errors_of_other_clients": dict(seen.errors),
+        "plain_start_s": round(start_s, 2),
+        "model_load_p50_s": round(float(np.median(loads_s)), 2),
+        **{f"recovery_p{q}_s": round(float(np.percentile(recoveries_s, q)), 2) for q in (0, 50, 100)},
+        "back_off_s": waits_s,
+        "recoveries_s": [round(seconds, 2) for seconds in recoveries_s],
+        "is_good": is_good,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,54 @@
+"""What a started server says of itself, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import typer
+
+from serve.server import Ready
+
+logger = logging.getLogger(__name__)
+
+
+def print_text(ready: Ready, scheme: str) -> None:
+    """Lines for people; `scheme` is "http" or "https"."""
+    for model in ready.models:
+        batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
+        typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
+    if ready.http_port is not None:
+        metrics = "" if ready.metrics_port is None else f", metrics on {ready.host}:{ready.metrics_port}"
+        typer.echo(f"REST and a page on {scheme}://{ready.host}:{ready.http_port}/{metrics}")
+    if ready.admin_port is not None:
+        typer.echo(f"administration on {ready.host}:{ready.admin_port}")
+    typer.echo(f"gRPC on {ready.host}:{ready.grpc_port}, ready in {ready.seconds:.2f} s; Ctrl-C stops")
+
+
+def tell_again(ready: Ready, restarts: int) -> None:
+    """Who reads standard output has been told at the first start, and nothing of it has changed."""
+    logger.warning("serving again, ready in %.2f s; restarts: %d", ready.seconds, restarts)
+
+
+def print_json(ready: Ready) -> None:
+    """One JSON object on one line."""
+    models = [
+        {
+            "name": model.name,
+            "version": model.version,
+            "provider": model.provider,
+            "precision": model.precision,
+            "max_batch_size": model.max_batch_size,
+        }
+        for model in ready.models
+    ]
+    line = {
+        "host": ready.host,
+        "grpc_port": ready.grpc_port,
+        "http_port": ready.http_port,
+        "metrics_port": ready.metrics_port,
+        "admin_port": ready.admin_port,
+        "seconds": round(ready.seconds, 3),
+        "models": models,
+    }
+    typer.echo(json.dumps(line))

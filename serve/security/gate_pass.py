@@ -1,0 +1,120 @@
+"""What a gate gives to whom it lets in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serve.engine.errors import InferenceError
+from serve.protocol.observed_inference import WatchableInference
+from serve.protocol.service import Service
+from serve.security.client_limits import Share, Shares, network_of
+from serve.security.gated_inference import GatedInference
+from serve.security.model_rights import ModelRights
+from serve.security.token_file import Holder
+from serve.security.tokens import Tokens
+from serve.security.views import Views
+
+Count = Callable[[InferenceError], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bearer:
+    """Who has shown a token.
+
+    Attributes:
+        holder: of the token.
+        tokens: among which it must still be.
+    """
+
+    holder: Holder
+    tokens: Tokens
+
+    def check(self) -> None:
+        """Check that it would be let in now.
+
+        Raises:
+            UnauthenticatedError: the token has been revoked, or has expired.
+        """
+        self.tokens.check(self.holder)
+
+
+class Pass:
+    """Holds for all calls of a connection with the same headers, or for one HTTP request.
+
+    Attributes:
+        is_counted: whether `charge` must be asked before each call: it is counted, or its token may expire meanwhile.
+        sees_all: whether no model is hidden.
+    """
+
+    def __init__(
+        self,
+        bearer: Bearer | None,
+        *,
+        rights: ModelRights | None,
+        views: Views,
+        shares: Shares | None,
+        may_share: bool,
+        count: Count,
+    ) -> None:
+        """A pass.
+
+        Args:
+            bearer: of a token; None where none is asked for.
+            rights: the models that may be used; None stands for all.
+            views: what is seen with such rights.
+            shares: that calls are charged to; None charges nothing.
+            may_share: whether requests may name shared memory.
+            count: is told of what was refused.
+        """
+        self._bearer = bearer
+        self._rights = rights
+        self._views = views
+        self._shares = shares
+        self._may_share = may_share
+        self._count = count
+        self.sees_all = rights is None
+        self.is_counted = shares is not None or (bearer is not None and bearer.holder.expires_s is not None)
+
+    def service(self, service: Service) -> Service:
+        """What the caller may see of a service."""
+        return service if self._rights is None else self._views.of(service, self._rights)
+
+    def charge(self, peer: str) -> None:
+        """Count one call that is no inference.
+
+        Args:
+            peer: the client's address, with its port.
+
+        Raises:
+            UnauthenticatedError: the token does not hold any more.
+            RateLimitedError: the client has taken its share.
+        """
+        share = self._share(peer)
+        try:
+            if self._bearer is not None:
+                self._bearer.check()
+            if share is not None:
+                share.charge()
+        except InferenceError as error:
+            self._count(error)
+            raise
+
+    def inference(self, inference: WatchableInference, peer: str) -> WatchableInference:
+        """The way in for inference requests: the plain one where there is nothing to look at.
+
+        Args:
+            inference: answers requests.
+            peer: the client's address, with its port.
+        """
+        share, bearer = self._share(peer), self._bearer
+        if bearer is None and share is None:
+            return inference
+        check = None if bearer is None else bearer.check
+        return GatedInference(inference, share=share, check=check, may_share=self._may_share, count=self._count)
+
+    def _share(self, peer: str) -> Share | None:
+        if self._shares is None:
+            return None
+        # A name in the token file holds no colon: no address can be mistaken for one.
+        return self._shares.of(f"address:{network_of(peer)}" if self._bearer is None else self._bearer.holder.name)

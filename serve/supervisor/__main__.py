@@ -1,0 +1,29 @@
+"""The supervisor's program: python -m serve.supervisor PLAN COMMAND ... (`launch` starts it, nobody else)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from serve.supervisor.handover import Plan
+from serve.supervisor.supervisor import Supervisor
+
+
+def main(text: str, *command: str) -> int:
+    """Supervise until the end; the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.raiseExceptions = False  # where nobody reads standard error any more, models are served all the same
+    plan = Plan.from_text(text)
+    try:
+        return Supervisor(plan, command).run()
+    finally:
+        if plan.socket_path is not None:
+            Path(plan.socket_path).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)

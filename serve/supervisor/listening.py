@@ -1,0 +1,95 @@
+"""Open the sockets that a supervisor holds for its workers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from serve.security.private_socket import private_socket
+from serve.transports.transport import BindError
+
+# What a system answers that knows a family of addresses by name and does not have it, such as IPv6 in a container.
+NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
+BACKLOG = 1024  # connections that wait while no worker takes them
+
+
+class Address(NamedTuple):
+    """Where to listen.
+
+    Attributes:
+        host: a name or address of this machine.
+        port: 0 finds a free one.
+        option: names the port in the text of a BindError.
+        path: of a Unix socket, in place of host and port.
+    """
+
+    host: str
+    port: int
+    option: str
+    path: Path | None = None
+
+
+def listen(address: Address) -> list[socket.socket]:
+    """Sockets that listen, one for each address that the host's name stands for, all on the same port.
+
+    Raises:
+        BindError: the address is in use, not this machine's, or not allowed.
+    """
+    where = f"{address.host}:{address.port}" if address.path is None else str(address.path)
+    hint = "path" if address.path is not None else "(0 finds a free one) or --host"
+    opened: list[socket.socket] = []
+    try:
+        if address.path is None:
+            _bind(address.host, address.port, opened)
+        else:
+            opened.append(private_socket(address.path))
+        for one in opened:
+            one.listen(BACKLOG)
+            one.setblocking(False)
+    except (OSError, OverflowError, UnicodeError) as error:
+        close(opened)
+        number = getattr(error, "errno", None) or 0
+        # Names that cannot be resolved have negative numbers.
+        reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
+        raise BindError(f"cannot listen on {where}: {reason}; choose another {address.option} {hint}") from None
+    return opened
+
+
+def close(sockets: Sequence[socket.socket]) -> None:
+    """Close all of them."""
+    for one in sockets:
+        one.close()
+
+
+def _bind(host: str, port: int, opened: list[socket.socket]) -> None:
+    """Bind to every address of a host that this machine has; what is opened is the caller's, also where it fails."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    missing: OSError | None = None
+    for family, _, _, _, where in dict.fromkeys(found):
+        try:
+            opened.append(_bound(family, (where[0], port, *where[2:])))
+        except OSError as error:
+            if error.errno not in NOT_HERE:
+                raise
+            missing = error
+        else:
+            port = port or int(opened[0].getsockname()[1])  # the free one that was found is the other addresses' too
+    if missing is not None and not opened:
+        raise missing
+
+
+def _bound(family: socket.AddressFamily, where: tuple[Any, ...]) -> socket.socket:
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has a socket of its own
+        one.bind(where)
+    except BaseException:
+        one.close()
+        raise
+    return one

@@ -1,0 +1,28 @@
+"""What a connection asks of its calls."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Call(Protocol):
+    """What a connection asks of one call in flight."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of an unfinished message."""
+
+    def receive(self, data: bytes) -> int:
+        """Take what the client sent; return how many bytes it may send in its place at once."""
+
+    def receive_last(self, data: bytes) -> int:
+        """The same, for the last of what the client sends."""
+
+    def end(self) -> None:
+        """The client will send no more, and has not sent anything with that."""
+
+    def gone(self) -> None:
+        """The client does not wait for an answer any more, or cannot get it."""
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """End with a status if the client owes the rest of a message since `before_s`, on the loop's clock."""

@@ -1,0 +1,177 @@
+"""Tokens for some models only, over both transports: all others are as if they were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from protos import inference_pb2 as pb
+from serve.protocol.service import INFER_STREAM_PATH
+from serve.security.options import SecurityOptions
+from serve.security.roles import Role
+from serve.security.security import Security
+from serve.security.token_file import new_token
+from serve.transports.choice import TransportName
+from tests.serve.running_server import RunningServer
+from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
+from tests.serve.security.tenants import (
+    HEALTH,
+    NOBODYS,
+    OURS,
+    THEIRS,
+    Tenants,
+    about,
+    changes,
+    health,
+    models,
+    tenants_in,
+)
+
+
+@pytest.fixture(scope="module")
+def server(transport: TransportName, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    path = tmp_path_factory.mktemp("tenants") / "tokens"
+    tokens = tenants_in(path)
+    options = SecurityOptions(token_file=path, watch_s=WATCH_S)
+    with guarded_server(options, transport, models=models) as (running, _), grpc.insecure_channel(running.address) as channel:
+        yield Tenants(running, channel, tokens, path)
+
+
+def as_if_absent(outcome: tuple[str, str, bytes]) -> tuple[str, str, bytes]:
+    status, text, answer = outcome
+    return status, text.replace(THEIRS, NOBODYS), answer.replace(THEIRS.encode(), NOBODYS.encode())
+
+
+def test_what_may_be_used_is_used_as_ever(server: Tenants) -> None:
+    for _ in range(3):  # parsed, of a form that is known, and as a twin
+        for (method, message), (_, same) in zip(about(OURS), about(OURS), strict=True):
+            assert server.outcome("tenant", method, message) == server.outcome("root", method, same)
+    for name in (OURS, "digits_v2"):
+        answer = pb.ModelInferResponse.FromString(server.ask("tenant", *about(name)[0]))
+        assert (answer.model_name, answer.raw_output_contents[0]) == (name, b"\0\0\x80?")
+
+
+@pytest.mark.parametrize("place", range(len(about(THEIRS))))
+def test_what_may_not_be_used_is_as_if_it_were_not_there(server: Tenants, place: int) -> None:
+    theirs, absent = about(THEIRS)[place], about(NOBODYS)[place]
+    assert server.outcome("other", *theirs) == server.outcome("root", *theirs)
+    seen = server.outcome("tenant", *theirs)
+    assert seen[0] in {"NOT_FOUND", "INVALID_ARGUMENT"}
+    for who in ("tenant", "root"):
+        assert as_if_absent(seen) == server.outcome(who, *absent)
+    assert as_if_absent(server.outcome("tenant", *theirs)) == server.outcome("root", *absent), "the second time, too"
+
+
+def test_a_name_that_comes_twice_in_a_message_is_the_one_that_counts(server: Tenants) -> None:
+    allowed, hidden = pb.ModelInferRequest(model_name=OURS).SerializeToString(), infer_request(model=THEIRS)
+    method = about(OURS)[0][0]
+    assert server.outcome("tenant", method, allowed + hidden)[0] == "NOT_FOUND"
+    hidden_first = pb.ModelInferRequest(model_name=THEIRS).SerializeToString() + infer_request(model=OURS)
+    assert server.outcome("tenant", method, hidden_first)[0] == "OK"
+
+
+def test_lists_hold_what_may_be_used(server: Tenants) -> None:
+    assert server.index("tenant") == server.statistics("tenant") == [OURS, "digits_v2"]
+    assert server.index("other") == server.statistics("other") == [THEIRS]
+    assert server.index("root") == server.statistics("root") == [OURS, "digits_v2", THEIRS]
+
+
+def test_a_stream_answers_as_single_requests_do(server: Tenants) -> None:
+    requests: SimpleQueue[bytes | None] = SimpleQueue()
+    for name in (OURS, THEIRS, NOBODYS, OURS):
+        requests.put(infer_request(model=name))
+    requests.put(None)
+    open_stream = server.channel.stream_stream(INFER_STREAM_PATH)
+    answers = open_stream(iter(requests.get, None), metadata=bearer(server.tokens["tenant"]), timeout=WAIT_S)
+    told = [pb.ModelStreamInferResponse.FromString(answer) for answer in answers]
+    assert [answer.infer_response.model_name for answer in told] == [OURS, "", "", OURS]
+    assert told[1].error_message.replace(THEIRS, NOBODYS) == told[2].error_message
+    assert "is not served here" in told[1].error_message
+    assert told[1].infer_response == told[2].infer_response
+
+
+def test_health_tells_of_models_to_whom_they_are_open(server: Tenants) -> None:
+    seen = {who: [server.outcome(who, HEALTH, health(name))[0] for name in ("", OURS, THEIRS)] for who in (None, "tenant")}
+    assert seen == {None: ["OK", "NOT_FOUND", "NOT_FOUND"], "tenant": ["OK", "OK", "NOT_FOUND"]}
+    assert server.outcome("root", HEALTH, health(THEIRS))[0] == "OK"
+    for who in (None, "tenant"):
+        asked = server.outcome(who, HEALTH, health(THEIRS))
+        assert as_if_absent(asked) == server.outcome("root", HEALTH, health(NOBODYS))
+
+
+def test_health_is_watched_by_the_same_rule(server: Tenants) -> None:
+    def first_status(who: str | None, model: str) -> int:
+        metadata = None if who is None else bearer(server.tokens[who])
+        watch = server.channel.unary_stream("/grpc.health.v1.Health/Watch")(health(model), metadata=metadata, timeout=WAIT_S)
+        status = health_pb2.HealthCheckResponse.FromString(next(iter(watch))).status
+        watch.cancel()
+        return int(status)
+
+    serving, unknown = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    assert [first_status("tenant", name) for name in ("", OURS, THEIRS, NOBODYS)] == [serving, serving, unknown, unknown]
+    assert [first_status(None, name) for name in ("", OURS)] == [serving, unknown]
+
+
+@pytest.mark.parametrize("place", range(len(changes(THEIRS))))
+def test_who_administers_some_models_cannot_touch_the_others(server: Tenants, place: int) -> None:
+    theirs = server.outcome("manager", *changes(THEIRS)[place])
+    assert as_if_absent(theirs) == server.outcome("manager", *changes(NOBODYS)[place])
+    assert theirs[0] == "NOT_FOUND"
+    assert server.outcome("manager", *changes(OURS)[place]) == server.outcome("root", *changes(OURS)[place])
+
+
+def test_who_administers_some_models_changes_nothing_that_holds_for_all(server: Tenants) -> None:
+    trace, log = pb.TraceSettingRequest(), pb.LogSettingsRequest()
+    trace.settings["trace_rate"].value.append("7")
+    log.settings["log_info"].bool_param = False
+    for method, request in (("TraceSetting", trace), ("LogSettings", log)):
+        status, text, _ = server.outcome("manager", method, request.SerializeToString())
+        assert status == "PERMISSION_DENIED"
+        assert text.startswith("the token is for some models only, and this setting holds for all of them")
+        assert server.outcome("manager", method, b"") == server.outcome("root", method, b"")
+
+
+def test_rights_that_change_hold_on_connections_that_are_open(transport: TransportName, tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    token, line = new_token("alice", [Role.INFER], models=[OURS])
+    write_tokens(path, (token, line))
+    options = SecurityOptions(token_file=path, watch_s=WATCH_S)
+    with (
+        guarded_server(options, transport, models=models) as (running, security),
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        alice = Tenants(running, channel, {"alice": token}, path)
+        ours, theirs = about(OURS)[0], about(THEIRS)[0]
+        assert (alice.outcome("alice", *ours)[0], alice.outcome("alice", *theirs)[0]) == ("OK", "NOT_FOUND")
+        path.write_text(line.replace(f"model={OURS}", f"model={THEIRS}"))
+        while alice.outcome("alice", *theirs)[0] != "OK":
+            pass
+        assert alice.outcome("alice", *ours)[0] == "NOT_FOUND"
+        assert views_of(running, security) == 1, "nobody has the view from before"
+        path.write_text(line.partition(" ")[0])
+        while alice.outcome("alice", *ours)[0] != "OK":
+            pass
+        assert alice.index("alice") == [OURS, "digits_v2", THEIRS]
+        assert views_of(running, security) == 0
+
+
+def views_of(running: RunningServer, security: Security) -> int:
+    gate = security.main.gate
+    assert gate is not None
+    return running.call(lambda: len(gate._views))
+
+
+def test_without_limited_tokens_there_are_no_views(transport: TransportName, tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    tokens = tokens_in(path, alice=Role.INFER)
+    with guarded_server(SecurityOptions(token_file=path), transport, models=models) as (running, security):
+        with grpc.insecure_channel(running.address) as channel:
+            alice = Tenants(running, channel, tokens, path)
+            assert alice.outcome("alice", *about(THEIRS)[0])[0] == "OK"
+            assert alice.outcome(None, HEALTH, health(THEIRS))[0] == "OK"
+        assert views_of(running, security) == 0

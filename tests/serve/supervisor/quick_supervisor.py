@@ -1,0 +1,12 @@
+"""The supervisor with other waits: python -m tests.serve.supervisor.quick_supervisor FIRST_S PLAN COMMAND ..."""
+
+from __future__ import annotations
+
+import sys
+
+from serve.supervisor import backoff
+from serve.supervisor.__main__ import main
+
+if __name__ == "__main__":
+    backoff.FIRST_S = backoff.LONGEST_S = float(sys.argv[1])
+    sys.exit(main(*sys.argv[2:]))

@@ -1,0 +1,60 @@
+"""A worker that does as it is told: python scripted_worker.py DEED DEED ..., one deed for each start.
+
+exit:3 ends with this code and was never ready; die:9 is killed by this signal and was never ready; served:3 and killed:9 were.
+serve tells of each signal and ends at SIGTERM with code 0; leave:3 does so with another code; stubborn does not end. Each start
+is told on standard output, with what is known then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+
+def tell(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # at once, also from within a signal's handler
+
+
+def stay(told: dict[str, Any], deed: str, code: int) -> None:
+    def receive(number: int, frame: object) -> None:
+        tell("got", signal.Signals(number).name)
+        if number == signal.SIGTERM and deed != "stubborn":
+            os._exit(code)
+
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, receive)
+    os.write(told["ready"], b"\n")
+    threading.Thread(target=outlive, args=(told["lifeline"],), daemon=True).start()
+    tell("ready", os.getpid())
+    while True:
+        signal.pause()
+
+
+def outlive(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    try:
+        tell("orphaned")
+    finally:  # also where nobody listens any more
+        os._exit(0)
+
+
+def main(*deeds: str) -> None:
+    told = json.loads(os.environ["HALFSERVE_SUPERVISED"])
+    deed, _, given = deeds[told["restarts"]].partition(":")
+    number = int(given or 0)
+    tell("start", told["restarts"], os.getpid())
+    if deed in {"serve", "leave", "stubborn"}:
+        stay(told, deed, number)
+    if deed in {"served", "killed"}:
+        os.write(told["ready"], b"\n")
+    if deed in {"die", "killed"}:
+        os.kill(os.getpid(), number)
+    os._exit(number)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,178 @@
+"""The real supervisor over a worker that does as it is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from serve.supervisor.handover import Plan
+
+ROOT = Path(__file__).parents[3]
+WORKER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("scripted_worker.py"))]
+WAIT_S = 30.0
+
+
+@contextmanager
+def supervised(
+    *deeds: str, first_s: float = 0.001, hang_up_reloads: bool = False, socket_path: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    plan = Plan(sockets={}, socket_path=str(socket_path) if socket_path else None, hang_up_reloads=hang_up_reloads)
+    command = [sys.executable, "-m", "tests.serve.supervisor.quick_supervisor", str(first_s), plan.to_text(), *WORKER, *deeds]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # which ends its worker
+
+
+def line(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+def until_ready(process: subprocess.Popen[str]) -> int:
+    """The process number of the worker that is ready now."""
+    words = line(process)
+    while words[0] != "ready":
+        words = line(process)
+    return int(words[1])
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
+    """The exit code, what the worker said last, and what the supervisor said in all, without times and numbers of processes."""
+    told, errors = process.communicate(timeout=WAIT_S)
+    errors = re.sub(r"process \d+", "process N", re.sub(r"after \d+\.\d s", "after T s", errors))
+    return process.returncode, told.splitlines(), errors.splitlines()
+
+
+def test_a_worker_that_has_served_is_started_anew_however_it_ended() -> None:
+    with supervised("killed:9", "served:3", "killed:6", "served:75", "served:0", "serve") as process:
+        until_ready(process)
+        process.terminate()
+        code, told, errors = ended(process)
+    assert (code, told) == (0, ["got SIGTERM"])
+    assert errors == [
+        f"WARNING the worker (process N) ended after T s: {how}; the next one starts {when}"
+        for how, when in [
+            ("SIGKILL; out of memory, or by hand", "now"),
+            ("exit code 3", "in 0.001 s"),
+            ("SIGABRT; a runtime or a driver gave up", "in 0.001 s"),
+            ("exit code 75: its device was lost", "in 0.001 s"),
+            ("exit code 0", "in 0.001 s"),
+        ]
+    ]
+
+
+def test_a_first_worker_that_never_served_speaks_for_itself() -> None:
+    with supervised("exit:3") as process:
+        code, told, errors = ended(process)
+    assert (code, [words.split()[0] for words in told], errors) == (3, ["start"], [])
+
+
+def test_a_first_worker_that_was_killed_is_spoken_for() -> None:
+    with supervised(f"die:{signal.SIGSEGV:d}") as process:
+        code, _, errors = ended(process)
+    assert (code, errors) == (139, ["ERROR the server ended before it was ready: SIGSEGV; a runtime or a driver crashed"])
+
+
+def test_workers_that_cannot_be_started_anew_are_given_up() -> None:
+    with supervised("served:1", *["exit:2"] * 4, "exit:7", "serve") as process:
+        code, told, errors = ended(process)
+    assert (code, len(told)) == (7, 6)
+    assert errors[1] == "WARNING the worker (process N) ended before it was ready: exit code 2; the next one starts in 0.001 s"
+    assert errors[5:] == ["ERROR the worker ended 5 times in a row before it was ready, at last with exit code 7; giving up"]
+
+
+def test_starts_that_fail_in_between_are_forgiven() -> None:
+    with supervised("served:1", *[*["exit:2"] * 4, "served:1"] * 2, "serve") as process:
+        until_ready(process)
+        process.terminate()
+        assert ended(process)[0] == 0
+
+
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_once_even_where_it_goes_to_the_whole_terminal(name: signal.Signals) -> None:
+    with supervised("leave:4") as process:
+        until_ready(process)
+        os.killpg(process.pid, name)
+        assert ended(process) == (4, ["got SIGTERM"], [])
+
+
+@pytest.mark.parametrize(("name", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_both_at_once(name: signal.Signals, code: int) -> None:
+    with supervised("stubborn") as process:
+        until_ready(process)
+        process.terminate()
+        assert line(process) == ["got", "SIGTERM"]
+        process.send_signal(name)
+        assert ended(process) == (code, [], [])  # with the end of standard output, which the worker holds as well
+
+
+def test_a_signal_while_no_worker_is_there_ends_it_at_once() -> None:
+    with supervised("served:1", "served:1", first_s=3600) as process:
+        assert process.stderr is not None
+        for _ in range(2):
+            told = process.stderr.readline()
+        assert told.endswith("the next one starts in 3600 s\n")
+        process.terminate()
+        assert ended(process)[0] == 0
+
+
+def test_a_worker_that_is_killed_while_it_leaves_is_not_started_anew() -> None:
+    with supervised("stubborn", "serve") as process:
+        worker = until_ready(process)
+        process.terminate()
+        assert line(process) == ["got", "SIGTERM"]
+        os.kill(worker, signal.SIGKILL)
+        assert ended(process) == (137, [], [])
+
+
+def test_the_worker_notices_the_end_of_its_supervisor() -> None:
+    with supervised("serve") as process:
+        until_ready(process)
+        process.kill()
+        assert ended(process) == (-9, ["orphaned"], [])
+
+
+def test_hang_up_is_for_the_worker_where_it_reads_files() -> None:
+    with supervised("serve", hang_up_reloads=True) as process:
+        until_ready(process)
+        process.send_signal(signal.SIGHUP)
+        assert line(process) == ["got", "SIGHUP"]
+        process.terminate()
+        assert ended(process) == (0, ["got SIGTERM"], [])
+
+
+def test_hang_up_ends_it_where_there_is_nothing_to_read() -> None:
+    with supervised("serve") as process:
+        until_ready(process)
+        process.send_signal(signal.SIGHUP)
+        assert ended(process) == (-signal.SIGHUP, ["orphaned"], [])
+
+
+def test_a_unix_socket_goes_with_the_supervisor(tmp_path: Path) -> None:
+    path = tmp_path / "admin"
+    path.touch()
+    with supervised("killed:9", "serve", socket_path=path) as process:
+        until_ready(process)
+        assert path.exists()
+        process.terminate()
+        assert ended(process)[0] == 0
+    assert not path.exists()
+
+
+def test_a_program_that_is_not_there_is_one_line() -> None:
+    command = [sys.executable, "-m", "serve.supervisor", Plan({}, None, hang_up_reloads=False).to_text(), "/no/such/python"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (126, 1)
+    assert "ERROR the worker cannot be started: /no/such/python: No such file or directory" in done.stderr
