@@ -1,6 +1,7 @@
 """Whether a server stays as it was: load, reloads, bad input and faults for as long as asked, every answer checked.
 
     python -m benchmarks.soak --seconds 120
+    python -m benchmarks.soak --seconds 120 --think 0.05 --pause 1    (beside other work: a third of a core)
 
 A server in a process of its own; clients that ask for single answers, over streams and through shared memory; and one that
 reloads models, sends bad and mangled messages, hangs up in the middle, stops the process for a moment and makes a model hang.
@@ -13,6 +14,7 @@ import json
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +28,7 @@ from benchmarks.soaking.clients import clients
 from benchmarks.soaking.judgement import Report, report
 from benchmarks.soaking.mischief import Scene, keep_at_it
 from benchmarks.soaking.models import save_models
-from benchmarks.soaking.process_watch import look, watch
+from benchmarks.soaking.process_watch import look, watch, write_samples
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
 from serve.client import InferenceClient
@@ -39,7 +41,9 @@ def main(
     seconds: Annotated[float, typer.Option(min=5, help="How long.")] = 120.0,
     count: Annotated[int, typer.Option("--clients", min=1, help="Clients that ask one thing after the other.")] = 6,
     pause_s: Annotated[float, typer.Option("--pause", min=0.0, help="Seconds from one piece of mischief to the next.")] = 0.2,
+    think_s: Annotated[float, typer.Option("--think", min=0.0, help="Seconds that a client waits after an answer.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the random choices.")] = 0,
+    samples: Annotated[Path | None, typer.Option(help="Write memory, files, threads and processor time there, as CSV.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Soak a server and judge it."""
@@ -49,24 +53,34 @@ def main(
         log = Path(folder) / "access.log"
         options = ("--model-control", "explicit", "--load-model", "*", "--shared-memory", "--access-log", "all")
         with server_process(repository, *options, "--access-log-file", str(log)) as server:
-            result = _soak(server, seconds, count, pause_s, seed)
+            result = _soak(server, seconds, _Load(count, think_s, pause_s, seed), samples)
             server.process.terminate()
             code = server.process.wait(60)
         result = result.ended(code)
     if as_json:
-        typer.echo(json.dumps(result.figures))
+        typer.echo(json.dumps(result.figures | {"complaints": list(result.complaints)}))
     else:
         _print(result)
     raise typer.Exit(0 if result.is_good else 1)
 
 
-def _soak(server: ServerProcess, seconds: float, count: int, pause_s: float, seed: int) -> Report:
+@dataclass(frozen=True)
+class _Load:
+    """How much is done to the server; see the options of `main`."""
+
+    clients: int
+    think_s: float
+    pause_s: float
+    seed: int
+
+
+def _soak(server: ServerProcess, seconds: float, load: _Load, keep: Path | None) -> Report:
     tally, stop, samples = Tally(), threading.Event(), [look(server.process.pid)]
     with grpc.insecure_channel(server.address) as channel, InferenceClient(server.address, retries=0) as client:
-        scene = Scene(server.address, server.process.pid, client, channel, np.random.default_rng(seed), tally)
+        scene = Scene(server.address, server.process.pid, client, channel, np.random.default_rng(load.seed), tally)
         threads = [
-            *clients(server.address, count, stop, tally),
-            threading.Thread(target=keep_at_it, args=(scene, pause_s, stop), name="mischief"),
+            *clients(server.address, load.clients, load.think_s, stop, tally),
+            threading.Thread(target=keep_at_it, args=(scene, load.pause_s, stop), name="mischief"),
             threading.Thread(target=watch, args=(server.process.pid, SAMPLE_S, stop, samples), name="watch"),
         ]
         started = time.monotonic()
@@ -77,6 +91,8 @@ def _soak(server: ServerProcess, seconds: float, count: int, pause_s: float, see
         stop.set()
         for thread in threads:
             thread.join()
+        if keep is not None:
+            write_samples(keep, samples)
         return report(tally.counted(), samples, scene.recoveries_s, started, time.monotonic(), server.log_text())
 
 

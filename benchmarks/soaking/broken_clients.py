@@ -15,33 +15,35 @@ RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 def hang_up_in_a_message(address: str) -> None:
     """Begin a call, send a part of its message, and reset the connection."""
-    with contextlib.suppress(ConnectionError), _connected(address) as connection:
+    with contextlib.suppress(ConnectionError), connected(address) as connection:
         message = b"\0" + struct.pack(">I", ANNOUNCED_BYTES) + bytes(1000)
-        connection.sendall(PREFACE + _frame(SETTINGS, 0, 0, b"") + _frame(HEADERS, END_HEADERS, 1, _headers()))
-        connection.sendall(_frame(DATA, 0, 1, message))
+        connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, END_HEADERS, 1, call_block()))
+        connection.sendall(frame(DATA, 0, 1, message))
         connection.recv(1)  # the server has taken the connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
 
 
 def talk_nonsense(address: str, nonsense: bytes) -> None:
     """Say something that is no HTTP/2, and wait for the server to hang up."""
-    with contextlib.suppress(ConnectionError), _connected(address) as connection:
+    with contextlib.suppress(ConnectionError), connected(address) as connection:
         connection.sendall(nonsense)
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(4096):
             pass
 
 
-def _connected(address: str) -> socket.socket:
+def connected(address: str) -> socket.socket:
+    """A connection to HOST:PORT that gives up waiting after a while."""
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=20)
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def _headers() -> bytes:
+def call_block() -> bytes:
     """Of a call, each a literal that is not indexed (RFC 7541, section 6.2.2)."""
     pairs = {
         b":method": b"POST",

@@ -63,8 +63,8 @@ def ask_stream(client: InferenceClient, random: np.random.Generator, tally: Tall
 WORKS: tuple[Work, ...] = (ask_affine, ask_affine, ask_flip, ask_large, ask_shared, ask_stream)
 
 
-def keep_asking(work: Work, address: str, seed: int, stop: threading.Event, tally: Tally) -> None:
-    """Do one kind of work until told to stop; whatever goes wrong is counted, and the work goes on."""
+def keep_asking(work: Work, address: str, seed: int, think_s: float, stop: threading.Event, tally: Tally) -> None:
+    """Do one kind of work until told to stop, with pauses of `think_s`; whatever goes wrong is counted, no reason to stop."""
     random = np.random.default_rng(seed)
     with InferenceClient(address, timeout_s=TIMEOUT_S, retries=0) as client:
         while not stop.is_set():
@@ -72,13 +72,16 @@ def keep_asking(work: Work, address: str, seed: int, stop: threading.Event, tall
                 work(client, random, tally)
             except InferenceClientError as error:
                 tally.fault(f"{work.__name__}: {error.code}: {error}")
+            if think_s:
+                stop.wait(think_s)
 
 
-def clients(address: str, count: int, stop: threading.Event, tally: Tally) -> Iterator[threading.Thread]:
+def clients(address: str, count: int, think_s: float, stop: threading.Event, tally: Tally) -> Iterator[threading.Thread]:
     """Threads, not yet started, that share the kinds of work."""
     for number in range(count):
         work = WORKS[number % len(WORKS)]
-        yield threading.Thread(target=keep_asking, args=(work, address, number, stop, tally), name=f"client {number}")
+        arguments = (work, address, number, think_s, stop, tally)
+        yield threading.Thread(target=keep_asking, args=arguments, name=f"client {number}")
 
 
 def _whole(random: np.random.Generator, rows: int, columns: int) -> Array:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import os
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
-# Two-sided 95 % points of Student's t distribution, for 1, 2, ... degrees of freedom.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
-BLOCKS = 12  # neighbouring samples are much alike: their means over so many stretches are what the line is fitted to
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+USER_TICKS = 11  # place of utime, which stime follows, behind the name in /proc/<pid>/stat (proc_pid_stat(5))
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,14 @@ class Sample:
         resident_mb: memory.
         descriptors: open files and sockets.
         threads: running.
+        cpu_s: processor time since the process began.
     """
 
     at_s: float
     resident_mb: float
     descriptors: int
     threads: int
-
-
-@dataclass(frozen=True)
-class Slope:
-    """A line's rise, with the bounds of its 95 % confidence interval, in the sample's unit per hour."""
-
-    per_hour: float
-    low: float
-    high: float
+    cpu_s: float = 0.0
 
 
 def look(pid: int) -> Sample:
@@ -49,33 +42,36 @@ def look(pid: int) -> Sample:
     """
     process = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
+    behind_name = (process / "stat").read_text().rpartition(")")[2].split()
     return Sample(
         at_s=time.monotonic(),
         resident_mb=int(status["VmRSS"].split()[0]) / 1024,
         descriptors=sum(1 for _ in (process / "fd").iterdir()),
         threads=int(status["Threads"]),
+        cpu_s=sum(int(ticks) for ticks in behind_name[USER_TICKS : USER_TICKS + 2]) / TICKS_A_SECOND,
     )
 
 
 def watch(pid: int, every_s: float, stop: threading.Event, samples: list[Sample]) -> None:
     """Look now and then, until told to stop or the process has ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, KeyError):  # a process that has just ended has no memory
         while not stop.wait(every_s):
             samples.append(look(pid))
 
 
-def slope(times_s: list[float], values: list[float]) -> Slope:
-    """Least squares over the means of `BLOCKS` stretches, with the usual interval of a regression line's slope.
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write them as CSV, times counted from the first of them."""
+    with path.open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(field.name for field in fields(Sample))
+        for sample in samples:
+            lines.writerow([round(sample.at_s - samples[0].at_s, 3), round(sample.resident_mb, 2), *astuple(sample)[2:]])
 
-    Args:
-        times_s: in rising order, at least `BLOCKS` of them.
-        values: at these times.
-    """
-    hours = np.array([part.mean() for part in np.array_split(np.array(times_s), BLOCKS)]) / 3600
-    means = np.array([part.mean() for part in np.array_split(np.array(values), BLOCKS)])
-    spread = hours - hours.mean()
-    rise = float(spread @ means / (spread @ spread))
-    residuals = means - means.mean() - rise * spread
-    error = float(np.sqrt(residuals @ residuals / (BLOCKS - 2) / (spread @ spread)))
-    half = T_95[BLOCKS - 3] * error
-    return Slope(rise, rise - half, rise + half)
+
+def read_samples(path: Path) -> list[Sample]:
+    """What `write_samples` wrote."""
+    with path.open(newline="") as file:
+        return [
+            Sample(float(at), float(mb), int(descriptors), int(threads), float(cpu))
+            for at, mb, descriptors, threads, cpu in list(csv.reader(file))[1:]
+        ]

@@ -22,11 +22,13 @@ class ServerProcess:
     Attributes:
         process: the operating system's.
         address: HOST:PORT of gRPC.
+        http_address: HOST:PORT of REST.
         log: what it writes to standard error.
     """
 
     process: subprocess.Popen[str]
     address: str
+    http_address: str
     log: IO[bytes]
 
     def log_text(self) -> str:
@@ -51,7 +53,8 @@ def server_process(path: Path, *options: str, grpc_port: int = 0) -> Iterator[Se
     command += ["--grpc-port", str(grpc_port), "--http-port", "0", "--metrics-port", "0", *options]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        server = ServerProcess(process, _address(process), log)
+        ports = _ports(process)
+        server = ServerProcess(process, _local(ports.get("grpc_port")), _local(ports.get("http_port")), log)
         try:
             if not server.address:
                 raise SystemExit(f"the server did not start:\n{server.log_text()}")
@@ -67,6 +70,12 @@ def server_process(path: Path, *options: str, grpc_port: int = 0) -> Iterator[Se
                 process.stdout.close()
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _ports(process: subprocess.Popen[str]) -> dict[str, int]:
+    """What the server tells when it is ready; nothing where it ends before."""
     line = process.stdout.readline() if process.stdout is not None else ""
-    return f"127.0.0.1:{json.loads(line)['grpc_port']}" if line else ""
+    told: dict[str, int] = json.loads(line) if line else {}
+    return told
+
+
+def _local(port: int | None) -> str:
+    return f"127.0.0.1:{port}" if port else ""

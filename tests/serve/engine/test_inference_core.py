@@ -82,6 +82,15 @@ async def test_readiness_follows_each_version() -> None:
 
 
 @on_loop
+async def test_a_version_may_have_leading_zeros_and_any_number_of_digits() -> None:
+    core = InferenceCore([version(1), version(10)])
+    assert core.model("m", "0010").version == 10
+    for number in ("0", "2", "9" * 5000):
+        with pytest.raises(NotFoundError, match=rf"model 'm' has no version {number[:40]}; served: 1, 10"):
+            core.model("m", number)
+
+
+@on_loop
 async def test_a_model_that_is_not_served_says_how_it_stands() -> None:
     core = InferenceCore([])
     for name in ("loading", "refused"):

@@ -1,40 +1,64 @@
-"""benchmarks/soak.py complains of what it should, and of nothing else."""
-
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.soaking.judgement import Report, report
-from benchmarks.soaking.process_watch import Sample, slope
+from benchmarks.soaking.judgement import SETTLED_AFTER, Report, report
+from benchmarks.soaking.memory_judgement import judge_memory
+from benchmarks.soaking.process_watch import Sample, read_samples, write_samples
+from benchmarks.soaking.straight_line import rise
 from benchmarks.soaking.tally import Counted
 
 SECONDS = 120.0
+# By `python -m benchmarks.soak --think 0.05 ... --samples FILE`, thinned out: on a machine with other work, with three programs
+# besides that never wait, with many reloads (300 s), and of servers that were spoilt to leak.
+RECORDED = Path(__file__).parent / "recorded"
 
 
-def soaked(*, mb_per_hour: float = 0.0, saw_mb: float = 0.0, files: float = 0.0, slower: float = 1.0, log: str = "") -> Report:
+def soaked(
+    *,
+    mb_per_hour: float = 0.0,
+    saw_mb: float = 0.0,
+    leaps_mb: float = 0.0,
+    files: float = 0.0,
+    slower: float = 1.0,
+    fastest_too: bool = True,
+    log: str = "",
+) -> Report:
     times = np.arange(0.0, SECONDS, 0.25)
-    memory = 100 + mb_per_hour * times / 3600 + saw_mb * (times % 37) / 37
+    leaps = leaps_mb * ((times > 60).astype(float) + (times > 100))
+    memory = 100 + mb_per_hour * times / 3600 + saw_mb * (times % 37) / 37 + leaps
     samples = [Sample(t, float(mb), int(20 + files * t), 10) for t, mb in zip(times, memory, strict=True)]
-    latencies = [(float(t), 0.01 * (slower if t > SECONDS / 2 else 1.0)) for t in times]
+    late = times > SECONDS / 2
+    held_up = late if fastest_too else late & (np.arange(len(times)) % 4 > 0)
+    latencies = [(float(t), 0.01 * (slower if slow else 1.0)) for t, slow in zip(times, held_up, strict=True)]
     return report(Counted({"affine": len(times)}, {}, [], 0, latencies), samples, [1.0], 0.0, SECONDS, log)
 
 
 def test_a_server_that_stays_as_it_was_is_good() -> None:
     assert soaked().is_good
     assert soaked(saw_mb=20).is_good
+    assert soaked(leaps_mb=30).is_good  # an allocator that takes two more arenas
     assert soaked().ended(0).is_good
+
+
+def test_other_programs_make_no_drift() -> None:
+    assert soaked(slower=10, fastest_too=False).is_good
+    assert not soaked(slower=10).is_good
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"mb_per_hour": 400.0}, "memory rises by 400 MB an hour, at least 400"),
+        ({"mb_per_hour": 900.0}, "memory rises by 898 MB an hour, at least 89"),
+        ({"mb_per_hour": 3000.0, "saw_mb": 20.0}, "memory rises by "),
         ({"files": 0.5}, "descriptors: 4"),
         ({"slower": 4.0}, "answers take longer: p50 10.00 ms in the first quarter, 40.00 ms in the last"),
         ({"log": "Traceback (most recent call last):\n  oh"}, "the server's log holds a stack trace"),
     ],
-    ids=["memory", "files", "latency", "trace"],
+    ids=["memory", "memory under a saw", "files", "latency", "trace"],
 )
 def test_one_that_does_not_is_not(change: dict[str, float], complaint: str) -> None:
     (said,) = soaked(**change).complaints  # type: ignore[arg-type]  # (one of them is text)
@@ -45,10 +69,56 @@ def test_a_crash_at_the_end_is_a_complaint() -> None:
     assert soaked().ended(-6).complaints == ["the server ended with code -6 after SIGTERM, expected 0"]
 
 
-def test_a_slope_has_the_bounds_that_its_noise_gives() -> None:
+def judged(name: str) -> list[str]:
+    """What is said of two recorded minutes, where every request was answered in time."""
+    samples = read_samples(RECORDED / name)
+    ended = samples[-1].at_s
+    counted = Counted({"affine": 1}, {}, [], 0, [(0.0, 0.01), (ended, 0.01)])
+    return list(report(counted, samples, [1.0], 0.0, ended, "").complaints)
+
+
+@pytest.mark.parametrize("name", ["shared_machine.csv", "crowded_machine.csv", "many_reloads.csv"])
+def test_recorded_servers_without_a_leak_are_good(name: str) -> None:
+    assert judged(name) == []
+
+
+def test_a_kilobyte_lost_with_each_request_is_found_in_two_minutes() -> None:
+    (said,) = judged("leaking_memory.csv")
+    assert said.startswith("memory rises by ")
+
+
+def test_a_file_left_open_every_500_requests_is_found_in_two_minutes() -> None:
+    (said,) = judged("leaking_files.csv")
+    assert said.startswith("descriptors: ")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_leak_adds_to_a_recorded_server_is_found(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    samples = read_samples(RECORDED / "crowded_machine.csv")
+    settled = [sample for sample in samples if sample.at_s >= SETTLED_AFTER * samples[-1].at_s]
+    noise = random.normal(0, 1, len(settled))
+    for mb_a_second, is_leak in ((0.0, False), (0.5, True)):
+        leaking = [
+            Sample(s.at_s, s.resident_mb + mb_a_second * s.at_s + float(n), s.descriptors, s.threads)
+            for s, n in zip(settled, noise, strict=True)
+        ]
+        _, complaints = judge_memory(leaking, 1, SECONDS)
+        assert bool(complaints) is is_leak
+
+
+def test_samples_come_back_from_their_file(tmp_path: Path) -> None:
+    samples = [Sample(100.0, 12.5, 3, 4, 0.25), Sample(100.5, 13.0, 5, 6, 0.5)]
+    write_samples(tmp_path / "samples.csv", samples)
+    back = read_samples(tmp_path / "samples.csv")
+    assert back == [Sample(0.0, 12.5, 3, 4, 0.25), Sample(0.5, 13.0, 5, 6, 0.5)]
+
+
+def test_a_rise_has_the_bounds_that_its_noise_gives() -> None:
     random = np.random.default_rng(0)
-    times = [float(t) for t in range(3600)]
-    rising = slope(times, [2.0 * t / 3600 for t in times])
-    assert (rising.low, rising.per_hour, rising.high) == pytest.approx((2, 2, 2))
-    noisy = slope(times, [float(value) for value in random.standard_normal(3600)])
+    times = [t / 3600 for t in range(3600)]
+    rising = rise(times, [2.0 * t for t in times])
+    assert (rising.low, rising.per_unit, rising.high) == pytest.approx((2, 2, 2))
+    assert rising.times(10).high == pytest.approx(20)
+    noisy = rise(times, [float(value) for value in random.standard_normal(3600)])
     assert noisy.low < 0 < noisy.high

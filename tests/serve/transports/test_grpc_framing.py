@@ -67,6 +67,7 @@ def test_any_bytes_give_messages_or_an_error_of_ours(first: bytes, second: bytes
         (frame(bytes(20_001)), None, "a message of 20001 bytes is too large, expected at most 20000; split the request"),
         (compressed(gzip.compress(bytes(10_000_000), mtime=0)), b"gzip", "a message of 20001 bytes is too large"),
         (compressed(b"x"), None, "a message is marked as compressed, the call names no grpc-encoding; expected one"),
+        (b"\2" + compressed(b"x")[1:], b"gzip", "a message begins with the flag 2, expected 0 (plain) or 1 (compressed)"),
         (compressed(b"x"), b"br", "grpc-encoding 'br' is not known here; expected one of identity,deflate,gzip"),
         (compressed(b"no gzip"), b"gzip", "a message does not decompress as gzip"),
         (compressed(gzip.compress(b"hello", mtime=0)[:-9]), b"gzip", "a message ends inside its gzip data"),

@@ -1,0 +1,151 @@
+"""REST requests that are wrong, each with the statuses that HTTP or the protocol has for that."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+
+from benchmarks.malforming.rest_client import CLOSED, RestFault
+
+INFER = "/v2/models/affine/infer"
+
+
+def _body(**changes: object) -> bytes:
+    """A request that is right but for these fields of its only input."""
+    tensor: dict[str, object] = {"name": "x", "datatype": "FP16", "shape": [1, 8], "data": [0.5] * 8}
+    return json.dumps({"inputs": [tensor | changes]}).encode()
+
+
+def _rest(kind: str, body: bytes, *statuses: int, **headers: str) -> RestFault:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return RestFault(kind, frozenset(statuses), body, INFER, headers=named)
+
+
+def no_json(chance: random.Random) -> RestFault:
+    """Bytes that are no JSON, or JSON that ends too early, goes too deep, or is no object."""
+    whole = _body()
+    cases = [
+        b"\xff" + chance.randbytes(30),
+        whole[: chance.randrange(1, len(whole))],
+        whole + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 20_000,
+        b"[]",
+        b"null",
+        b"1" * 5000,
+        b'{"inputs": [' + b"9" * 5000 + b"]}",
+        whole.replace(b'"', b"'"),
+    ]
+    return _rest("REST: no JSON", chance.choice(cases), 400)
+
+
+def wrong_field(chance: random.Random) -> RestFault:
+    """A field of the wrong kind, size or number."""
+    changes: list[dict[str, object]] = [
+        {"name": 5},
+        {"name": "z"},
+        {"datatype": chance.choice(["FP32", "fp16", "", "X" * 500])},
+        {"datatype": None},
+        {"shape": chance.choice([[1], [1, 9], [-1, 8], [2**70, 8], [1.0, 8], [True, 8], "1,8", {}, [0, 8], [17, 8]])},
+        {"data": chance.choice([[], [1] * 7, ["x"] * 8, [None] * 8, {}, "AAAA", [[1] * 4, [1] * 3], [1e9] * 8, [10**400] * 8])},
+        {"data": [[[[[0.5] * 8]]]]},
+        {"parameters": chance.choice([5, [], "x", {"binary_data_size": 16}, {"binary_data_size": -1}, {"a": {}}])},
+        {"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 16}},
+    ]
+    return _rest("REST: wrong fields", _body(**chance.choice(changes)), 400)
+
+
+def wrong_document(chance: random.Random) -> RestFault:
+    """An object that is no request."""
+    documents: list[object] = [
+        {},
+        {"inputs": []},
+        {"inputs": {}},
+        {"inputs": [5]},
+        {"inputs": None},
+        {"id": 5, "inputs": []},
+        {"inputs": [{}]},
+        {"inputs": [], "outputs": 5},
+        {"inputs": [], "parameters": [1]},
+    ]
+    return _rest("REST: wrong document", json.dumps(chance.choice(documents)).encode(), 400)
+
+
+def wrong_length(chance: random.Random) -> RestFault:
+    """Inference-Header-Content-Length that does not fit the body."""
+    text = chance.choice(["-1", "x", "1e3", "999999", "9" * 30, "5", " ", "\u00b2"])
+    return _rest("REST: header length", _body(), 400, Inference_Header_Content_Length=text)
+
+
+def wrong_coding(chance: random.Random) -> RestFault:
+    """Bodies that do not decompress, or do not stop."""
+    whole = gzip.compress(_body(), mtime=0)
+    body, coding, statuses = chance.choice(
+        [
+            (whole[:-9], "gzip", {400}),
+            (b"no gzip", "gzip", {400}),
+            (_body(), "deflate", {400}),
+            (_body(), "snappy", {415, 501}),
+            (whole, "br", {415, 501}),
+        ]
+    )
+    return _rest("REST: content coding", body, *statuses, Content_Encoding=coding)
+
+
+def wrong_path(chance: random.Random) -> RestFault:
+    """Models, versions and paths that are not there."""
+    path, statuses = chance.choice(
+        [
+            ("/v2/models/nobody/infer", {404}),
+            ("/v2/models/affine/versions/7/infer", {404}),
+            ("/v2/models/affine/versions/x/infer", {400}),
+            ("/v2/models/" + "a" * 3000 + "/infer", {404}),
+            ("/v2/models/..%2f..%2fetc%2fpasswd/infer", {404}),
+            ("/v2/models/affine%00/infer", {404}),
+            ("/v2/nothing", {404}),
+            ("//v2/models/affine/infer", {404}),
+        ]
+    )
+    return RestFault("REST: wrong path", frozenset(statuses), _body(), path)
+
+
+def wrong_method(chance: random.Random) -> RestFault:
+    """Methods that are not served there."""
+    method = chance.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
+    return RestFault("REST: wrong method", frozenset({405}), path=INFER, method=method)
+
+
+def no_http(chance: random.Random) -> RestFault:
+    """Bytes that are no HTTP/1.1, or contradict themselves: refused with 400, or by hanging up.
+
+    One that could be HTTP but names no host gets 403, as names of other sites do.
+    """
+    post = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n".encode()
+    raw = chance.choice(
+        [
+            chance.randbytes(200) + b"\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"GET\r\n\r\n",
+            post + b"Content-Length: -5\r\n\r\n",
+            post + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+            post + b"Content-Length: 500\r\n\r\n{}",
+            post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n",
+            post + b"a b: c\r\n\r\n",
+            post + b"X: " + b"y" * 70_000 + b"\r\n\r\n",
+        ]
+    )
+    return RestFault("REST: no HTTP", frozenset({CLOSED, 400, 403, 431, 505}), raw=raw)
+
+
+MAKERS: tuple[Callable[[random.Random], RestFault], ...] = (
+    no_json,
+    wrong_field,
+    wrong_document,
+    wrong_length,
+    wrong_coding,
+    wrong_path,
+    wrong_method,
+    no_http,
+)

@@ -1,0 +1,48 @@
+"""Streams in which bad requests stand between good ones: each gets its own answer, in order, and the stream goes on."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from benchmarks.malforming.case import Case, message_complaint
+from benchmarks.malforming.good_requests import good_request
+from benchmarks.malforming.messages import MAKERS
+from benchmarks.malforming.oracle import Due, due
+from benchmarks.soaking.exchange import Answer, call_headers, messages_in
+from protos.inference_pb2 import ModelStreamInferResponse
+from serve.benchmark.load.calls import framed
+
+STREAM_HEADERS = call_headers("/inference.GRPCInferenceService/ModelStreamInfer")
+STATUS = "grpc-status"
+REQUESTS = 8
+
+
+def stream_case(chance: random.Random) -> Case:
+    """One stream, half of whose requests are malformed."""
+    makers = list(MAKERS.values())
+    messages = [
+        chance.choice(makers)(chance) if chance.random() < 0.5 else good_request(chance).SerializeToString()
+        for _ in range(REQUESTS)
+    ]
+    check = partial(_complaint, [due(message) for message in messages])
+    return Case("in streams", b"".join(map(framed, messages)), check, STREAM_HEADERS, messages=REQUESTS)
+
+
+def _complaint(given: list[Due], answer: Answer) -> str:
+    if answer.code != 0:
+        return f"the stream ended with status {answer.code} ({answer.text[:200]}), expected 0"
+    try:
+        answers = [ModelStreamInferResponse.FromString(message) for message in messages_in(answer.body)]
+    except (ValueError, DecodeError) as error:
+        return f"an answer is no ModelStreamInferResponse: {error}"
+    if len(answers) != len(given):
+        return f"{len(answers)} answers to {len(given)} requests"
+    for number, (one, message) in enumerate(zip(given, answers, strict=True)):
+        code = message.infer_response.parameters[STATUS].int64_param if message.error_message else 0
+        complaint = message_complaint(one, code, message.error_message, message.infer_response.SerializeToString())
+        if complaint:
+            return f"request {number} of the stream: {complaint}"
+    return ""

@@ -1,0 +1,52 @@
+"""Whether a process leaks, told from how its memory went while it was used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from benchmarks.soaking.process_watch import Sample
+from benchmarks.soaking.straight_line import BLOCKS, rise
+
+HOUR_S = 3600.0
+MAX_MB_PER_HOUR = 20.0
+NOISE_MB = 10.0  # a rise of less than this is an allocator's whim: reloads alone take and give back as much
+LEAPS = 2  # steps up that an allocator may make when it takes a further arena
+
+
+def judge_memory(settled: Sequence[Sample], answers: int, seconds: float) -> tuple[dict[str, object], list[str]]:
+    """Figures and complaints.
+
+    Memory goes up and down like a saw's teeth, as allocators keep for a while what they were given back, and by a leap now
+    and then, when they take a further arena. What leaks raises the floor under the teeth, all the time. So a rise counts if the
+    line through the floors of `BLOCKS` stretches surely rises, and they rise without their largest `LEAPS` steps too.
+
+    Args:
+        settled: samples of the time after a server has taken what it takes at first.
+        answers: how many requests were answered in all.
+        seconds: in how long a time.
+    """
+    if len(settled) < 2 * BLOCKS:
+        return {}, []
+    hours = [sample.at_s / HOUR_S for sample in settled]
+    line = rise(hours, [sample.resident_mb for sample in settled])
+    figures: dict[str, object] = {
+        "mb_per_hour": f"{line.per_unit:+.1f} (95 %: {line.low:+.1f} to {line.high:+.1f})",
+        "mb_per_million_answers": round(line.per_unit * seconds / HOUR_S / max(1, answers) * 1e6, 2),
+    }
+    floors = np.array([min(s.resident_mb for s in part) for part in _parts(settled)])
+    floor = rise(hours, np.repeat(floors, [len(part) for part in _parts(settled)]).tolist())
+    steps = np.sort(np.diff(floors))
+    steady_mb = float(steps[:-LEAPS].sum())
+    figures["steady_rise_mb"] = round(steady_mb, 2)
+    if floor.low > MAX_MB_PER_HOUR and steady_mb > NOISE_MB:
+        return figures, [f"memory rises by {floor.per_unit:.0f} MB an hour, at least {floor.low:.0f}"]
+    return figures, []
+
+
+def _parts(settled: Sequence[Sample]) -> list[Sequence[Sample]]:
+    """The stretches."""
+    edges = [round(index) for index in np.linspace(0, len(settled), BLOCKS + 1)]
+    return [settled[start:end] for start, end in pairwise(edges)]
