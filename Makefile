@@ -29,6 +29,8 @@ install: $(READY)
 demo: $(READY)
 	$(BIN)/halfserve demo
 
+# The suite starts hundreds of processes: each would compile the project anew where the environment forbids to keep what is compiled.
+test: export PYTHONDONTWRITEBYTECODE =
 # In two runs: data loading forks, and a fork of a process in which gRPC's threads run may hang.
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal --ignore=tests/serve --ignore=tests/end_to_end

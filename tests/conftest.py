@@ -6,6 +6,8 @@ import socket
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.longest_first import spread
+
 # As `halfserve` itself does, and before any test loads torch: see halfserve.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -21,6 +23,12 @@ settings.load_profile("untimed")
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Name bytes by their length: each worker collects by itself, and some bytes hold the time (a gzip header does)."""
     return f"{len(val)}bytes" if isinstance(val, bytes) else None
+
+
+@pytest.hookimpl(trylast=True)  # after the plugin that puts tests into a random order
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, each of them on another worker."""
+    spread(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -50,19 +51,27 @@ def shell_environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
 
 
+# Blocks of Python that follow each other share a process, and with it the time that imports take; nothing else.
+EACH_BY_ITSELF = "import sys\nfor text in sys.argv[1:]: exec(compile(text, 'README', 'exec'), {'__name__': '__main__'})"
+
+
 def runnable() -> Iterator[tuple[str, list[str]]]:
     """The blocks after the set-up as (what it is, command)."""
-    for block in blocks():
-        if block.language == "python":
-            yield "python", [sys.executable, "-c", block.text]
-        elif block.language == "bash" and not block.text.startswith("make "):
-            yield ("server" if block.text.startswith(SERVER) else "bash"), ["bash", "-euo", "pipefail", "-c", block.text]
+    chosen = [block for block in blocks() if block.language != "text" and not block.text.startswith("make ")]
+    for language, together in groupby(chosen, lambda block: block.language):
+        texts = [block.text for block in together]
+        if language == "python":
+            yield language, [sys.executable, "-c", EACH_BY_ITSELF, *texts]
+            continue
+        for text in texts:
+            yield ("server" if text.startswith(SERVER) else language), ["bash", "-euo", "pipefail", "-c", text]
 
 
-def on_port(text: str, port: int) -> str:
-    """The block as it stands, except that it asks a port of this test's instead of the default one."""
-    asking = re.compile(r"^(halfserve (?:models|infer|bench)\b.*)$", re.MULTILINE)
-    return asking.sub(rf"\1 --address 127.0.0.1:{port}", text).replace("127.0.0.1:8001", f"127.0.0.1:{port}")
+def as_tested(text: str, port: int) -> str:
+    """The block as it stands, but on a port of this test's, and in fewer epochs; test_digits.py tries what all of them give."""
+    text = re.sub(r"^(halfserve (?:models|infer|bench)\b.*)$", rf"\1 --address 127.0.0.1:{port}", text, flags=re.MULTILINE)
+    text = re.sub(r"^(halfserve train\b.* --epochs )\d+$", r"\g<1>4", text, flags=re.MULTILINE)
+    return text.replace("127.0.0.1:8001", f"127.0.0.1:{port}")
 
 
 @pytest.mark.timeout(300)
@@ -70,8 +79,8 @@ def test_the_blocks_run_in_order(tmp_path: Path, shell_environment: dict[str, st
     servers: list[subprocess.Popen[str]] = []
     ran = 0
     try:
-        for kind, command in runnable():
-            command[-1] = on_port(command[-1], free_port)
+        for kind, written in runnable():
+            command = [as_tested(part, free_port) for part in written]
             if kind == "server":
                 # exec, so that the signal at the end reaches the server and not the shell around it.
                 command[-1] = f"exec {command[-1].strip()} --grpc-port {free_port} --http-port 0 --metrics-port 0"
@@ -84,7 +93,7 @@ def test_the_blocks_run_in_order(tmp_path: Path, shell_environment: dict[str, st
             done = subprocess.run(
                 command, cwd=tmp_path, env=shell_environment, capture_output=True, text=True, timeout=200, check=False
             )
-            assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
             ran += 1
     finally:
         for process in servers:

@@ -23,6 +23,7 @@ from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
 
 Array = np.ndarray[Any, Any]
+pytestmark = pytest.mark.timeout(180)
 HALFSERVE = [sys.executable, "-m", "halfserve"]
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -43,6 +44,18 @@ def ended(peer: socket.socket) -> bool:
     return True
 
 
+class Connections(set[Any]):
+    """Where the server keeps its connections; tells when one of them has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = threading.Event()
+
+    def discard(self, connection: Any) -> None:
+        super().discard(connection)
+        self.ended.set()
+
+
 @pytest.mark.parametrize("words", [b"", b"GET /v2 HT", b"GET /v2 HTTP/1.1\r\nhost: localhost\r\nx-slow: "], ids=range(3))
 def test_a_client_that_dribbles_headers_is_cut_off(server: RunningServer, words: bytes) -> None:
     with limited(server, HttpLimits(header_s=0.05)) as address, socket.create_connection(address) as peer:
@@ -70,6 +83,7 @@ def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
         running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits(stall_s=0.1))) as rest,
         socket.socket() as peer,
     ):
+        connections = rest._servers[0]._state.connections = Connections()
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         peer.connect(("127.0.0.1", rest.port))
         request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -78,12 +92,7 @@ def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
                 peer.sendall(request)
             except OSError:
                 break
-        connections = rest._servers[0]._state.connections
-        for _ in range(2000):
-            if not server.call(lambda: len(connections)):
-                return
-            server.run(asyncio.sleep(0.005))
-        raise AssertionError("the connection is still open")
+        assert connections.ended.wait(HOLD_S), "the connection is still open"
 
 
 def test_connections_over_the_limit_are_closed(server: RunningServer) -> None:

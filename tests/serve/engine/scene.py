@@ -1,0 +1,76 @@
+"""Requests to the real batcher, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from serve.engine.batcher import Batcher
+from serve.engine.errors import InferenceError
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Tensors
+from tests.serve.engine.fakes import HeldBackend
+
+
+class Answers:
+    """Requests with consecutive values, and what became of each."""
+
+    def __init__(self) -> None:
+        self.results: dict[float, list[Tensors | InferenceError]] = {}
+        self._news = asyncio.Event()
+
+    def request(self, value: float, *, deadline: float | None = None, rows: int = 1) -> InferRequest:
+        results = self.results.setdefault(value, [])
+
+        def done(result: Tensors | InferenceError) -> None:
+            results.append(result)
+            self._news.set()
+
+        x = np.full((rows, 1), value, np.float32)
+        return InferRequest(inputs={"x": x}, outputs=("y",), rows=rows, bucket=(1,), deadline=deadline, done=done)
+
+    async def all(self, count: int) -> None:
+        while sum(map(len, self.results.values())) < count:
+            await asyncio.wait_for(self._news.wait(), 20)
+            self._news.clear()
+
+    def value(self, of: float) -> Any:
+        (result,) = self.results[of]
+        assert not isinstance(result, InferenceError), result
+        return float(result["y"][0, 0])
+
+    def error(self, of: float) -> InferenceError:
+        (result,) = self.results[of]
+        assert isinstance(result, InferenceError)
+        return result
+
+
+def run(test: Callable[[Answers], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test(Answers())
+
+    asyncio.run(main())
+
+
+async def hold_first(backend: HeldBackend, batcher: Batcher, answers: Answers) -> None:
+    """Occupy the worker, so that what comes next has to queue."""
+    batcher.submit(answers.request(100))
+    assert await asyncio.to_thread(backend.entered.wait, 20)
+
+
+class QuickBackend(HeldBackend):
+    """On the CPU; notes the thread of each batch."""
+
+    provider = "CPUExecutionProvider"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.threads.append(threading.get_ident())
+        return super().run(inputs)

@@ -1,0 +1,62 @@
+"""Requests that are gone, too late or too many."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from serve.engine.errors import DeadlineExceededError
+from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.engine.scene import Answers, hold_first, run
+
+
+def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        await hold_first(backend, model.batcher, answers)
+        requests = [answers.request(v) for v in range(3)]
+        for request in requests:
+            model.batcher.submit(request)
+        model.batcher.cancel(requests[1])
+        assert model.batcher.waiting == 2
+        backend.release.set()
+        await answers.all(3)
+        assert backend.batches[1] == [0, 2]
+        assert (answers.value(0), answers.value(2), answers.results[1]) == (1, 3, [])
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_a_request_cancelled_while_it_runs_does_not_disturb_its_batch_mates() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        first, second = answers.request(1), answers.request(2)
+        model.batcher.submit(first)
+        model.batcher.submit(second)
+        assert await asyncio.to_thread(backend.entered.wait, 20)
+        model.batcher.cancel(first)
+        backend.release.set()
+        await answers.all(1)
+        assert (answers.results[1], answers.value(2)) == ([], 3)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_an_expired_request_is_answered_without_being_computed() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        await hold_first(backend, model.batcher, answers)
+        model.batcher.submit(answers.request(1, deadline=time.monotonic() - 0.001))
+        model.batcher.submit(answers.request(2, deadline=time.monotonic() + 60))
+        backend.release.set()
+        await answers.all(3)
+        assert isinstance(answers.error(1), DeadlineExceededError)
+        assert backend.batches == [[100], [2]]
+        await model.batcher.drain()
+
+    run(scene)

@@ -1,0 +1,55 @@
+"""Clients that say too little, or stay too long: each has its limit."""
+
+from __future__ import annotations
+
+import grpc
+from ngh2 import GoAwayReceived
+
+from serve.transports.grpc_framing import frame
+from tests.serve.transports.http2_peer import INFER, Http2Peer, call_headers, peer
+from tests.serve.transports.nghttp2_calls import SERVER_LIVE, Limited, mlp_request, serves
+
+
+def test_a_client_that_says_nothing_is_closed(limited: Limited) -> None:
+    server = limited(handshake_s=0.01)
+    with Http2Peer(server.address) as silent:
+        assert silent.is_closed_by_server()
+    assert serves(server)
+
+
+def test_a_message_that_stops_growing_is_given_up(limited: Limited) -> None:
+    server = limited(stall_s=0.01)
+    with peer(server) as slow:
+        stream = slow.http2.send_request(call_headers())
+        slow.http2.send_data(stream, frame(mlp_request())[:20])
+        slow.push()
+        assert slow.status(stream) == (4, "the rest of the request did not come; send it again")
+
+
+def test_a_peer_that_does_not_answer_a_ping_is_closed(limited: Limited) -> None:
+    server = limited(keepalive_s=0.01, keepalive_timeout_s=0.01)
+    with peer(server) as dead:
+        assert dead.is_closed_by_server()
+    assert serves(server)
+
+
+def test_an_old_connection_is_told_to_go_and_its_client_notices_nothing(limited: Limited) -> None:
+    server = limited(max_age_s=0.0)
+    with peer(server) as old:
+        while not any(isinstance(event, GoAwayReceived) for event in old.events):
+            assert old.read()
+    with grpc.insecure_channel(server.address) as channel:
+        infer = channel.unary_unary(INFER.decode())
+        for _ in range(20):
+            assert infer(mlp_request(), timeout=20, wait_for_ready=True)
+
+
+def test_more_connections_than_allowed_are_closed(limited: Limited) -> None:
+    server = limited(max_connections=1)
+    with peer(server) as first:
+        stream = first.http2.send_request(call_headers(SERVER_LIVE))
+        first.http2.send_data(stream, frame(b""), end_stream=True)
+        first.push()
+        assert first.status(stream)[0] == 0
+        with Http2Peer(server.address) as second:
+            assert second.is_closed_by_server()

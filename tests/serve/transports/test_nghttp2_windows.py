@@ -1,0 +1,74 @@
+"""Flow control: uploads at once, given up, and answers that are not read."""
+
+from __future__ import annotations
+
+import grpc
+from ngh2 import ResponseReceived
+
+from protos import inference_pb2 as pb
+from serve.transports.grpc_framing import MessageReader, frame
+from tests.serve.running_server import RunningServer
+from tests.serve.transports.http2_peer import INFER, call_headers, peer
+from tests.serve.transports.nghttp2_calls import INFER_STREAM, INITIAL_WINDOW_SIZE, Limited, mlp_request
+
+
+def test_large_messages_at_once_all_become_whole(limited: Limited) -> None:
+    server = limited(max_held_bytes=10_000, stream_window_bytes=65_535, connection_window_bytes=1_000_000)
+    body = frame(mlp_request() + bytes([0x1A, 0x80, 0x80, 0x20]) + b"i" * 0x80000)  # a request with an id of half a megabyte
+    with grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel:
+        infer = channel.unary_unary(INFER.decode(), response_deserializer=pb.ModelInferResponse.FromString)
+        answers = [infer.future(body[5:], timeout=20) for _ in range(8)]
+        assert [len(answer.result(20).id) for answer in answers] == [0x80000] * 8
+
+
+def test_abandoned_uploads_give_their_window_back(limited: Limited) -> None:
+    server = limited(max_held_bytes=1000, connection_window_bytes=100_000)
+    with peer(server) as other:
+        for _ in range(20):
+            kept, dropped = (other.http2.send_request(call_headers()) for _ in range(2))
+            other.http2.send_data(kept, frame(bytes(20_000))[:10_000])
+            other.http2.send_data(dropped, frame(bytes(20_000))[:15_000])
+            other.push()
+            other.http2.reset_stream(kept)
+            other.http2.reset_stream(dropped)
+            other.push()
+        stream = other.http2.send_request(call_headers())
+        other.http2.send_data(stream, frame(bytes(90_000)), end_stream=True)
+        other.push()
+        assert other.status(stream)[0] == 3
+
+
+def test_a_client_that_does_not_read_gets_everything_once_it_does(nghttp2: RunningServer) -> None:
+    with peer(nghttp2, {INITIAL_WINDOW_SIZE: 0}) as slow:
+        streams = []
+        for _ in range(20):
+            streams.append(slow.http2.send_request(call_headers()))
+            slow.http2.send_data(streams[-1], frame(mlp_request(16)), end_stream=True)
+        slow.push()
+        slow.until(ResponseReceived, streams[-1])
+        assert slow.body(streams[-1]) == b""
+        slow.http2.update_settings({INITIAL_WINDOW_SIZE: 65_535})
+        slow.push()
+        assert [slow.status(stream) for stream in streams] == [(0, "")] * 20
+        assert {len(slow.body(stream)) for stream in streams} == {len(slow.body(streams[0]))}
+
+
+def test_a_stream_whose_answers_are_not_read_may_send_no_more_until_they_are(limited: Limited) -> None:
+    server = limited(stream_window_bytes=65_535, max_unsent_bytes=10_000)
+    with peer(server, {INITIAL_WINDOW_SIZE: 0}) as slow:
+        stream = slow.http2.send_request(call_headers(INFER_STREAM))
+        slow.http2.send_data(stream, frame(mlp_request()) * 3000, end_stream=True)  # over half a megabyte
+        slow.push()
+        slow.until(ResponseReceived, stream)
+        for _ in range(20):  # turns of the server: each is a call that it answers
+            other = slow.http2.send_request(call_headers(b"/a/b"), end_stream=True)
+            slow.push()
+            assert slow.status(other)[0] == 12
+        assert slow.http2.queued_body_size(stream) > 100_000
+        slow.http2.update_settings({INITIAL_WINDOW_SIZE: 2**31 - 1})
+        slow.http2.set_local_window_size(2**31 - 1)
+        slow.push()
+        assert slow.status(stream) == (0, "")
+        answered = list(MessageReader(10_000).feed(slow.body(stream)))
+        assert len(answered) == 3000
+        assert all(not pb.ModelStreamInferResponse.FromString(answer).error_message for answer in answered)
