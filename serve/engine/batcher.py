@@ -199,10 +199,12 @@ class Batcher:
         self._answer()  # in order: what was computed before is answered before
         instance = self._idle[-1]
         running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
+        spent_s = time.thread_time()  # time in which other programs had the core would be lost on a thread as well
         results = instance.run_on_loop(batch.requests)
+        spent_s = time.thread_time() - spent_s
         if not instance.is_up:
             self._idle.remove(instance)
-        short.ran_on_loop(batch.bucket, batch.rows, time.monotonic() - now)
+        short.ran_on_loop(batch.bucket, batch.rows, spent_s, time.monotonic() - now)
         if running is not None:
             self._account(running, results, now)
         self._unanswered.append((results, batch.rows))

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 SHORT_S = 150e-6  # about what the way to a thread and back costs under load
-STALL_S = 0.01  # a batch on the loop that takes so long has to show for long that it was an exception
+# A batch on the loop that takes so much processor time, or so long by the clock (the system may have given the core to another
+# program, or the batch has waited for something), has to show for long that it was an exception.
+STALL_S, STANDSTILL_S = 0.01, 0.05
 FIRST = 8  # batches on a thread before the first on the loop: the first ones set things up
 AFTER_STALL = 512
 MAX_SIZES = 1024  # that are known; a client that varies its shapes endlessly costs no more
@@ -46,11 +48,11 @@ class ShortBatches:
         size = self._sizes.get((bucket, rows.bit_length()))
         return size is not None and size.trials <= 0 and size.seconds <= SHORT_S
 
-    def ran_on_loop(self, bucket: Hashable, rows: int, seconds: float) -> None:
-        """Learn from a batch that took `seconds` on the loop."""
+    def ran_on_loop(self, bucket: Hashable, rows: int, seconds: float, clock_s: float) -> None:
+        """Learn from a batch that took `seconds` of the loop's processor time, and `clock_s` by the clock."""
         size = self._size(bucket, rows)
         size.seconds += NEW * (seconds - size.seconds)
-        if seconds > STALL_S:
+        if seconds > STALL_S or clock_s > STANDSTILL_S:
             size.trials = AFTER_STALL
 
     def ran_on_thread(self, bucket: Hashable, rows: int, seconds: float) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from serve.engine.short_batches import AFTER_STALL, FIRST, MAX_SIZES, SHORT_S, STALL_S, ShortBatches
+import pytest
+
+from serve.engine.short_batches import AFTER_STALL, FIRST, MAX_SIZES, SHORT_S, STALL_S, STANDSTILL_S, ShortBatches
 
 SHORT, LONG = SHORT_S / 2, SHORT_S * 2
 
@@ -40,13 +42,21 @@ def test_on_the_thread_the_shortest_counts() -> None:
 def test_batches_that_become_longer_go_back_to_the_thread() -> None:
     short = learned()
     for _ in range(20):
-        short.ran_on_loop("a", 4, LONG)
+        short.ran_on_loop("a", 4, LONG, LONG)
     assert not short.suits("a", 4)
 
 
-def test_a_stall_of_the_loop_is_not_soon_repeated() -> None:
+def test_time_that_other_programs_had_the_core_does_not_count() -> None:
     short = learned()
-    short.ran_on_loop("a", 4, 2 * STALL_S)
+    for _ in range(20):
+        short.ran_on_loop("a", 4, SHORT, STANDSTILL_S)
+    assert short.suits("a", 4)
+
+
+@pytest.mark.parametrize(("spent_s", "clock_s"), [(2 * STALL_S, 2 * STALL_S), (SHORT, 2 * STANDSTILL_S)])
+def test_a_stall_of_the_loop_is_not_soon_repeated(spent_s: float, clock_s: float) -> None:
+    short = learned()
+    short.ran_on_loop("a", 4, spent_s, clock_s)
     for _ in range(AFTER_STALL - 1):
         short.ran_on_thread("a", 4, SHORT)
         assert not short.suits("a", 4)
