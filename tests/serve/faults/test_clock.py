@@ -1,4 +1,4 @@
-"""Nothing but the end of a token is decided by the wall clock, which may jump; the other tests of this folder run under one that does."""
+"""Nothing but the end of a token is decided by the wall clock, which may jump; the other tests here run under one that does."""
 
 from __future__ import annotations
 
