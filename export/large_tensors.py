@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx
 
 from export.file_window import FileWindow
+from protos.varint import encoded_varint
 
 LARGE_BYTES = 1 << 16  # from here on a tensor stays in the file
 MAX_DEPTH = 64  # of bodies within bodies; deeper files are not made by any tool
@@ -122,16 +123,6 @@ def _varint(data: FileWindow, position: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
     raise DamagedFileError("it is no protobuf message")
-
-
-def encoded_varint(value: int) -> bytes:
-    """A number as protobuf writes it: seven bits a byte, the lowest first."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
 
 
 def length_delimited(field: int, length: int) -> bytes:

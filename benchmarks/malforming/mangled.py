@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.malforming.good_requests import good_request
-from serve.protocol.infer_wire import varint
+from protos.varint import encoded_varint
 
 Random = random.Random
 MAX_CHANGES = 8
@@ -43,4 +43,9 @@ def huge_lengths(chance: Random) -> bytes:
     """A field inside the message says that it is longer than the message, by far or by one."""
     tag = chance.choice([1, 2, 3, 4, 5, 6, 7, 15, 16, 2000]) << 3 | 2
     length = chance.choice([2**63, 2**64 - 1, 2**32, 2**31 - 1, 2**35, 1000])
-    return good_request(chance).SerializeToString() + varint(tag) + varint(length) + chance.randbytes(chance.randrange(20))
+    return (
+        good_request(chance).SerializeToString()
+        + encoded_varint(tag)
+        + encoded_varint(length)
+        + chance.randbytes(chance.randrange(20))
+    )

@@ -12,6 +12,8 @@ from typing import BinaryIO
 
 from onnx import ModelProto
 
+from protos.varint import encoded_varint
+
 # From here on a weight is left out: as much as a page of memory, so that the runtime can map it from a file of its own.
 LARGE_BYTES = 4096
 
@@ -172,15 +174,3 @@ def _append(kept: bytearray, key: int, body: bytes | bytearray) -> None:
     kept += encoded_varint(key)
     kept += encoded_varint(len(body))
     kept += body
-
-
-def encoded_varint(value: int) -> bytes:
-    """A number as protobuf writes it: seven bits a byte, the lowest first."""
-    if value < 0x80:
-        return bytes((value,))
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)

@@ -12,11 +12,11 @@ from typing import Any
 
 from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferRequest
+from protos.varint import encoded_varint
 from serve.engine.errors import InvalidArgumentError
 from serve.http import json_fields as fields
 from serve.http.json_fields import Fields
 from serve.http.json_tensors import array_from_json
-from serve.protocol.infer_wire import varint
 from serve.protocol.raw_tensors import to_raw
 from serve.protocol.shared_tensors import REGION
 
@@ -153,5 +153,5 @@ def _joined(head: ModelInferRequest, raw: list[Buffer]) -> bytes:
     """The message, its raw contents laid behind it, so that they are copied once."""
     parts: list[Buffer] = [head.SerializeToString(deterministic=True)]
     for tensor in raw:
-        parts += (RAW_ENTRY, varint(len(tensor)), tensor)
+        parts += (RAW_ENTRY, encoded_varint(len(tensor)), tensor)
     return b"".join(parts)

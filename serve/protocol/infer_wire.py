@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protos.varint import encoded_varint
+
 WITH_LENGTH = 2
 REQUEST_ID = 3 << 3 | WITH_LENGTH
 REQUEST_RAW = 7 << 3 | WITH_LENGTH
@@ -83,24 +85,12 @@ def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes
 
 def put_id(request_id: bytes) -> bytes:
     """The response's field of the request's id; nothing where it has none."""
-    return RESPONSE_ID + varint(len(request_id)) + request_id if request_id else b""
+    return RESPONSE_ID + encoded_varint(len(request_id)) + request_id if request_id else b""
 
 
 def raw_tag(size: int) -> bytes:
     """What stands before the bytes of an output."""
-    return RESPONSE_RAW + varint(size)
-
-
-def varint(number: int) -> bytes:
-    """A number of at least 0, seven bits a byte, the lowest first."""
-    if number < 0x80:
-        return bytes((number,))
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
+    return RESPONSE_RAW + encoded_varint(size)
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

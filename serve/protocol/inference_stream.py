@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import partial
 
 from protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
+from protos.varint import encoded_varint
 from serve.engine.errors import InferenceError
-from serve.protocol.infer_wire import cut_request, varint
+from serve.protocol.infer_wire import cut_request
 from serve.protocol.inference import Cancel
 from serve.protocol.observed_inference import AnyInference
 from serve.protocol.status import status_of
@@ -75,7 +76,7 @@ class InferenceStream:
             self._fail(slot, data, result)
             return
         response = result + FINAL_BYTES  # protobuf joins the fields of messages that are laid end to end
-        self._answer(slot, INFER_RESPONSE + varint(len(response)) + response)
+        self._answer(slot, INFER_RESPONSE + encoded_varint(len(response)) + response)
 
     def _fail(self, slot: _Slot, data: bytes, error: Exception) -> None:
         if not isinstance(error, InferenceError):

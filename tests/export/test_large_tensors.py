@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from export.file_window import FileWindow
-from export.large_tensors import LARGE_BYTES, DamagedFileError, encoded_varint, length_delimited, without_large_tensors
+from export.large_tensors import LARGE_BYTES, DamagedFileError, length_delimited, without_large_tensors
 from export.model_file import serialize
 from export.proto_walk import all_tensors
 from tests.export.onnx_files import sums, with_a_body
@@ -84,8 +84,3 @@ def test_bodies_without_end_are_refused() -> None:
             content = length_delimited(field, len(content)) + content
     with pytest.raises(DamagedFileError, match="nested more than 64 deep"):
         outlined(length_delimited(7, len(content)) + content, 0)
-
-
-@given(value=st.integers(0, 2**63 - 1))
-def test_numbers_are_written_as_protobuf_writes_them(value: int) -> None:
-    assert onnx.ModelProto(ir_version=value).SerializeToString() == b"\x08" + encoded_varint(value)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
+from protos.varint import encoded_varint
 from serve.backends import onnx_outline
-from serve.backends.onnx_outline import LARGE_BYTES, Outline, encoded_varint, read_outline
+from serve.backends.onnx_outline import LARGE_BYTES, Outline, read_outline
 
 SIZES = st.sampled_from([0, 1, LARGE_BYTES - 40, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 3 * LARGE_BYTES])
 

@@ -8,7 +8,7 @@ import grpc
 import benchmarks.ceiling
 from benchmarks.ceiling.answers import COUNT, save_answers
 from protos import inference_pb2 as pb
-from serve.protocol.infer_wire import varint
+from protos.varint import encoded_varint
 from tests.serve.running_server import RunningServer
 
 SOURCE = (Path(benchmarks.ceiling.__file__).parent / "answer_at_once.c").read_text()
@@ -25,7 +25,7 @@ def test_the_program_finds_each_of_its_files(server: RunningServer, tmp_path: Pa
 
 def test_the_program_finds_the_counts_that_it_is_to_replace(server: RunningServer, tmp_path: Path) -> None:
     (mark,) = re.findall(r"MARK\[5\] = \{(.*?)\}", SOURCE)
-    assert varint(COUNT) == bytes(int(byte, 16) for byte in mark.split(", "))
+    assert encoded_varint(COUNT) == bytes(int(byte, 16) for byte in mark.split(", "))
     with grpc.insecure_channel(server.address) as channel:
         save_answers(channel, "mlp", tmp_path)
     statistics = pb.ModelStatisticsResponse.FromString((tmp_path / "ModelStatistics").read_bytes()[5:]).model_stats[0]

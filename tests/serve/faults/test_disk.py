@@ -21,8 +21,9 @@ SIDE = 2048  # 8 MiB of weights
 
 
 @contextmanager
-def full_disk(server: ServerProcess, spare_bytes: int) -> Iterator[None]:
+def full_disk(server: ServerProcess, client: InferenceClient, spare_bytes: int) -> Iterator[None]:
     """No file of the server's gets longer than the access log is now, but for some bytes."""
+    server.until(server.access_log.exists, client.is_live)
     pid = server.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (server.access_log.stat().st_size + spare_bytes, before[1]))
@@ -33,8 +34,7 @@ def full_disk(server: ServerProcess, spare_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_costs_log_lines_and_nothing_else(mad_process: ServerProcess, load: Load, client: InferenceClient) -> None:
-    mad_process.until(mad_process.access_log.exists, client.is_live)
-    with full_disk(mad_process, spare_bytes=100):  # less than a line: one is torn
+    with full_disk(mad_process, client, spare_bytes=100):  # less than a line: one is torn
         mad_process.until(lambda: "access log" in mad_process.error_text(), client.is_live)
         load.wait_for_more()
     full = mad_process.access_log.stat().st_size
@@ -53,7 +53,7 @@ def test_a_model_can_be_loaded_while_the_disk_is_full(mad_process: ServerProcess
     second = mad_process.repository / "picky" / "2"
     shutil.copytree(mad_process.repository / "picky" / "1", second)
     try:
-        with full_disk(mad_process, spare_bytes=100):
+        with full_disk(mad_process, client, spare_bytes=100):
             client.load_model("picky")
             assert client.infer_detailed("picky", {"i": np.array([[1]])}).version == "2"
     finally:
@@ -71,7 +71,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_refused_and_the_old_one_serves
     save_model(version / "model.onnx", nodes, [("x", half, ["batch", SIDE])], [("y", half, ["batch", SIDE])], weights)
     try:
         with (
-            full_disk(mad_process, spare_bytes=100),
+            full_disk(mad_process, client, spare_bytes=100),
             pytest.raises(InvalidRequest, match=r"picky/2/model.onnx: its weights could not be written .*File too large"),
         ):
             client.load_model("picky")

@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.protocol.infer_wire import cut_request, put_response, varint
+from serve.protocol.infer_wire import cut_request, put_response
 
 texts = st.text(max_size=20)
 raws = st.lists(st.binary(max_size=300), max_size=3)
@@ -83,7 +83,3 @@ def test_a_response_is_put_together_as_protobuf_would(name: str, version: str, r
     head = ModelInferResponse(model_name=name, model_version=version).SerializeToString()
     outputs = ModelInferResponse(outputs=whole.outputs).SerializeToString()
     assert put_response(head, request_id.encode(), outputs, raw) == whole.SerializeToString()
-
-
-def test_varints() -> None:
-    assert [varint(n) for n in (0, 127, 128, 300, 2**31)] == [b"\0", b"\x7f", b"\x80\1", b"\xac\2", b"\x80\x80\x80\x80\x08"]
