@@ -25,8 +25,11 @@ from serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
+OWN_VERSION = version("halfserve")  # reads a file
 LIMIT_S = 60.0  # of one trial
-IDLE_S = 2.0  # after which the child is ended
+# After which a child with nothing to do is ended. Starting one takes a tenth of a second of a core, and a model that has been
+# replaced is often replaced again; a light one keeps some 25 MB meanwhile.
+IDLE_S, LIGHT_IDLE_S = 2.0, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class Trial:
         """Equal for trials that end equally; costs a look at every byte of the file, but not at weights beside it."""
         message = self.message(b"", OptimizationLevel.ALL)
         # Ours too: what is changed in a model before it is loaded may change from one version to the next.
-        return verdict_key(self.path, [ort.__version__, version("halfserve"), repr(sorted(message.items()))])
+        return verdict_key(self.path, [ort.__version__, OWN_VERSION, repr(sorted(message.items()))])
 
 
 class CrashProbe:
@@ -89,6 +92,7 @@ class CrashProbe:
         if self._verdicts.find(trial.key) is None:
             with self._lock:
                 self._running()
+                self._rest()
 
     def safe_level(self, trial: Trial, source: str | bytes) -> OptimizationLevel:
         """The highest level at which the model does not end the process; a lower one than all is named in a warning.
@@ -130,33 +134,44 @@ class CrashProbe:
             self._end()
 
     def _tried(self, trial: Trial, source: str | bytes) -> Verdict:
-        crashes: dict[str, str] = {}
         with self._lock:
-            for level in OptimizationLevel:
-                model = source if isinstance(source, bytes) else b""
-                try:
-                    self._running().try_out(trial.message(source, level), model, self._limit_s)
-                except CrashedError as crash:
-                    crashes[level.label] = str(crash)
-                    self._end()
-                    continue
-                except TrialEndedError:
-                    self._end()
-                    raise
-                return Verdict(level, crashes)
+            try:
+                return self._first_survived(trial, source)
+            finally:
+                self._rest()
+
+    def _first_survived(self, trial: Trial, source: str | bytes) -> Verdict:
+        crashes: dict[str, str] = {}
+        model = source if isinstance(source, bytes) else b""
+        for level in OptimizationLevel:
+            try:
+                self._running().try_out(trial.message(source, level), model, self._limit_s)
+            except CrashedError as crash:
+                crashes[level.label] = str(crash)
+                self._end()
+                continue
+            except TrialEndedError:
+                self._end()
+                raise
+            return Verdict(level, crashes)
         return Verdict(None, crashes)
 
     def _running(self) -> ProbeProcess:
-        """The child, started if need be, and its time to rest put off."""
+        """The child, started if need be."""
         if self._idle is not None:
             self._idle.cancel()
         if self._process is None or not self._process.alive:
             self._end()
             self._process = self._start()
-        self._idle = threading.Timer(IDLE_S, self.close)
+        return self._process
+
+    def _rest(self) -> None:
+        """End the child, if there is one, once it has had nothing to do for a while."""
+        if self._process is None:
+            return
+        self._idle = threading.Timer(LIGHT_IDLE_S if self._process.is_light else IDLE_S, self.close)
         self._idle.daemon = True
         self._idle.start()
-        return self._process
 
     def _end(self) -> None:
         if self._process is not None:

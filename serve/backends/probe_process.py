@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 CHILD = Path(__file__).with_name("probe_child.py")
 # -P: modules beside the program must not hide others of their name.
 DEFAULT_COMMAND = (sys.executable, "-P", str(CHILD))
 
+# The server answers requests meanwhile. Not the lowest there is: beside many busy processes a trial has to end in time, too.
+NICENESS, LOWEST = 15, 19
+LIGHT_KB = 128 << 10
 KILLED = -9  # by SIGKILL, which Windows has no name for
 
 
@@ -35,9 +39,11 @@ class ProbeProcess:
         Raises:
             OSError: it cannot be started.
         """
+        self._peak_kb: int | None = 0
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=False
         )
+        _give_way(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -48,6 +54,11 @@ class ProbeProcess:
     def alive(self) -> bool:
         """Whether it can take a trial."""
         return self._process.poll() is None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it has never held much more memory than one that has just been started; what a device takes counts, too."""
+        return self._peak_kb is not None and self._peak_kb < LIGHT_KB
 
     def try_out(self, trial: dict[str, Any], model: bytes, limit_s: float) -> None:
         """Load and run a model once; returns when the process has survived it.
@@ -76,6 +87,7 @@ class ProbeProcess:
             timer.cancel()
         if not answer:
             self._explain(self._process.wait(), out_of_time=out_of_time.is_set(), limit_s=limit_s)
+        self._peak_kb = json.loads(answer)["peak_kb"]
 
     def close(self) -> None:
         """End the process."""
@@ -97,7 +109,7 @@ class ProbeProcess:
     def _pipes(self) -> tuple[Any, Any]:
         return self._process.stdin, self._process.stdout
 
-    def _explain(self, code: int, *, out_of_time: bool, limit_s: float) -> None:
+    def _explain(self, code: int, *, out_of_time: bool, limit_s: float) -> NoReturn:
         if out_of_time:
             raise TrialEndedError(f"loading and running it once took more than {limit_s:g} s")
         if code == KILLED:
@@ -105,6 +117,12 @@ class ProbeProcess:
         if code >= 0 and sys.platform != "win32":
             raise TrialEndedError(f"the trial's process ended with code {code}")
         raise CrashedError(_name(code))
+
+
+def _give_way(pid: int) -> None:
+    """From outside, before the process has begun: what it imports takes longer than most trials."""
+    with contextlib.suppress(AttributeError, OSError):  # Windows has no such thing
+        os.setpriority(os.PRIO_PROCESS, pid, min(LOWEST, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
 
 
 def _name(code: int) -> str:

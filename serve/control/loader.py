@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import require_memory
+from serve.control.short_sizes import short_sizes
 from serve.control.warm_up import warm_up
 from serve.engine.backend import Placement, Runtime
 from serve.engine.config import Defaults
@@ -48,9 +49,10 @@ class Loader:
             version = load_version(files, self.runtime, self.placement, self.defaults)
             _report_certificate(version, verdict)
             warm_up(version, self.warm_up_budget_s)
+            short_s = short_sizes(version)
         except MemoryError:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
-        return version
+        return replace(version, short_s=short_s)
 
 
 def _report_certificate(version: LoadedVersion, verdict: str | None) -> None:

@@ -12,7 +12,6 @@ from serve.engine.device_faults import InstanceLostError
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_repository import LoadedVersion
 from serve.engine.own_parameters import own_parameter
-from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Tensors
 
 logger = logging.getLogger(__name__)
@@ -46,11 +45,8 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
 
 def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
     """Whether the model has answered; it need not where the request's sizes are a guess."""
-    outputs = tuple(spec.name for spec in version.interface.outputs)
-    inputs = {spec.name: spec.to_model(request.inputs[spec.name]) for spec in version.interface.inputs}
-    asked = InferRequest(inputs=inputs, outputs=outputs, rows=request.rows, bucket=None, deadline=None, done=lambda _: None)
     try:
-        (result,) = run_batch(backend, [asked])
+        (result,) = run_batch(backend, [request.to_model(version)])
     except InstanceLostError as error:
         raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
     wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)

@@ -13,6 +13,7 @@ import numpy as np
 from protos.model_config_pb2 import ModelWarmup
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_repository import LoadedVersion
+from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
 WARM_UP_FOLDER = "warmup"  # of a model folder; holds the files that model_warmup names
@@ -35,6 +36,18 @@ class WarmUpRequest:
     inputs: Mapping[str, Array]
     times: int = 1
     binding: bool = True
+
+    def to_model(self, version: LoadedVersion) -> InferRequest:
+        """The request as a backend takes it; nobody waits for its answer."""
+        interface = version.interface
+        return InferRequest(
+            inputs={spec.name: spec.to_model(self.inputs[spec.name]) for spec in interface.inputs},
+            outputs=tuple(spec.name for spec in interface.outputs),
+            rows=self.rows,
+            bucket=None,
+            deadline=None,
+            done=lambda _: None,
+        )
 
 
 def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:

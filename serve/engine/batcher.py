@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from serve.engine.batch import Answered, Failed
 from serve.engine.batch_limits import BatchLimits
@@ -19,21 +19,27 @@ from serve.engine.instance import Instance
 from serve.engine.pace import Pace
 from serve.engine.requests import InferRequest
 from serve.engine.shedding import Running, Shedding, full_error, late_error
-from serve.engine.short_batches import ShortBatches
+from serve.engine.short_batches import NOTHING_KNOWN, ShortBatches
 from serve.engine.statistics import Statistics
 from serve.engine.supervision import Lost, Results, seconds_of
 
 # A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
 # longer: else a flood would leave no time to answer.
 TURN_S, LONGEST_TURN_S = 0.002, 0.02
-# Fewer requests than these wait for one more look at the sockets: it costs a tenth of what starting another batch does.
+# Fewer requests than these wait for one more look at the sockets, which costs less than starting another batch for them.
 FEW = 8
 
 
 class Batcher:
     """Queues requests and keeps every backend instance busy while requests wait."""
 
-    def __init__(self, instances: Sequence[Instance], limits: BatchLimits, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        limits: BatchLimits,
+        statistics: Statistics,
+        short_s: Mapping[int, float] = NOTHING_KNOWN,
+    ) -> None:
         self._limits = limits
         self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
         self._statistics = statistics
@@ -53,7 +59,7 @@ class Batcher:
         self._shedding: Shedding | None = None
         self._share: Share | None = None
         # Small models need no thread.
-        self._short = ShortBatches() if all(instance.may_run_on_loop for instance in instances) else None
+        self._short = ShortBatches(short_s) if all(instance.may_run_on_loop for instance in instances) else None
         self._has_target = limits.latency_target_s is not None
 
     @property

@@ -34,6 +34,7 @@ class Model:
         path: the model file.
         guard: looks at what the model answers; None does not.
         reload: loads the copy of a number anew; None where that cannot be done.
+        short_s: seconds that short batches take, by their rows, as far as that is known; see `ShortBatches`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Model:
     path: Path | None = None
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
+    short_s: Mapping[int, float] = field(default_factory=dict)
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -60,7 +62,7 @@ class Model:
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
         )
         instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
-        self.batcher = Batcher(instances, self.limits, self.statistics)
+        self.batcher = Batcher(instances, self.limits, self.statistics, self.short_s)
 
     @property
     def max_batch_size(self) -> int:

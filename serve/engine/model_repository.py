@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
@@ -133,6 +133,7 @@ class LoadedVersion:
         labels: names of the classes of an output, by the output's name.
         guard: looks at what the model answers; None does not.
         reload: loads the copy of a number anew.
+        short_s: seconds that short batches take, by their rows, where that has been tried; see `ShortBatches`.
     """
 
     files: ModelFiles
@@ -143,6 +144,7 @@ class LoadedVersion:
     labels: Mapping[str, Sequence[str]]
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
+    short_s: Mapping[int, float] = field(default_factory=dict)
 
     def model(self) -> Model:
         """The version with its queue and counters. Any thread may make it; from then on it is the event loop's."""
@@ -157,6 +159,7 @@ class LoadedVersion:
             path=self.files.model,
             guard=self.guard,
             reload=self.reload,
+            short_s=self.short_s,
         )
 
 

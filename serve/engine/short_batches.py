@@ -7,7 +7,8 @@ of the same shape and about the same size took, and taken back as soon as they t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 
 SHORT_S = 150e-6  # about what the way to a thread and back costs under load
 # A batch on the loop that takes so much processor time, or so long by the clock (the system may have given the core to another
@@ -20,6 +21,9 @@ NEW = 1 / 8  # of a batch on the loop in the average
 DRIFT = 1 / 64  # on the thread, where waiting for Python's lock is timed too, the shortest counts, and is slowly forgotten
 
 
+NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
+
+
 class _Size:
     """Batches of one shape and about one size: up to twice as many rows.
 
@@ -30,22 +34,30 @@ class _Size:
 
     __slots__ = ("seconds", "trials")
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.trials = FIRST
+    def __init__(self, seconds: float, trials: int) -> None:
+        self.seconds = seconds
+        self.trials = trials
 
 
 class ShortBatches:
     """Learns what one model's batches take."""
 
-    __slots__ = ("_sizes",)
+    __slots__ = ("_known_s", "_sizes")
 
-    def __init__(self) -> None:
+    def __init__(self, known_s: Mapping[int, float] = NOTHING_KNOWN) -> None:
+        """One that has seen no batch.
+
+        Args:
+            known_s: seconds that batches take, by their rows; to be given only where all requests are of one shape.
+        """
+        self._known_s = sorted(known_s.items())
         self._sizes: dict[tuple[Hashable, int], _Size] = {}
 
     def suits(self, bucket: Hashable, rows: int) -> bool:
         """Whether a batch should run on the loop."""
         size = self._sizes.get((bucket, rows.bit_length()))
+        if size is None and self._known_s:
+            size = self._size(bucket, rows)
         return size is not None and size.trials <= 0 and size.seconds <= SHORT_S
 
     def ran_on_loop(self, bucket: Hashable, rows: int, seconds: float, clock_s: float) -> None:
@@ -70,5 +82,7 @@ class ShortBatches:
         if size is None:
             if len(self._sizes) >= MAX_SIZES:
                 self._sizes.clear()
-            size = self._sizes[key] = _Size()
+            # What is known of batches that are larger holds for these all the more.
+            known = next((seconds for known_rows, seconds in self._known_s if known_rows >= rows), None)
+            size = self._sizes[key] = _Size(0.0, FIRST) if known is None else _Size(known, 0)
         return size

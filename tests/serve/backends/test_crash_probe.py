@@ -11,21 +11,20 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends import crash_probe
 from serve.backends.crash_probe import CrashProbe, Trial
 from serve.backends.crash_verdicts import CrashVerdicts
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.backends.onnxruntime_session import Providers
 from serve.backends.optimization_level import KEY, OptimizationLevel
-from serve.backends.probe_child import NICENESS
-from serve.backends.probe_process import ProbeProcess
+from serve.backends.probe_process import LOWEST, NICENESS, ProbeProcess
 from serve.backends.runtimes import probing_runtimes
 from serve.backends.session_settings import SessionSettings
 from serve.engine.backend import Placement
 from serve.engine.errors import ModelLoadError
-from tests.models import save_mlp, save_picky
+from tests.models import save_mlp, save_model, save_picky
 from tests.serve.backends.crashing import save_crashing_always, save_crashing_when_folded
 
 ON_CPU = Placement(use_gpu=False, threads=1)
@@ -92,10 +91,7 @@ def test_a_level_that_the_configuration_names_is_taken_without_a_trial(probing: 
     assert probing.started == []
 
 
-def test_sound_models_share_a_process_and_are_tried_once(
-    probing: Probing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(crash_probe, "IDLE_S", 60.0)  # however slow the machine
+def test_sound_models_share_a_process_and_are_tried_once(probing: Probing, tmp_path: Path) -> None:
     runtime = OnnxRuntime(probing.probe)
     for name in ("a", "b", "a"):
         path = save_mlp(tmp_path / f"{name}.onnx") if name == "a" else save_picky(tmp_path / f"{name}.onnx")
@@ -106,10 +102,25 @@ def test_sound_models_share_a_process_and_are_tried_once(
     assert len(list(probing.folder.iterdir())) == 2
 
 
-def test_trials_give_way_to_the_server(probing: Probing, tmp_path: Path) -> None:
-    assert probing.level(save_mlp(tmp_path / "m.onnx")) is OptimizationLevel.ALL
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert os.getpriority(os.PRIO_PROCESS, probing.started[0].pid) == min(19, own + NICENESS)
+def test_a_process_is_light_until_a_model_takes_much_memory(probing: Probing, tmp_path: Path) -> None:
+    number, wide = TensorProto.FLOAT, {"wide": np.array([1, 1 << 26])}  # 256 MB
+    nodes = [helper.make_node("Expand", ["x", "wide"], ["many"]), helper.make_node("ReduceMax", ["many"], ["y"])]
+    large = save_model(tmp_path / "large.onnx", nodes, [("x", number, ["batch", 1])], [("y", number, [1, 1])], wide)
+    lights = []
+    for path in (save_mlp(tmp_path / "m.onnx"), large, save_picky(tmp_path / "n.onnx")):
+        assert probing.level(path) is OptimizationLevel.ALL
+        lights.append(probing.started[0].is_light)
+    assert lights == [True, False, False]
+    assert len(probing.started) == 1
+
+
+def test_trials_give_way_to_the_server_from_the_start() -> None:
+    process = ProbeProcess()
+    try:
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(LOWEST, own + NICENESS)
+    finally:
+        process.close()
 
 
 def test_a_refusal_is_no_crash(probing: Probing, tmp_path: Path) -> None:

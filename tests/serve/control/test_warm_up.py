@@ -12,7 +12,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from serve.backends.onnxruntime_backend import OnnxRuntime
-from serve.control.loader import Loader
 from serve.control.warm_up import warm_up
 from serve.engine.backend import Backend, Placement
 from serve.engine.config import Defaults
@@ -55,7 +54,7 @@ def tried_out(root: Path, config: str = "", budget_s: float = 5.0) -> Ran:
     ran: Ran = []
     placement = Placement(use_gpu=False, threads=1)
     (files,) = find_models(root)
-    Loader(runtime=WatchedRuntime(ran), placement=placement, defaults=Defaults(), warm_up_budget_s=budget_s).load(files)
+    warm_up(load_version(files, WatchedRuntime(ran), placement, Defaults()), budget_s)
     return ran
 
 

@@ -20,6 +20,14 @@ def test_the_first_batches_run_on_a_thread() -> None:
     assert learned().suits("a", 4)
 
 
+def test_what_is_known_from_the_start_holds_for_every_size_up_to_it() -> None:
+    short = ShortBatches({2: SHORT, 8: SHORT_S, 16: LONG})
+    assert [short.suits("a", rows) for rows in (1, 2, 5, 8, 16, 17)] == [True, True, True, True, False, False]
+    for _ in range(20):
+        short.ran_on_loop("a", 5, LONG, LONG)
+    assert not short.suits("a", 5), "what is seen later counts for more"
+
+
 def test_what_was_learned_holds_for_one_shape_and_about_one_size() -> None:
     short = learned()
     assert (short.suits("a", 7), short.suits("a", 8), short.suits("b", 4)) == (True, False, False)

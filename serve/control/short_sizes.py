@@ -1,0 +1,62 @@
+"""How long the short batches of a model version take, so that the first one that serves is computed where the thousandth is."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests
+from serve.engine.backend import Backend
+from serve.engine.batch import Answered, run_batch
+from serve.engine.instance import ON_CPU
+from serve.engine.model_repository import LoadedVersion
+from serve.engine.own_parameters import own_parameter
+from serve.engine.short_batches import SHORT_S
+from serve.engine.tensors import ANY_SIZE
+
+RUNS = 8
+
+
+def short_sizes(version: LoadedVersion) -> dict[int, float]:
+    """Run batches of growing size until one is not short.
+
+    Args:
+        version: that has been warmed up.
+
+    Returns:
+        Seconds of processor time that a batch takes at best on the slowest copy, by rows. Nothing where requests may differ in
+        shape, where batches run on a device, or where the model is not to be run before it serves.
+    """
+    if own_parameter(version.config, "halfserve.warm_up") is False or not _has_one_shape(version):
+        return {}
+    if any(backend.provider != ON_CPU for backend in version.backends):
+        return {}
+    declared = declared_requests(version)
+    sizes = {}
+    for request in sorted(sized_requests(version, declared[0] if declared else None), key=lambda request: request.rows):
+        seconds = max(_shortest_s(version, backend, request) for backend in version.backends)
+        if seconds > SHORT_S:
+            break
+        sizes[request.rows] = seconds
+    return sizes
+
+
+def _has_one_shape(version: LoadedVersion) -> bool:
+    batched = version.config.max_batch_size > 0
+    return not any(ANY_SIZE in spec.shape[1 if batched else 0 :] for spec in version.interface.inputs)
+
+
+def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> float:
+    """Processor time of the fastest of some runs; of the first that was not short at all; inf where the model has no answer."""
+    shortest = math.inf
+    for _ in range(RUNS):
+        asked = [request.to_model(version)]
+        started = time.thread_time()
+        (result,) = run_batch(backend, asked)
+        seconds = time.thread_time() - started
+        if not isinstance(result, Answered):
+            return math.inf
+        shortest = min(shortest, seconds)
+        if shortest > 2 * SHORT_S:
+            break
+    return shortest
