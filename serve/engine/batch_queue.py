@@ -114,6 +114,13 @@ class BatchQueue(Generic[T]):
         """Whether `take` would hand something out."""
         return self._waiting > 0 and self._ready(now, hurry=hurry) is not None
 
+    def has_full_batch(self, now: float) -> bool:
+        """Whether `take` would hand out a batch that further requests would not make any larger."""
+        line = self._ready(now, hurry=False) if self._waiting else None
+        if line is None:
+            return False
+        return line.rows >= (self._max_rows if self.pace is None else self.pace.most_rows(line.bucket))
+
     def take_late(self, now: float) -> list[T]:
         """Let all leave whose deadline has passed, wherever they stand: their places are wanted."""
         late: list[T] = []

@@ -15,6 +15,7 @@ from serve.engine.batch_limits import BatchLimits
 from serve.engine.batch_queue import Batch, BatchQueue, FullError
 from serve.engine.compute_slots import ComputeSlots, Share
 from serve.engine.errors import InferenceError, UnavailableError
+from serve.engine.free_instances import FreeInstances
 from serve.engine.instance import Instance
 from serve.engine.pace import Pace
 from serve.engine.requests import InferRequest
@@ -44,7 +45,7 @@ class Batcher:
         self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
         self._statistics = statistics
         self._instances = instances
-        self._idle = list(instances)
+        self._free = FreeInstances(instances)
         for instance in instances:
             instance.on_change = self._instance_changed
         self._replayed: set[InferRequest] = set()  # those whose copy broke, until they have an answer
@@ -96,7 +97,7 @@ class Batcher:
             self._queue.offer(request)
         except FullError as full:
             self._make_room(request, full)
-        if self._soon is None and self._idle:
+        if self._soon is None and (self._free.idle or self._free.can_go_ahead):
             self._dispatch_soon()
 
     def cancel(self, request: InferRequest) -> None:
@@ -141,13 +142,15 @@ class Batcher:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        hurry, short, now = self._drained is not None, self._short, time.monotonic()
+        hurry, short, free, now = self._drained is not None, self._short, self._free, time.monotonic()
         stop = now + min(max(TURN_S, now - self._away_since), LONGEST_TURN_S)
-        while self._idle and now < stop and (batch := self._next_batch(now, hurry=hurry)) is not None:
+        while free.idle and now < stop and (batch := self._next_batch(now, hurry=hurry)) is not None:
             if short is not None and short.suits(batch.bucket, batch.rows):
                 now = self._run_on_loop(batch, now, short)
             else:
-                self._start(batch, now)
+                self._start(batch, now, free.idle.pop())
+        if self._queue and self._share is None:
+            self._go_ahead(now)
         self._away_since = now
         if self._queue and now >= stop:
             self._dispatch_soon()  # these answers go out first, and requests come in
@@ -175,19 +178,30 @@ class Batcher:
     def _look_again(self, now: float) -> None:
         """Dispatch when the next batch is due; a model whose turn in the slots has not come is woken then."""
         due = self._queue.next_due(now)
-        if self._idle and due is not None and not (self._share and self._share.waits):
+        if self._free.idle and due is not None and not (self._share and self._share.waits):
             self._due = asyncio.get_running_loop().call_later(max(0.0, due - now), self._dispatch)
 
-    def _start(self, batch: Batch[InferRequest], now: float) -> None:
-        instance = self._idle.pop()
+    def _go_ahead(self, now: float) -> None:
+        """Have instances that compute a batch do the next one as well, where waiting would not make it any larger."""
+        while self._free.can_go_ahead:
+            if not self._queue.has_full_batch(now):
+                return
+            begins = now if self._shedding is None else max(now, self._shedding.free_s(now))
+            batch = self._next_batch(begins, hurry=False)
+            if batch is None:
+                return
+            self._start(batch, begins, self._free.take_busy())
+
+    def _start(self, batch: Batch[InferRequest], now: float, instance: Instance) -> None:
         self._running += 1
         running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
 
         def finished(results: Results) -> None:
-            if instance.is_up:
-                self._idle.append(instance)
-            if self._short is not None and (seconds := seconds_of(results)) is not None:
-                self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
+            self._free.sort_in(instance)
+            if (seconds := seconds_of(results)) is not None:
+                self._free.latest_s = seconds
+                if self._short is not None:
+                    self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
             if running is not None or self._share is not None:
                 self._account(running, results, now)
             # First the next batch: a thread computes it while these answers are put on the wire.
@@ -199,17 +213,18 @@ class Batcher:
             self._notice_drained()
 
         instance.run(batch.requests, finished)
+        self._free.sort_in(instance)
 
     def _run_on_loop(self, batch: Batch[InferRequest], now: float, short: ShortBatches) -> float:
         """Compute and answer a batch; returns the time then."""
         self._answer()  # in order: what was computed before is answered before
-        instance = self._idle[-1]
+        instance = self._free.idle[-1]
         running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
         spent_s = time.thread_time()  # time in which other programs had the core would be lost on a thread as well
         results = instance.run_on_loop(batch.requests)
         spent_s = time.thread_time() - spent_s
         if not instance.is_up:
-            self._idle.remove(instance)
+            self._free.sort_in(instance)
         short.ran_on_loop(batch.bucket, batch.rows, spent_s, time.monotonic() - now)
         if running is not None:
             self._account(running, results, now)
@@ -265,7 +280,7 @@ class Batcher:
 
     def _instance_changed(self, instance: Instance) -> None:
         if instance.is_up:
-            self._idle.append(instance)
+            self._free.sort_in(instance)
             self._dispatch()
         elif not any(other.is_up for other in self._instances):
             self._fail_all_waiting()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,16 @@ ON_CPU = "CPUExecutionProvider"
 
 
 @dataclass(slots=True, eq=False)
+class _Copy:
+    """A loaded copy. The batch behind the one that broke it must not run on it."""
+
+    backend: Backend
+    is_broken: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
-    """A batch that is being computed."""
+    """A batch that is being computed, or is next."""
 
     loop: asyncio.AbstractEventLoop
     requests: list[InferRequest]
@@ -47,9 +56,11 @@ class _NotLoaded:
 class Instance:
     """Runs batches one after the other, as long as it is up. To be used on the event loop only.
 
+    It takes the next batch while one runs: its thread need not wait then until the event loop has seen the first one's end.
+
     Attributes:
         name: "name/version instance number".
-        is_up: it can take a batch when it has none.
+        is_up: it can take batches, up to two.
         restarts: how often it came back after a fault.
         fault: what the latest fault was; None before the first.
         memory: how many rows it computes at once.
@@ -72,31 +83,40 @@ class Instance:
         self.memory = MemoryLimit(self.name)
         self.on_change: Callable[[Instance], None] = lambda _: None
         self.on_lost_device: Callable[[str], None] = lambda _: None
-        self._backend = backend
+        self._copy = _Copy(backend)
         self._number = number
         self._how = how
         self._worker = Worker(f"instance-{number}")
-        self._job: _Job | None = None
+        self._jobs: deque[_Job] = deque()  # the one that runs first
         self._timer: asyncio.TimerHandle | None = None  # to look after a batch, or to load anew
         self._wait_s = how.first_wait_s
         self._stopped = False
 
+    @property
+    def batches(self) -> int:
+        """That it has: the one that runs, and the next."""
+        return len(self._jobs)
+
     def run(self, requests: list[InferRequest], finished: Finished) -> None:
-        """Start a batch; `finished` is called once, later, with what became of it. `is_up` says then if there can be more."""
+        """Start a batch, after the one that runs if one does.
+
+        `finished` is called once, later, with what became of it. `is_up` says then if there can be more.
+        """
         loop = asyncio.get_running_loop()
-        self._job = job = _Job(loop, requests, finished)
+        job = _Job(loop, requests, finished)
+        self._jobs.append(job)
         if self._how.max_compute_s is not None and self._timer is None:  # one timer looks after many batches
             self._look_later(loop, self._how.max_compute_s)
-        self._worker.submit(self._compute, job, self._backend)
+        self._worker.submit(self._compute, job, self._copy)
 
     @property
     def may_run_on_loop(self) -> bool:
         """Whether short batches need no thread: nobody has to watch over them, and no device is waited for."""
-        return self._how.max_compute_s is None and self._backend.provider == ON_CPU
+        return self._how.max_compute_s is None and self._copy.backend.provider == ON_CPU
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
         """Compute a short batch here and now, while nothing else runs. `is_up` says then if there can be more."""
-        results, fault = self._results(requests, self._backend)
+        results, fault = self._results(requests, self._copy)
         if fault is not None:
             self._take_out(fault, asyncio.get_running_loop())
         return results
@@ -108,29 +128,31 @@ class Instance:
         self._cancel_timer()
         self._worker.stop()
 
-    def _compute(self, job: _Job, backend: Backend) -> None:
+    def _compute(self, job: _Job, copy: _Copy) -> None:
         """On the worker thread."""
-        results, job.fault = self._results(job.requests, backend)
+        results, job.fault = self._results(job.requests, copy)
         job.computed = True
         with contextlib.suppress(RuntimeError):  # the loop has been closed: the server gave up waiting for this batch
             job.loop.call_soon_threadsafe(self._done, job, results)
 
-    def _results(self, requests: list[InferRequest], backend: Backend) -> tuple[Results, str | None]:
-        """What becomes of a batch, and what broke this copy, if anything did."""
+    def _results(self, requests: list[InferRequest], copy: _Copy) -> tuple[Results, str | None]:
+        """What becomes of a batch, and what broke this copy, if this batch did."""
         how = self._how
+        if copy.is_broken:
+            return [_lost(requests)], None
         try:
-            return run_batch(backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes), None
+            return run_batch(copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes), None
         except InstanceLostError as error:
-            sorry = UnavailableError("the device failed while it computed this request; send it again")
-            return [Lost(requests, sorry)], _first_line(error)
+            copy.is_broken = True
+            return [_lost(requests)], _first_line(error)
 
     def _done(self, job: _Job, results: Results) -> None:
-        if self._job is not job:
+        if not self._jobs or self._jobs[0] is not job:
             return  # it was given up, and its requests have their answers
-        self._job = None
+        self._jobs.popleft()
         if job.fault is not None:
             self._take_out(job.fault, job.loop)
-        elif self.fault is not None:
+        elif self.fault is not None and self.is_up:
             self._wait_s = self._how.first_wait_s
         job.finished(results)
 
@@ -143,14 +165,16 @@ class Instance:
         It is looked at several times, since the clock goes on while the whole process is stopped, and a batch does not.
         """
         self._timer = None
-        job = self._job
-        if job is None:
+        if not self._jobs:
             return
+        job = self._jobs[0]
         job.looks += 1
         if job.looks <= LOOKS or job.computed:
             self._look_later(job.loop, limit_s)
             return
-        self._job = None
+        _, *behind = self._jobs
+        self._jobs.clear()
+        self._copy.is_broken = True
         if self._how.reload is not None:
             # Nobody can end a thread: it is left to itself, and ends if its call ever returns.
             self._worker.stop()
@@ -158,6 +182,8 @@ class Instance:
         self._take_out(f"a batch was not computed within {limit_s:g} s", job.loop)
         error = UnavailableError(f"the model did not answer within its {limit_s:g} s and is being restarted; try again later")
         job.finished([Failed(request, error) for request in job.requests])
+        for untouched in behind:
+            untouched.finished([_lost(untouched.requests)])
 
     def _take_out(self, fault: str, loop: asyncio.AbstractEventLoop) -> None:
         self.is_up = False
@@ -179,7 +205,7 @@ class Instance:
         """On the worker thread. Where there is no way to load anew, waiting until the thread is free again is all there is."""
         loaded: Backend | _NotLoaded
         try:
-            loaded = self._backend if self._how.reload is None else self._how.reload(self._number)
+            loaded = self._copy.backend if self._how.reload is None else self._how.reload(self._number)
         except Exception as error:  # noqa: BLE001  (whatever a runtime raises must not end the thread)
             loaded = _NotLoaded(_first_line(error), is_device_lost(error))
         with contextlib.suppress(RuntimeError):  # the loop has been closed
@@ -195,7 +221,7 @@ class Instance:
             if loaded.device_is_lost:
                 self.on_lost_device(loaded.reason)
         else:
-            self._backend = loaded
+            self._copy = _Copy(loaded)
             self.is_up = True
             self.restarts += 1
             logger.warning("%s: is up again", self.name)
@@ -205,6 +231,10 @@ class Instance:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _lost(requests: list[InferRequest]) -> Lost:
+    return Lost(requests, UnavailableError("the device failed while it computed this request; send it again"))
 
 
 def _first_line(error: Exception) -> str:

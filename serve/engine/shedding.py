@@ -64,6 +64,11 @@ class Shedding:
         self._has_refused = False  # since the last batch: then each is learned from, in case that is not needed any more
         self._plenty_waiting = 0
 
+    def free_s(self, now: float) -> float:
+        """When an instance should be free."""
+        behind = len(self.running) - self._instances  # batches that wait behind another one
+        return now if behind < 0 else sorted([batch.free_s(now) for batch in self.running])[behind]
+
     def started(self, bucket: Hashable, rows: int, now: float) -> Running:
         """Note a batch that starts."""
         batch = Running(bucket, rows, now, now + self._pace.likely_s(bucket, rows))
@@ -116,9 +121,7 @@ class Shedding:
         has; where some batches take many times as long as the others, such care would refuse nearly all.
         """
         pace, bucket = self._pace, request.bucket
-        start = now
-        if len(self.running) >= self._instances:
-            start = min([batch.free_s(now) for batch in self.running])
+        start = self.free_s(now)
         most = pace.most_rows(bucket)
         full, before = divmod(self._queue.rows_before(bucket), most)
         before_s = full * pace.likely_s(bucket, most) + self._others_s(bucket)

@@ -42,6 +42,17 @@ def test_a_delay_holds_a_batch_back_until_it_is_due_or_full() -> None:
     assert take(q, 20.1).requests == [first, second]
 
 
+def test_a_batch_is_full_when_no_further_request_would_make_it_larger() -> None:
+    q = queue(max_delay_s=1.0, preferred_rows=(4,))
+    assert not q.has_full_batch(5.0)
+    offer_all(q, [Request(rows=5), Request(bucket="b")])
+    assert not q.has_full_batch(5.0), "not even one that is due, and of a preferred size"
+    offer_all(q, [Request(rows=3)])
+    assert q.has_full_batch(0.0)
+    assert take(q, 0.0).rows == 8
+    assert not q.has_full_batch(0.0)
+
+
 def test_hurry_ends_all_waiting() -> None:
     q = queue(max_delay_s=3600.0, preferred_rows=(4,))
     request = offer(q, Request(), 0.0)

@@ -173,6 +173,58 @@ def test_a_batch_that_hangs_is_given_up_and_the_copy_loaded_anew() -> None:
     run(test)
 
 
+async def _one_behind(scene: Scene, entered: threading.Event) -> list[asyncio.Future[Tensors | InferenceError]]:
+    """A request that is being computed, and a full batch that its copy has taken meanwhile."""
+    first = scene.submit(0)
+    assert await asyncio.to_thread(entered.wait, WAIT_S)
+    scene.batcher._free.latest_s = 0.001
+    behind = [scene.submit(value) for value in range(1, 9)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scene.instances[0].batches == 2
+    return [first, *behind]
+
+
+def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() -> None:
+    async def test() -> None:
+        stuck, fresh = HeldBackend(held=True), HeldBackend()
+        scene = Scene([stuck], lambda: fresh, max_compute_s=0.1)
+        first, *behind = await asyncio.gather(*await _one_behind(scene, stuck.entered))
+        assert isinstance(first, InferenceError)
+        assert "did not answer" in str(first)
+        assert [result["y"][0, 0] for result in behind if not isinstance(result, InferenceError)] == list(range(2, 10))
+        assert fresh.batches == [list(range(1, 9))]
+        stuck.release.set()
+        await scene.batcher.drain()
+        assert stuck.batches in ([], [[0]])
+
+    run(test)
+
+
+def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there() -> None:
+    async def test() -> None:
+        entered, release = threading.Event(), threading.Event()
+
+        class Slow(Fragile):
+            def run(self, inputs: Tensors) -> Tensors:
+                entered.set()
+                assert release.wait(WAIT_S)
+                return super().run(inputs)
+
+        broken, fresh = Slow(), Fragile()
+        broken._lost = True
+        scene = Scene([broken], lambda: fresh)
+        answers = await _one_behind(scene, entered)
+        release.set()
+        results = await asyncio.gather(*answers)
+        assert [float(result["y"][0, 0]) for result in results if not isinstance(result, InferenceError)] == list(range(1, 10))
+        assert broken.batches == [[0]]
+        assert (scene.reloads, scene.statistics.fail.count) == (1, 0)
+        await scene.batcher.drain()
+
+    run(test)
+
+
 def test_batches_within_their_time_are_let_be() -> None:
     async def test() -> None:
         backend = HeldBackend(held=True)

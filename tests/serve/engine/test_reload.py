@@ -28,7 +28,7 @@ def test_a_copy_that_takes_too_long_is_replaced_and_the_model_answers_again(tmp_
     async def scene() -> None:
         (model,) = load_repository(tmp_path)
         (instance,) = model.batcher.instances
-        first = instance._backend
+        first = instance._copy.backend
         assert await ask_model(model, number(5)) == [5.0]
         assert await ask_model(model, number(LONG)) == (
             "the model did not answer within its 0.2 s and is being restarted; try again later"
@@ -37,7 +37,7 @@ def test_a_copy_that_takes_too_long_is_replaced_and_the_model_answers_again(tmp_
         assert await ask_model(model, number(7)) == [7.0]
         assert [*ready, model.is_ready] == [False, True]
         assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.2 s")
-        assert instance._backend is not first
+        assert instance._copy.backend is not first
         await model.batcher.drain()
 
     before = set(threading.enumerate())

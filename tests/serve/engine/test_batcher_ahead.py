@@ -1,0 +1,128 @@
+"""Batches that an instance takes while it still computes the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.engine.compute_slots import ComputeSlots
+from serve.engine.free_instances import AHEAD_S
+from serve.engine.model import Model
+from serve.engine.short_batches import SHORT_S
+from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.engine.scene import Answers, hold_first, run
+
+MIDDLING_S = (SHORT_S + AHEAD_S) / 2
+
+
+def ahead_model(backend: HeldBackend, latest_s: float = MIDDLING_S, max_rows: int = 2) -> Model:
+    """Of batches of `max_rows` at most, the latest of which has taken `latest_s`."""
+    model = held_model(backend, max_rows=max_rows)
+    model.batcher._free.latest_s = latest_s
+    return model
+
+
+async def turns() -> None:
+    """All that the batcher does without being told more."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = ahead_model(backend)
+        (instance,) = model.batcher.instances
+        await hold_first(backend, model.batcher, answers)
+        model.batcher.submit(answers.request(1))
+        await turns()
+        assert (instance.batches, model.batcher.waiting) == (1, 1), "another request may come and make it larger"
+        for value in (2, 3, 4, 5):
+            model.batcher.submit(answers.request(value))
+        await turns()
+        assert (instance.batches, model.batcher.waiting) == (2, 3), "one batch ahead, and no more"
+        backend.release.set()
+        await answers.all(6)
+        assert backend.batches == [[100], [1, 2], [3, 4], [5]]
+        assert [answers.value(value) for value in range(1, 6)] == [2, 3, 4, 5, 6]
+        assert (instance.batches, model.statistics.batches) == (0, 4)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("latest_s", [SHORT_S, AHEAD_S * 1.01, math.inf], ids=["short", "long", "unknown"])
+def test_only_batches_of_middling_length_go_ahead(latest_s: float) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = ahead_model(backend, latest_s)
+        await hold_first(backend, model.batcher, answers)
+        for value in (1, 2, 3):
+            model.batcher.submit(answers.request(value))
+        await turns()
+        assert model.batcher.waiting == 3
+        backend.release.set()
+        await answers.all(4)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_models_that_share_slots_keep_to_their_turns() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = ahead_model(backend)
+        model.batcher.compete(ComputeSlots(1))
+        await hold_first(backend, model.batcher, answers)
+        for value in (1, 2):
+            model.batcher.submit(answers.request(value))
+        await turns()
+        assert model.batcher.waiting == 2
+        backend.release.set()
+        await answers.all(3)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_a_failing_batch_ahead_fails_alone() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = ahead_model(backend)
+        await hold_first(backend, model.batcher, answers)
+        for value in (-1, 2, 3):
+            model.batcher.submit(answers.request(value))
+        await turns()
+        backend.release.set()
+        await answers.all(4)
+        assert "negative values hurt" in str(answers.error(-1))
+        assert [answers.value(value) for value in (2, 3, 100)] == [3, 4, 101]
+        await model.batcher.drain()
+
+    run(scene)
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups=st.lists(st.integers(1, 7), min_size=1, max_size=12), max_rows=st.integers(1, 4))
+def test_every_request_gets_its_own_answer_once_and_in_order(groups: list[int], max_rows: int) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend()
+        model = ahead_model(backend, max_rows=max_rows)
+        asked = 0
+        for group in groups:
+            for _ in range(group):
+                model.batcher.submit(answers.request(asked))
+                asked += 1
+            await turns()
+            model.batcher._free.latest_s = MIDDLING_S  # these batches are short
+        await answers.all(asked)
+        assert [answers.value(value) for value in range(asked)] == [value + 1 for value in range(asked)]
+        assert list(chain.from_iterable(backend.batches)) == list(range(asked))
+        await model.batcher.drain()
+
+    run(scene)
