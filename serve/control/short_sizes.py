@@ -11,7 +11,7 @@ from serve.engine.batch import Answered, run_batch
 from serve.engine.instance import ON_CPU
 from serve.engine.model_repository import LoadedVersion
 from serve.engine.own_parameters import own_parameter
-from serve.engine.short_batches import SHORT_S
+from serve.engine.short_batches import LONE_S
 from serve.engine.tensors import ANY_SIZE
 
 RUNS = 8
@@ -35,7 +35,7 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
     sizes = {}
     for request in sorted(sized_requests(version, declared[0] if declared else None), key=lambda request: request.rows):
         seconds = max(_shortest_s(version, backend, request) for backend in version.backends)
-        if seconds > SHORT_S:
+        if seconds > LONE_S:
             break
         sizes[request.rows] = seconds
     return sizes
@@ -57,6 +57,6 @@ def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest
         if not isinstance(result, Answered):
             return math.inf
         shortest = min(shortest, seconds)
-        if shortest > 2 * SHORT_S:
+        if shortest > 2 * LONE_S:
             break
     return shortest

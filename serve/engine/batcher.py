@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from serve.engine.batch import Answered, Failed
 from serve.engine.batch_limits import BatchLimits
 from serve.engine.batch_queue import Batch, BatchQueue, FullError
+from serve.engine.company import Company
 from serve.engine.compute_slots import ComputeSlots, Share
 from serve.engine.errors import InferenceError, UnavailableError
 from serve.engine.free_instances import FreeInstances
@@ -20,7 +21,7 @@ from serve.engine.instance import Instance
 from serve.engine.pace import Pace
 from serve.engine.requests import InferRequest
 from serve.engine.shedding import Running, Shedding, full_error, late_error
-from serve.engine.short_batches import NOTHING_KNOWN, ShortBatches
+from serve.engine.short_batches import LONE_BYTES, LONE_REQUESTS, LONE_S, NOTHING_KNOWN, SHORT_S, ShortBatches
 from serve.engine.statistics import Statistics
 from serve.engine.supervision import Lost, Results, seconds_of
 
@@ -32,7 +33,11 @@ FEW = 8
 
 
 class Batcher:
-    """Queues requests and keeps every backend instance busy while requests wait."""
+    """Queues requests and keeps every backend instance busy while requests wait.
+
+    Attributes:
+        company: of the models that the event loop serves, to be set before the first request.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Batcher:
         statistics: Statistics,
         short_s: Mapping[int, float] = NOTHING_KNOWN,
     ) -> None:
+        self.company = Company()
         self._limits = limits
         self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
         self._statistics = statistics
@@ -144,8 +150,9 @@ class Batcher:
             self._due = None
         hurry, short, free, now = self._drained is not None, self._short, self._free, time.monotonic()
         stop = now + min(max(TURN_S, now - self._away_since), LONGEST_TURN_S)
+        alone = self.company.is_alone(self, now)
         while free.idle and now < stop and (batch := self._next_batch(now, hurry=hurry)) is not None:
-            if short is not None and short.suits(batch.bucket, batch.rows):
+            if short is not None and short.suits(batch.bucket, batch.rows, LONE_S if alone and _is_small(batch) else SHORT_S):
                 now = self._run_on_loop(batch, now, short)
             else:
                 self._start(batch, now, free.idle.pop())
@@ -332,3 +339,8 @@ class Batcher:
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self._queue:
             self._drained.set()
+
+
+def _is_small(batch: Batch[InferRequest]) -> bool:
+    requests = batch.requests
+    return len(requests) <= LONE_REQUESTS and sum([request.size for request in requests]) <= LONE_BYTES

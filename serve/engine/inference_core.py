@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from serve.engine.company import Company
 from serve.engine.compute_slots import ComputeSlots
 from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from serve.engine.instance import ON_CPU
@@ -54,6 +55,7 @@ class InferenceCore:
         self.loadable: frozenset[str] = frozenset()
         self.control: Control | None = None
         self.slots: ComputeSlots | None = None
+        self._company = Company()
         self.on_lost_device: Callable[[str], None] = lambda _: None
 
     @property
@@ -209,6 +211,7 @@ class InferenceCore:
             self.states.clear(name, model.version, State.LOADING, State.UNAVAILABLE, State.UNLOADING)
             for instance in model.batcher.instances:
                 instance.on_lost_device = self.on_lost_device
+            model.batcher.company = self._company
             if self.slots is not None and model.provider == ON_CPU:
                 model.batcher.compete(self.slots)
         gone = [model for model in before.values() if model not in models]

@@ -11,6 +11,9 @@ from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 
 SHORT_S = 150e-6  # about what the way to a thread and back costs under load
+# For a model that has the loop to itself, and a batch so small that the loop would have little else to do: a thread that
+# computes it, and the loop that reads what comes and sends what is done, would wait for Python's lock again and again.
+LONE_S, LONE_REQUESTS, LONE_BYTES = 2e-3, 8, 1 << 18
 # A batch on the loop that takes so much processor time, or so long by the clock (the system may have given the core to another
 # program, or the batch has waited for something), has to show for long that it was an exception.
 STALL_S, STANDSTILL_S = 0.01, 0.05
@@ -53,12 +56,12 @@ class ShortBatches:
         self._known_s = sorted(known_s.items())
         self._sizes: dict[tuple[Hashable, int], _Size] = {}
 
-    def suits(self, bucket: Hashable, rows: int) -> bool:
-        """Whether a batch should run on the loop."""
+    def suits(self, bucket: Hashable, rows: int, limit_s: float = SHORT_S) -> bool:
+        """Whether a batch should run on the loop, as it takes no longer than `limit_s`."""
         size = self._sizes.get((bucket, rows.bit_length()))
         if size is None and self._known_s:
             size = self._size(bucket, rows)
-        return size is not None and size.trials <= 0 and size.seconds <= SHORT_S
+        return size is not None and size.trials <= 0 and size.seconds <= limit_s
 
     def ran_on_loop(self, bucket: Hashable, rows: int, seconds: float, clock_s: float) -> None:
         """Learn from a batch that took `seconds` of the loop's processor time, and `clock_s` by the clock."""

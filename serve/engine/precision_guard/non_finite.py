@@ -22,6 +22,8 @@ BYTES_ELEMENTS = 512
 FLAGS_ELEMENTS = 8192
 # Up to here BLAS has the product before a reduction of numpy's has started; beyond, it would wake threads of its own.
 VDOT_ELEMENTS = 4096
+# A large array that holds any usually holds some of them among its first.
+PEEK_ELEMENTS = 2048
 _largest, _and = np.maximum.reduce, np.bitwise_and
 
 
@@ -60,8 +62,8 @@ def bad_stretches(array: Array, ends: Sequence[int]) -> list[bool]:
         width = array.size // array.shape[0]
         stops = [end * width for end in ends]
         return [1 in flags[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-    rows: list[bool] = np.logical_or.reduce(non_finite_mask(array).reshape(array.shape[0], -1), axis=1).tolist()
-    return [True in rows[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+    stretches = [array[start:end].reshape(-1) for start, end in zip((0, *ends), ends, strict=False)]
+    return [has_non_finite(stretch[:PEEK_ELEMENTS]) or has_non_finite(stretch[PEEK_ELEMENTS:]) for stretch in stretches]
 
 
 def count_non_finite(array: Array) -> int:

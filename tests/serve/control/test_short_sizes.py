@@ -19,7 +19,7 @@ from serve.engine.backend import Backend
 from serve.engine.errors import BackendError
 from serve.engine.model_repository import LoadedVersion, find_models
 from serve.engine.requests import InferRequest
-from serve.engine.short_batches import SHORT_S
+from serve.engine.short_batches import LONE_S
 from serve.engine.tensors import Tensors
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.control.controlled import loader
@@ -45,7 +45,7 @@ class Slow:
         began = time.thread_time()
         if len(inputs["x"]) >= SLOW_FROM:
             self.runs += 1
-            while time.thread_time() < began + 3 * SHORT_S:
+            while time.thread_time() < began + 3 * LONE_S:
                 pass
         return self._backend.run(inputs)
 
@@ -69,7 +69,7 @@ def test_sizes_are_tried_until_one_is_not_short(tmp_path: Path) -> None:
     version, backend = slow(tmp_path)
     found = short_sizes(version)
     assert list(found) == [1, 4]
-    assert all(0 < seconds <= SHORT_S for seconds in found.values())
+    assert all(0 < seconds <= LONE_S for seconds in found.values())
     assert backend.runs == 1, "nothing larger, and that one no second time"
 
 

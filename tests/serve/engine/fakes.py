@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
 from serve.engine.batch_limits import BatchLimits
 from serve.engine.model import Model
+from serve.engine.short_batches import NOTHING_KNOWN
 from serve.engine.tensors import Tensors, TensorSpec
 
 HOLD_S = 20.0
@@ -49,11 +51,17 @@ class HeldBackend:
         return {"y": x + 1}
 
 
-def held_model(backend: HeldBackend, name: str = "held", config: ModelConfig | None = None, **limits: Any) -> Model:
+def held_model(
+    backend: HeldBackend,
+    name: str = "held",
+    config: ModelConfig | None = None,
+    short_s: Mapping[int, float] = NOTHING_KNOWN,
+    **limits: Any,
+) -> Model:
     """A model x FP32 [-1, 1] -> y FP32 [-1, 1] on the backend."""
     x, y = (TensorSpec(name=n, datatype=BY_WIRE["FP32"], shape=(-1, 1)) for n in "xy")
     bounds = BatchLimits(**{"max_rows": 8, **limits})
     config = config or ModelConfig(max_batch_size=bounds.max_rows)
     config.name = name
     interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
-    return Model(name=name, version=1, interface=interface, config=config, backends=[backend], limits=bounds)
+    return Model(name=name, version=1, interface=interface, config=config, backends=[backend], limits=bounds, short_s=short_s)

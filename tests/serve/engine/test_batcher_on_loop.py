@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -11,9 +12,11 @@ from google.protobuf import text_format
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine import batcher as batcher_module
+from serve.engine.company import ALONE_AFTER_S
 from serve.engine.errors import InferenceError
 from serve.engine.model import Model
 from serve.engine.requests import Done
+from serve.engine.short_batches import LONE_BYTES, LONE_REQUESTS, SHORT_S
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, QuickBackend, run
@@ -77,6 +80,46 @@ async def learned_short(backend: QuickBackend, model: Model, answers: Answers) -
         asked += 1
         await answers.all(asked)
     return asked
+
+
+class Middling(QuickBackend):
+    """Takes longer than a short batch may, as the processor's clock has it, and less than one that has the loop to itself."""
+
+    def run(self, inputs: Tensors) -> Tensors:
+        began = time.thread_time()
+        while time.thread_time() < began + 1.5 * SHORT_S:
+            pass
+        return super().run(inputs)
+
+
+@pytest.mark.parametrize(
+    ("company", "requests", "request_bytes", "on_loop"),
+    [
+        (False, LONE_REQUESTS, 10, True),
+        (True, 1, 10, False),
+        (False, LONE_REQUESTS + 1, 10, False),
+        (False, 1, LONE_BYTES + 1, False),
+    ],
+    ids=["alone", "in company", "many requests", "large requests"],
+)
+def test_a_small_batch_may_take_longer_on_the_loop_while_the_model_is_alone(
+    company: bool, requests: int, request_bytes: int, on_loop: bool
+) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = Middling()
+        model = held_model(backend, max_rows=16, short_s={16: 2 * SHORT_S})
+        model.batcher.company.is_alone(model.batcher, -ALONE_AFTER_S)
+        if company:
+            model.batcher.company.is_alone("another", -1.0)
+        for value in range(requests):
+            request = answers.request(value)
+            request.size = request_bytes
+            model.batcher.submit(request)
+        await answers.all(requests)
+        assert backend.threads == [threading.get_ident()] if on_loop else threading.get_ident() not in backend.threads
+        await model.batcher.drain()
+
+    run(scene)
 
 
 @pytest.mark.parametrize(("turn_s", "answered_at_once"), [(60.0, 30), (1e-9, 1)])
