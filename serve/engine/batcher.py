@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
-from serve.engine.batch import Answered, Failed
 from serve.engine.batch_limits import BatchLimits
 from serve.engine.batch_queue import Batch, BatchQueue, FullError
 from serve.engine.company import Company
 from serve.engine.compute_slots import ComputeSlots, Share
-from serve.engine.errors import InferenceError, UnavailableError
+from serve.engine.delivery import Delivery
+from serve.engine.errors import UnavailableError
 from serve.engine.free_instances import FreeInstances
 from serve.engine.instance import Instance
 from serve.engine.pace import Pace
@@ -23,7 +22,7 @@ from serve.engine.requests import InferRequest
 from serve.engine.shedding import Running, Shedding, full_error, late_error
 from serve.engine.short_batches import LONE_BYTES, LONE_REQUESTS, LONE_S, NOTHING_KNOWN, SHORT_S, ShortBatches
 from serve.engine.statistics import Statistics
-from serve.engine.supervision import Lost, Results, seconds_of
+from serve.engine.supervision import Results, seconds_of
 
 # A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
 # longer: else a flood would leave no time to answer.
@@ -54,9 +53,8 @@ class Batcher:
         self._free = FreeInstances(instances)
         for instance in instances:
             instance.on_change = self._instance_changed
-        self._replayed: set[InferRequest] = set()  # those whose copy broke, until they have an answer
+        self._delivery = Delivery(self._queue, statistics)
         self._running = 0
-        self._unanswered: deque[tuple[Results, int]] = deque()  # batches with their rows
         self._away_since = 0.0  # when the last turn on the loop ended
         self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop, or the next
         self._latest_size = 1  # requests in the batch that started last
@@ -212,7 +210,7 @@ class Batcher:
             if running is not None or self._share is not None:
                 self._account(running, results, now)
             # First the next batch: a thread computes it while these answers are put on the wire.
-            self._unanswered.append((results, batch.rows))
+            self._delivery.add(results, batch.rows)
             if self._queue and self._share is None:
                 self._dispatch()
             self._answer()
@@ -235,7 +233,7 @@ class Batcher:
         short.ran_on_loop(batch.bucket, batch.rows, spent_s, time.monotonic() - now)
         if running is not None:
             self._account(running, results, now)
-        self._unanswered.append((results, batch.rows))
+        self._delivery.add(results, batch.rows)
         self._answer()
         return time.monotonic()
 
@@ -248,42 +246,10 @@ class Batcher:
 
     def _answer(self) -> None:
         """Deliver what was computed."""
-        while self._unanswered:
-            results, rows = self._unanswered.popleft()
-            for result in results:
-                self._deliver(result, rows if len(results) == 1 else None)
-
-    def _deliver(self, result: Answered | Failed | Lost, rows: int | None) -> None:
-        if isinstance(result, Failed):
-            self._fail(result.request, result.error)
-            return
-        if isinstance(result, Lost):
-            self._replay(result)
-            return
-        requests = result.requests
-        if rows is None:
-            rows = sum(request.rows for request in requests)
-        if self._replayed:
-            self._replayed.difference_update(requests)
-        self._statistics.batch_done(result.times, [request.arrived_ns for request in requests], rows)
-        for request, answer in zip(requests, result.answers, strict=True):
-            request.finish(answer)
+        if self._delivery.deliver():
+            self._dispatch()
 
     # Copies that break and come back
-
-    def _replay(self, lost: Lost) -> None:
-        """Queue what was lost with its copy once more; what was so before fails, as it may be what breaks copies."""
-        for request in lost.requests:
-            if request.cancelled or request in self._replayed:
-                self._fail(request, lost.error)
-                continue
-            try:
-                self._queue.offer(request)
-            except FullError:
-                self._fail(request, lost.error)
-            else:
-                self._replayed.add(request)
-        self._dispatch()
 
     def _instance_changed(self, instance: Instance) -> None:
         if instance.is_up:
@@ -299,7 +265,7 @@ class Batcher:
         while (batch := self._queue.take(now, hurry=True)) is not None:
             self._fail_late(batch.late, now)
             for request in batch.requests:
-                self._fail(request, error)
+                self._delivery.fail(request, error)
         self._notice_drained()
 
     # What cannot be answered
@@ -329,12 +295,7 @@ class Batcher:
 
     def _fail_late(self, late: list[InferRequest], now: float) -> None:
         for request in late:
-            self._fail(request, self._shedding.too_late(request, now) if self._shedding else late_error(request, now))
-
-    def _fail(self, request: InferRequest, error: InferenceError) -> None:
-        self._replayed.discard(request)
-        self._statistics.failed(request.arrived_ns, error)
-        request.finish(error)
+            self._delivery.fail(request, self._shedding.too_late(request, now) if self._shedding else late_error(request, now))
 
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self._queue:

@@ -50,6 +50,19 @@ class Fragile:
         return {"y": x + 1}
 
 
+class Slow(Fragile):
+    """Computes nothing until `release` is set; `entered` is set when a batch has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.entered.set()
+        assert self.release.wait(WAIT_S)
+        return super().run(inputs)
+
+
 class Scene:
     """A batcher over some copies, and what its requests got.
 
@@ -135,7 +148,7 @@ def test_what_breaks_copy_after_copy_fails_the_second_time() -> None:
         assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
         assert await scene.ask(5) == [6]
         assert scene.reloads == 2
-        assert not scene.batcher._replayed
+        assert not scene.batcher._delivery._replayed
         await scene.batcher.drain()
 
     run(test)
@@ -203,19 +216,11 @@ def test_the_batch_behind_one_that_hangs_is_computed_by_the_next_copy() -> None:
 
 def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there() -> None:
     async def test() -> None:
-        entered, release = threading.Event(), threading.Event()
-
-        class Slow(Fragile):
-            def run(self, inputs: Tensors) -> Tensors:
-                entered.set()
-                assert release.wait(WAIT_S)
-                return super().run(inputs)
-
         broken, fresh = Slow(), Fragile()
         broken._lost = True
         scene = Scene([broken], lambda: fresh)
-        answers = await _one_behind(scene, entered)
-        release.set()
+        answers = await _one_behind(scene, broken.entered)
+        broken.release.set()
         results = await asyncio.gather(*answers)
         assert [float(result["y"][0, 0]) for result in results if not isinstance(result, InferenceError)] == list(range(1, 10))
         assert broken.batches == [[0]]
@@ -304,21 +309,13 @@ def test_each_further_fault_doubles_the_wait_until_a_batch_is_computed() -> None
 
 def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
     async def test() -> None:
-        entered, release = threading.Event(), threading.Event()
-
-        class Slow(Fragile):
-            def run(self, inputs: Tensors) -> Tensors:
-                entered.set()
-                assert release.wait(WAIT_S)
-                return super().run(inputs)
-
-        second = Fragile()
-        scene = Scene([Slow()], lambda: second)
+        first, second = Slow(), Fragile()
+        scene = Scene([first], lambda: second)
         gone = InferRequest({"x": np.array([[-1.0]], np.float32)}, ("y",), 1, (1,), None, lambda _: None)
         scene.batcher.submit(gone)
-        assert await asyncio.to_thread(entered.wait, WAIT_S)
+        assert await asyncio.to_thread(first.entered.wait, WAIT_S)
         scene.batcher.cancel(gone)
-        release.set()
+        first.release.set()
         await scene.up_again()
         assert second.batches == []
         await scene.batcher.drain()

@@ -1,0 +1,76 @@
+"""What becomes of the requests of a computed batch: an answer, an error, or another try where their copy broke."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from serve.engine.batch import Answered, Failed
+from serve.engine.batch_queue import BatchQueue, FullError
+from serve.engine.errors import InferenceError
+from serve.engine.requests import InferRequest
+from serve.engine.statistics import Statistics
+from serve.engine.supervision import Lost, Results
+
+
+class Delivery:
+    """Gives one model's requests their answers, in the order in which their batches were computed."""
+
+    def __init__(self, queue: BatchQueue[InferRequest], statistics: Statistics) -> None:
+        """Nothing is to be delivered yet.
+
+        Args:
+            queue: takes the requests that are to be tried once more.
+            statistics: are told of every answer and error.
+        """
+        self._queue = queue
+        self._statistics = statistics
+        self._computed: deque[tuple[Results, int]] = deque()  # batches with their rows
+        self._replayed: set[InferRequest] = set()  # those whose copy broke, until they have an answer
+
+    def add(self, results: Results, rows: int) -> None:
+        """What became of a batch of `rows` rows, for `deliver`."""
+        self._computed.append((results, rows))
+
+    def deliver(self) -> bool:
+        """Answer all that was added; whether requests have been queued once more."""
+        again = False
+        while self._computed:
+            results, rows = self._computed.popleft()
+            for result in results:
+                if isinstance(result, Answered):
+                    self._answer(result, rows if len(results) == 1 else sum(request.rows for request in result.requests))
+                elif isinstance(result, Failed):
+                    self.fail(result.request, result.error)
+                else:
+                    again |= self._replay(result)
+        return again
+
+    def fail(self, request: InferRequest, error: InferenceError) -> None:
+        """Give a request an error."""
+        self._replayed.discard(request)
+        self._statistics.failed(request.arrived_ns, error)
+        request.finish(error)
+
+    def _answer(self, computed: Answered, rows: int) -> None:
+        requests = computed.requests
+        if self._replayed:
+            self._replayed.difference_update(requests)
+        self._statistics.batch_done(computed.times, [request.arrived_ns for request in requests], rows)
+        for request, answer in zip(requests, computed.answers, strict=True):
+            request.finish(answer)
+
+    def _replay(self, lost: Lost) -> bool:
+        """Queue what was lost with its copy once more; what was so before fails, as it may be what breaks copies."""
+        queued = False
+        for request in lost.requests:
+            if request.cancelled or request in self._replayed:
+                self.fail(request, lost.error)
+                continue
+            try:
+                self._queue.offer(request)
+            except FullError:
+                self.fail(request, lost.error)
+            else:
+                self._replayed.add(request)
+                queued = True
+        return queued
