@@ -16,6 +16,7 @@ from serve.protocol.service import Service
 from serve.security.gate import Gate
 from serve.security.private_socket import private_socket
 from serve.transports.limits import TransportLimits
+from serve.transports.linger import Linger
 from serve.transports.nghttp2_calls import Calls
 from serve.transports.nghttp2_connection import GrpcConnection
 from serve.transports.transport import BindError
@@ -70,10 +71,12 @@ class Nghttp2Server:
         self.received = bytearray(RECEIVE_BYTES)
         self._connections: set[GrpcConnection] = set()
         self._unflushed: set[GrpcConnection] = set()
+        self._is_one = False  # what is to be flushed
         self._changed = asyncio.Event()
         self._servers: list[asyncio.Server] = []
         self._closing = False
         self._sweeping: asyncio.TimerHandle | None = None
+        self._linger: Linger | None = None  # once it listens
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
@@ -89,6 +92,7 @@ class Nghttp2Server:
             BindError: the address is in use, not this machine's, or not allowed.
         """
         loop = asyncio.get_running_loop()
+        self._linger = Linger(loop.call_soon)
         try:
             await self._listen(loop)
         except (OSError, OverflowError, UnicodeError) as error:
@@ -159,7 +163,8 @@ class Nghttp2Server:
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Flush at the end of this turn of the loop, once for all that is answered until then."""
-        if not self._unflushed:
+        self._is_one = not self._unflushed
+        if self._is_one:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.add(connection)
 
@@ -179,6 +184,8 @@ class Nghttp2Server:
         for connection in connections:
             connection.flush()
         self._changed.set()
+        if self._linger is not None:
+            self._linger.answered(alone=self._is_one)
 
     def _sweep(self) -> None:
         """Look after time: strangers, the silent, the stalled and the old."""
