@@ -2,9 +2,11 @@
 
     python -m benchmarks.observability measure model.onnx
 
-Needs h2load (Debian's package nghttp2-client). One server is loaded at a time, A B A B ..., in many short rounds, of which the
-best counts. Processor time of the server, all its threads, is what is told: on a machine that others use too it says more than
-the clock. The metrics of an observed server are scraped once a second.
+Needs h2load (Debian's package nghttp2-client). One server is loaded at a time, A B A B ..., in rounds of about a second, of
+which the best count. Processor time of the server, all its threads, is what is told: on a machine that others use too it says
+more than the clock. The metrics of an observed server are scraped once in each round. Processes of one program differ by some
+percent from start to start, so all are started anew several times; told are the medians of their differences, with the least
+and the greatest, and a second server that is not observed shows how much of that is chance.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +42,10 @@ from serve.server import Ready, ServerOptions, serve
 
 Variant = Callable[[Path], ObserveOptions]
 PLAIN = "not observed"
+AGAIN = f"{PLAIN}, again"
 VARIANTS: dict[str, Variant] = {
     PLAIN: lambda _: ObserveOptions(),
+    AGAIN: lambda _: ObserveOptions(),
     "metrics": lambda _: ObserveOptions(),
     "metrics, log 1 in 100": lambda folder: _observe(folder, AccessLog.SAMPLED),
     "metrics, traces 1 in 1000": lambda folder: _observe(folder, AccessLog.OFF, traces=1000),
@@ -104,7 +109,7 @@ def started(model: Path, variant: str) -> Iterator[Server]:
         assert process.stdout is not None  # noqa: S101  (for the type checker)
         ports = json.loads(process.stdout.readline())
         metrics = f"http://127.0.0.1:{ports['metrics']}/metrics"
-        yield Server(process.pid, f"127.0.0.1:{ports['grpc']}", metrics, scraped=variant != PLAIN)
+        yield Server(process.pid, f"127.0.0.1:{ports['grpc']}", metrics, scraped=variant not in {PLAIN, AGAIN})
     finally:
         process.terminate()
         process.wait()
@@ -112,13 +117,15 @@ def started(model: Path, variant: str) -> Iterator[Server]:
 
 @contextmanager
 def scraping(server: Server) -> Iterator[None]:
-    """Ask for the metrics once a second, as Prometheus would every few."""
+    """Ask for the metrics once a second, first of all now; Prometheus would every few."""
     over = threading.Event()
 
     def scrape() -> None:
-        while not over.wait(1.0):
+        while True:
             with urllib.request.urlopen(server.metrics) as answer:  # noqa: S310  (our own server)
                 answer.read()
+            if over.wait(1.0):
+                return
 
     thread = threading.Thread(target=scrape)
     if server.scraped:
@@ -165,43 +172,53 @@ def load(server: Server, body: Path, requests: int, streams: int) -> Load:
 @app.command()
 def measure(
     model: Annotated[Path, typer.Argument(help="An .onnx file; a small one, so that the server is what is measured.")],
-    rounds: Annotated[int, typer.Option(min=1)] = 25,
-    requests: Annotated[int, typer.Option(min=100, help="In one load.")] = 8_000,
+    starts: Annotated[int, typer.Option(min=1, help="How often all servers are started anew.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Loads of each server after each start.")] = 5,
+    requests: Annotated[int, typer.Option(min=100, help="In one load.")] = 50_000,
     streams: Annotated[int, typer.Option(min=1, help="Requests in flight on each of the four connections.")] = 8,
     only: Annotated[str, typer.Option(help="Ways whose names hold this text, and not being observed.")] = "",
 ) -> None:
     """Measure each way of being observed against not being observed."""
+    chosen = [variant for variant in VARIANTS if only in variant or variant in {PLAIN, AGAIN}]
+    best = [_best_of_each(model, chosen, rounds, requests, streams) for _ in range(starts)]
+    Console().print(_table(best))
+
+
+def _best_of_each(model: Path, chosen: Sequence[str], rounds: int, requests: int, streams: int) -> dict[str, Load]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        chosen = [variant for variant in VARIANTS if only in variant or variant == PLAIN]
         servers = {variant: stack.enter_context(started(model.resolve(), variant)) for variant in chosen}
         body = request_file(servers[PLAIN], model.stem, folder)
         for server in servers.values():
-            load(server, body, requests // 4, streams)
+            load(server, body, max(1, requests // 4), streams)
         loads: dict[str, list[Load]] = {variant: [] for variant in chosen}
         for _ in range(rounds):
             for variant, server in servers.items():
                 loads[variant].append(load(server, body, requests, streams))
-    Console().print(_table(loads))
+    return {variant: _best(own) for variant, own in loads.items()}
 
 
-def _table(loads: dict[str, list[Load]]) -> Table:
-    """The best rounds of each: what disturbs a round makes it dearer, never cheaper."""
+def _table(best: Sequence[Mapping[str, Load]]) -> Table:
     table = Table("server", "us of processor per request", "requests/s", "processor time", "rate")
-    plain_us, plain_rate = _best(loads[PLAIN])
-    for variant, own in loads.items():
-        cpu_us, rate = _best(own)
-        more, faster = cpu_us / plain_us - 1, rate / plain_rate - 1
-        table.add_row(variant, f"{cpu_us:.2f}", f"{rate:.0f}", f"{more:+.1%}", f"{faster:+.1%}")
+    for variant in best[0]:
+        more = [100 * (loads[variant].cpu_us / loads[PLAIN].cpu_us - 1) for loads in best]
+        faster = [100 * (loads[variant].per_second / loads[PLAIN].per_second - 1) for loads in best]
+        cpu_us = statistics.median(loads[variant].cpu_us for loads in best)
+        rate = statistics.median(loads[variant].per_second for loads in best)
+        table.add_row(variant, f"{cpu_us:.2f}", f"{rate:.0f}", _spread(more), _spread(faster))
     return table
 
 
-def _best(loads: list[Load]) -> tuple[float, float]:
-    """The mean of the best fifth."""
+def _spread(percent: Sequence[float]) -> str:
+    return f"{statistics.median(percent):+.1f} % ({min(percent):+.1f} to {max(percent):+.1f})"
+
+
+def _best(loads: Sequence[Load]) -> Load:
+    """The mean of the best fifth: what disturbs a round makes it dearer, never cheaper."""
     count = max(1, len(loads) // 5)
     times = sorted(load.cpu_us for load in loads)[:count]
     rates = sorted((load.per_second for load in loads), reverse=True)[:count]
-    return sum(times) / count, sum(rates) / count
+    return Load(sum(times) / count, sum(rates) / count)
 
 
 @app.command(hidden=True)
