@@ -13,11 +13,11 @@ class Company:
     __slots__ = ("_latest", "_since")
 
     def __init__(self) -> None:
-        self._latest: object = None
+        self._latest: int | None = None  # not the model itself: it must not be kept once it is unloaded
         self._since = -math.inf
 
     def is_alone(self, who: object, now: float) -> bool:
         """Note that `who` computes at `now` (seconds); whether nobody else has for a while."""
-        if who is not self._latest:
-            self._latest, self._since = who, now
+        if id(who) != self._latest:
+            self._latest, self._since = id(who), now
         return now - self._since >= ALONE_AFTER_S

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +14,17 @@ def test_who_is_alone_is_so_after_a_while() -> None:
     assert not company.is_alone("b", 20.0)
     assert not company.is_alone("a", 20.5)
     assert company.is_alone("a", 20.5 + ALONE_AFTER_S)
+
+
+def test_who_was_alone_is_not_kept() -> None:
+    class Someone:
+        pass
+
+    company, someone = Company(), Someone()
+    gone = weakref.ref(someone)
+    company.is_alone(someone, 1.0)
+    del someone
+    assert gone() is None
 
 
 @given(turns=st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, ALONE_AFTER_S / 2)), max_size=50))
