@@ -85,7 +85,7 @@ class ProbeProcess:
             answer = self._exchange(json.dumps(trial).encode() + b"\n", model)
         finally:
             timer.cancel()
-        if not answer:
+        if not answer.endswith(b"\n"):  # it may have ended while it wrote
             self._explain(self._process.wait(), out_of_time=out_of_time.is_set(), limit_s=limit_s)
         self._peak_kb = json.loads(answer)["peak_kb"]
 

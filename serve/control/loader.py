@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 
 from serve.control.certificate_check import check_certificate
@@ -16,6 +17,8 @@ from serve.engine.ignored_settings import ignored_settings
 from serve.engine.model_repository import LoadedVersion, ModelFiles, load_version
 
 logger = logging.getLogger(__name__)
+
+QUICK_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +51,10 @@ class Loader:
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
             version = load_version(files, self.runtime, self.placement, self.defaults)
             _report_certificate(version, verdict)
+            began = time.monotonic()
             warm_up(version, self.warm_up_budget_s)
-            short_s = short_sizes(version)
+            is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short, and need not be run again
+            short_s = short_sizes(version) if is_quick else {}
         except MemoryError:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
         return replace(version, short_s=short_s)

@@ -24,7 +24,7 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
         version: that has been warmed up.
 
     Returns:
-        Seconds of processor time that a batch takes at best on the slowest copy, by rows. Nothing where requests may differ in
+        Seconds that a batch takes at best on the slowest copy, by rows. Nothing where requests may differ in
         shape, where batches run on a device, or where the model is not to be run before it serves.
     """
     if own_parameter(version.config, "halfserve.warm_up") is False or not _has_one_shape(version):
@@ -47,13 +47,16 @@ def _has_one_shape(version: LoadedVersion) -> bool:
 
 
 def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> float:
-    """Processor time of the fastest of some runs; of the first that was not short at all; inf where the model has no answer."""
+    """Of the fastest of some runs; of the first that was not short at all; inf where the model has no answer.
+
+    By the clock: a runtime with threads of its own keeps this one waiting, and would keep the event loop.
+    """
     shortest = math.inf
     for _ in range(RUNS):
         asked = [request.to_model(version)]
-        started = time.thread_time()
+        started = time.monotonic()
         (result,) = run_batch(backend, asked)
-        seconds = time.thread_time() - started
+        seconds = time.monotonic() - started
         if not isinstance(result, Answered):
             return math.inf
         shortest = min(shortest, seconds)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from serve.control import loader as loader_module
 from serve.control.short_sizes import short_sizes
 from serve.engine.backend import Backend
 from serve.engine.errors import BackendError
@@ -71,6 +72,21 @@ def test_sizes_are_tried_until_one_is_not_short(tmp_path: Path) -> None:
     assert list(found) == [1, 4]
     assert all(0 < seconds <= LONE_S for seconds in found.values())
     assert backend.runs == 1, "nothing larger, and that one no second time"
+
+
+def test_a_runtime_that_keeps_its_caller_waiting_is_not_short(tmp_path: Path) -> None:
+    class Waiting(Slow):
+        def run(self, inputs: Tensors) -> Tensors:
+            threading.Event().wait(3 * LONE_S)  # as one with threads of its own does: no processor time of the caller's
+            return self._backend.run(inputs)
+
+    version = loaded(tmp_path)
+    assert short_sizes(replace(version, backends=[Waiting(version.backends[0])])) == {}
+
+
+def test_a_model_that_takes_long_is_not_run_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "QUICK_S", 0.0)
+    assert loaded(tmp_path).short_s == {}
 
 
 def test_the_loader_finds_them(tmp_path: Path) -> None:

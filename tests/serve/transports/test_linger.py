@@ -1,11 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import grpc
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.protocol.service import Service
+from serve.transports import linger as linger_module
 from serve.transports.linger import FAILURE, LINGER_S, MOST, TRY_EVERY, Linger
+from serve.transports.nghttp2_server import Nghttp2Server
+from tests.serve.conftest import load_repository
+from tests.serve.running_server import running_server
+from tests.serve.transports.http2_peer import INFER
+from tests.serve.transports.nghttp2_calls import mlp_request
 
 TURN_S = LINGER_S / 10
 
@@ -73,3 +83,24 @@ def test_the_loop_is_never_awake_for_longer_than_a_moment_after_an_answer(gaps: 
         before = loop.awake_s
         loop.answer_after(gap)
         assert loop.awake_s - before <= LINGER_S + 2 * TURN_S
+
+
+def test_a_server_whose_client_asks_one_thing_after_the_other_stays_awake(
+    monkeypatch: pytest.MonkeyPatch, repository: Path
+) -> None:
+    monkeypatch.setattr(linger_module, "LINGER_S", 60.0)  # however slow the machine
+    made: list[Nghttp2Server] = []
+    request = mlp_request()
+
+    def make(service: Service, host: str, port: int) -> Nghttp2Server:
+        made.append(Nghttp2Server(service, host, port))
+        return made[-1]
+
+    with running_server(lambda: load_repository(repository), make) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            infer = channel.unary_unary(INFER.decode())
+            for _ in range(2 * TRY_EVERY):
+                infer(request, timeout=20)
+        learned = made[0]._linger
+        assert learned is not None
+        assert server.call(lambda: (learned._lingers, learned._worth)) == (True, MOST)
