@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -107,7 +108,10 @@ def started(model: Path, variant: str) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None  # noqa: S101  (for the type checker)
-        ports = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("the server did not start; its message is above")
+        ports = json.loads(line)
         metrics = f"http://127.0.0.1:{ports['metrics']}/metrics"
         yield Server(process.pid, f"127.0.0.1:{ports['grpc']}", metrics, scraped=variant not in {PLAIN, AGAIN})
     finally:
@@ -171,7 +175,10 @@ def load(server: Server, body: Path, requests: int, streams: int) -> Load:
 
 @app.command()
 def measure(
-    model: Annotated[Path, typer.Argument(help="An .onnx file; a small one, so that the server is what is measured.")],
+    model: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="An .onnx file; a small one, so that the server is what is measured."),
+    ],
     starts: Annotated[int, typer.Option(min=1, help="How often all servers are started anew.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Loads of each server after each start.")] = 5,
     requests: Annotated[int, typer.Option(min=100, help="In one load.")] = 50_000,
@@ -179,6 +186,8 @@ def measure(
     only: Annotated[str, typer.Option(help="Ways whose names hold this text, and not being observed.")] = "",
 ) -> None:
     """Measure each way of being observed against not being observed."""
+    if shutil.which("h2load") is None:
+        raise SystemExit("h2load is not installed; install Debian's package nghttp2-client")
     chosen = [variant for variant in VARIANTS if only in variant or variant in {PLAIN, AGAIN}]
     best = [_best_of_each(model, chosen, rounds, requests, streams) for _ in range(starts)]
     Console().print(_table(best))
