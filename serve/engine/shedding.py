@@ -191,8 +191,8 @@ def late_error(request: InferRequest, now: float) -> DeadlineExceededError:
 
 def full_error(full: FullError, waiting: int, statistics: Statistics) -> QueueFullError:
     """The error of a request that the queue has no place for: to come back when the queue is empty, at the pace so far."""
-    computing_ns = sum(size.compute_infer.ns for size in statistics.by_batch_size.values())
+    computing_ns = sum(size.compute_infer.ns for size in statistics.totals.by_batch_size.values())
     return QueueFullError(
         f"the model's queue is full ({full}); retry with back-off",
-        retry_after_s=max(0.001, computing_ns / 1e9 / max(1, statistics.rows) * waiting),
+        retry_after_s=max(0.001, computing_ns / 1e9 / max(1, statistics.totals.rows) * waiting),
     )

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 from serve.engine.errors import InferenceError
-from serve.engine.histograms import StageHistograms
+from serve.engine.histograms import Histogram, StageHistograms
 
+TOGETHER = 64  # batches
 CANCELLED = "cancelled"
 CAPITALS = re.compile(r"(?<!^)(?=[A-Z])")
 
@@ -26,7 +27,7 @@ class Duration:
         self.ns += ns
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # frozen ones take three times as long to make
 class BatchTimes:
     """When one batch passed each stage, on time.monotonic_ns()'s clock."""
 
@@ -46,7 +47,7 @@ class BatchSizeStatistics:
 
 
 @dataclass(slots=True)
-class Statistics:
+class Totals:
     """Totals since the model was loaded. Every successful request counts once in each of the four stages."""
 
     success: Duration = field(default_factory=Duration)
@@ -60,13 +61,9 @@ class Statistics:
     batches: int = 0
     last_inference_ms: int = 0  # since the epoch; 0: none yet
     failures: dict[str, int] = field(default_factory=dict)  # by `reason_of` the error
-    histograms: StageHistograms = field(default_factory=StageHistograms)
-    latest: BatchTimes | None = None  # of the batch whose answers are being handed over
-    latest_rows: int = 0
-    latest_failure: tuple[int, int] = (0, 0)  # id() of the error that is being handed over, and the request's age in ns
 
-    def batch_done(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
-        """Record a batch whose requests, `rows` rows in all, arrived at `arrivals_ns`."""
+    def add(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
+        """Count a batch."""
         requests, arrived = len(arrivals_ns), sum(arrivals_ns)
         assembling = times.assembled - times.started
         computing = times.computed - times.assembled
@@ -82,19 +79,67 @@ class Statistics:
         size.compute_input.add(assembling)
         size.compute_infer.add(computing)
         size.compute_output.add(splitting)
-        self.histograms.add(times, arrivals_ns)
-        self.latest, self.latest_rows = times, rows
         self.rows += rows
         self.batches += 1
-        self.last_inference_ms = time.time_ns() // 1_000_000
+
+
+class Statistics:
+    """What a model has done. Batches are counted some dozens at a time, or when somebody asks: one by one costs twice as much.
+
+    Attributes:
+        latest: the batch whose answers are being handed over.
+        latest_rows: of it.
+        latest_failure: id() of the error that is being handed over, and the request's age in nanoseconds.
+    """
+
+    __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows")
+
+    def __init__(self) -> None:
+        self._totals = Totals()
+        self._histograms = StageHistograms()
+        self._uncounted: list[tuple[BatchTimes, list[int], int]] = []
+        self.latest: BatchTimes | None = None
+        self.latest_rows = 0
+        self.latest_failure = (0, 0)
+
+    @property
+    def totals(self) -> Totals:
+        """All until now."""
+        self._count()
+        return self._totals
+
+    def histograms(self) -> dict[str, Histogram]:
+        """How long requests spent in each stage, until now."""
+        self._count()
+        return self._histograms.read()
+
+    def batch_done(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
+        """Record a batch whose requests, `rows` rows in all, arrived at `arrivals_ns`."""
+        self.latest, self.latest_rows = times, rows
+        uncounted = self._uncounted
+        uncounted.append((times, arrivals_ns, rows))
+        if len(uncounted) == TOGETHER:
+            self._count()
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
         """Record a request of this model that got an error, or was refused a place; None: its client has gone."""
         spent_ns = time.monotonic_ns() - arrived_ns
-        self.fail.add(spent_ns)
+        self._totals.fail.add(spent_ns)
         self.latest_failure = (id(error), spent_ns)
         reason = reason_of(error)
-        self.failures[reason] = self.failures.get(reason, 0) + 1
+        failures = self._totals.failures
+        failures[reason] = failures.get(reason, 0) + 1
+
+    def _count(self) -> None:
+        uncounted = self._uncounted
+        if not uncounted:
+            return
+        totals = self._totals
+        for times, arrivals_ns, rows in uncounted:
+            totals.add(times, arrivals_ns, rows)
+        totals.last_inference_ms = (time.time_ns() - time.monotonic_ns() + uncounted[-1][0].split) // 1_000_000
+        self._histograms.add(uncounted)
+        self._uncounted = []
 
 
 def reason_of(error: InferenceError | None) -> str:

@@ -27,7 +27,7 @@ def model_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     for model in models:
         busy_ns = sum(
             size.compute_input.ns + size.compute_infer.ns + size.compute_output.ns
-            for size in model.statistics.by_batch_size.values()
+            for size in model.statistics.totals.by_batch_size.values()
         )
         computing.add_sample("halfserve_compute_seconds_total", labels_of(model), busy_ns / 1e9)
     yield computing
@@ -46,7 +46,7 @@ def state_metric(statuses: Sequence[VersionStatus]) -> Metric:
 def _stages(models: Sequence[Model]) -> Metric:
     metric = Metric("halfserve_request_stage_seconds", "Time of answered requests by stage; total is all of them", "histogram")
     for model in models:
-        for stage, histogram in model.statistics.histograms.read().items():
+        for stage, histogram in model.statistics.histograms().items():
             _add_histogram(metric, labels_of(model) | {"stage": stage}, histogram)
     return metric
 
@@ -63,7 +63,7 @@ def _batch_rows(models: Sequence[Model]) -> Metric:
     metric = Metric("halfserve_batch_rows", "Batches by the rows that were computed together", "histogram")
     for model in models:
         labels = labels_of(model)
-        batches = {size: per_size.compute_infer.count for size, per_size in model.statistics.by_batch_size.items()}
+        batches = {size: per_size.compute_infer.count for size, per_size in model.statistics.totals.by_batch_size.items()}
         for edge in ROW_EDGES:
             at_most = sum(count for size, count in batches.items() if size <= edge)
             metric.add_sample(f"{metric.name}_bucket", labels | {"le": str(edge)}, at_most)
@@ -83,7 +83,7 @@ def _gauges(models: Sequence[Model]) -> Iterator[Metric]:
     for model in models:
         labels = labels_of(model)
         depth.add_sample(depth.name, labels, model.batcher.waiting)
-        last.add_sample(last.name, labels, model.statistics.last_inference_ms / 1e3)
+        last.add_sample(last.name, labels, model.statistics.totals.last_inference_ms / 1e3)
         copies.add_sample(copies.name, labels, len(model.batcher.instances))
         up.add_sample(up.name, labels, sum(instance.is_up for instance in model.batcher.instances))
         restarted = sum(instance.restarts for instance in model.batcher.instances)
@@ -95,6 +95,6 @@ def _gauges(models: Sequence[Model]) -> Iterator[Metric]:
 def _failures(models: Sequence[Model]) -> Metric:
     metric = Metric("halfserve_requests_failed", "Requests of a model that got an error, by reason", "counter")
     for model in models:
-        for reason, count in sorted(model.statistics.failures.items()):
+        for reason, count in sorted(model.statistics.totals.failures.items()):
             metric.add_sample("halfserve_requests_failed_total", labels_of(model) | {"reason": reason}, count)
     return metric

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.metrics_core import Metric
 
 from serve.engine.model import Model
-from serve.engine.statistics import CANCELLED
+from serve.engine.statistics import CANCELLED, Totals
 
 # Triton knows four reasons: what was not computed on purpose, what nobody waited for, what the model failed on, and the rest.
 REASONS = {
@@ -22,15 +22,15 @@ REASONS = {
 }
 TRITON_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
-COUNTERS: tuple[tuple[str, str, Callable[[Model], int]], ...] = (
-    ("request_success", "Requests that were answered", lambda m: m.statistics.success.count),
-    ("count", "Rows that were computed: a batch of n counts n times", lambda m: m.statistics.rows),
-    ("exec_count", "Batches that were computed", lambda m: m.statistics.batches),
-    ("request_duration_us", "Time of answered requests, from arrival to answer", lambda m: m.statistics.success.ns // 1000),
-    ("queue_duration_us", "Time that requests waited in the queue", lambda m: m.statistics.queue.ns // 1000),
-    ("compute_input_duration_us", "Time to assemble inputs", lambda m: m.statistics.compute_input.ns // 1000),
-    ("compute_infer_duration_us", "Time in the backend", lambda m: m.statistics.compute_infer.ns // 1000),
-    ("compute_output_duration_us", "Time to take outputs apart", lambda m: m.statistics.compute_output.ns // 1000),
+COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
+    ("request_success", "Requests that were answered", lambda t: t.success.count),
+    ("count", "Rows that were computed: a batch of n counts n times", lambda t: t.rows),
+    ("exec_count", "Batches that were computed", lambda t: t.batches),
+    ("request_duration_us", "Time of answered requests, from arrival to answer", lambda t: t.success.ns // 1000),
+    ("queue_duration_us", "Time that requests waited in the queue", lambda t: t.queue.ns // 1000),
+    ("compute_input_duration_us", "Time to assemble inputs", lambda t: t.compute_input.ns // 1000),
+    ("compute_infer_duration_us", "Time in the backend", lambda t: t.compute_infer.ns // 1000),
+    ("compute_output_duration_us", "Time to take outputs apart", lambda t: t.compute_output.ns // 1000),
 )
 
 
@@ -44,7 +44,7 @@ def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     for name, text, read in COUNTERS:
         metric = Metric(f"nv_inference_{name}", text, "counter")
         for model in models:
-            metric.add_sample(metric.name, labels_of(model), read(model))
+            metric.add_sample(metric.name, labels_of(model), read(model.statistics.totals))
         yield metric
     yield _failures(models)
     pending = Metric("nv_inference_pending_request_count", "Requests that wait for their batch now", "gauge")
@@ -57,7 +57,7 @@ def _failures(models: Sequence[Model]) -> Metric:
     metric = Metric("nv_inference_request_failure", "Requests that got an error, by Triton's reasons", "counter")
     for model in models:
         counts = dict.fromkeys(TRITON_REASONS, 0)
-        for reason, count in model.statistics.failures.items():
+        for reason, count in model.statistics.totals.failures.items():
             counts[REASONS.get(reason, "OTHER")] += count
         for reason, count in counts.items():
             metric.add_sample(metric.name, labels_of(model) | {"reason": reason}, count)

@@ -25,7 +25,7 @@ def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataR
 
 def model_statistics(model: Model) -> pb.ModelStatistics:
     """The counters, in the fields where Triton's clients look for them."""
-    s = model.statistics
+    s = model.statistics.totals
     return pb.ModelStatistics(
         name=model.name,
         version=str(model.version),

@@ -131,8 +131,8 @@ class History:
 
 
 def _totals(model: Model, before: Histogram) -> _Totals:
-    s = model.statistics
-    total = before if s.success.count == before.count else s.histograms.read()["total"]
+    s = model.statistics.totals
+    total = before if s.success.count == before.count else model.statistics.histograms()["total"]
     return _Totals(s.success.count, s.fail.count, s.rows, s.batches, total)
 
 

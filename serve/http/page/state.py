@@ -55,7 +55,7 @@ class State:
 
 
 def _model(model: Model) -> dict[str, Any]:
-    s = model.statistics
+    s = model.statistics.totals
     return {
         "answers": model.is_ready,
         "provider": model.provider,

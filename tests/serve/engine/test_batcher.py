@@ -32,7 +32,7 @@ def test_requests_that_arrive_while_a_batch_runs_share_the_next_one() -> None:
 
 
 def check_statistics(model: Model, *, requests: int, batches: int) -> None:
-    s = model.statistics
+    s = model.statistics.totals
     assert (
         s.queue.count == s.compute_input.count == s.compute_infer.count == s.compute_output.count == s.success.count == requests
     )
@@ -78,7 +78,7 @@ def test_only_the_bad_request_of_a_batch_fails() -> None:
         assert [answers.value(v) for v in (0, 1, 3, 4)] == [1, 2, 4, 5]
         assert isinstance(answers.error(-7), BackendError)
         assert "negative values hurt" in str(answers.error(-7))
-        assert (model.statistics.fail.count, model.statistics.success.count) == (1, 5)
+        assert (model.statistics.totals.fail.count, model.statistics.totals.success.count) == (1, 5)
         await model.batcher.drain()
 
     run(scene)
@@ -146,7 +146,7 @@ def test_a_batch_is_filled_up_to_the_next_size_and_nobody_sees_it() -> None:
         (two,) = answers.results[2]
         assert not isinstance(two, InferenceError)
         assert two["y"].shape == (2, 1)
-        assert (model.statistics.rows, model.statistics.batches) == (6, 2)
+        assert (model.statistics.totals.rows, model.statistics.totals.batches) == (6, 2)
         await model.batcher.drain()
 
     run(scene)

@@ -50,7 +50,7 @@ def test_a_full_batch_does_not_wait_for_the_end_of_the_one_before() -> None:
         await answers.all(6)
         assert backend.batches == [[100], [1, 2], [3, 4], [5]]
         assert [answers.value(value) for value in range(1, 6)] == [2, 3, 4, 5, 6]
-        assert (instance.batches, model.statistics.batches) == (0, 4)
+        assert (instance.batches, model.statistics.totals.batches) == (0, 4)
         await model.batcher.drain()
 
     run(scene)

@@ -40,7 +40,7 @@ def test_requests_that_wait_in_vain_make_room_in_a_full_queue() -> None:
         assert model.batcher.waiting == 2
         with pytest.raises(QueueFullError):
             model.batcher.submit(answers.request(4))
-        assert model.statistics.failures == {"deadline_exceeded": 1, "queue_full": 1}
+        assert model.statistics.totals.failures == {"deadline_exceeded": 1, "queue_full": 1}
         backend.release.set()
         await answers.all(4)
         await model.batcher.drain()
@@ -72,7 +72,7 @@ def test_what_cannot_be_answered_within_the_target_is_refused_at_the_door() -> N
         assert 25 < refused.value.retry_after_s < 35
         with pytest.raises(OverloadedError, match="too long to answer before the deadline, [45]000 ms away; retry"):
             model.batcher.submit(answers.request(151, deadline=time.monotonic() + 5))
-        assert model.statistics.failures == {"overloaded": 2}
+        assert model.statistics.totals.failures == {"overloaded": 2}
         running.likely_end_s = time.monotonic()
         model.batcher.submit(answers.request(152))
         backend.release.set()

@@ -44,7 +44,7 @@ def test_batches_are_answered_in_order_each_request_with_its_own() -> None:
     scene.delivery.add([answered(c), Failed(d, BackendError("no such row"))], 2)
     assert not scene.delivery.deliver()
     assert scene.given == [("a", "0"), ("b", "1"), ("c", "0"), ("d", "no such row")]
-    assert (scene.statistics.success.count, scene.statistics.fail.count) == (3, 1)
+    assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 1)
     assert not scene.delivery.deliver(), "once"
     assert len(scene.given) == 4
 
@@ -73,5 +73,5 @@ def test_what_nobody_waits_for_or_the_queue_has_no_place_for_is_not_tried_again(
         scene.queue.offer(scene.request("b"))
     scene.delivery.add([Lost([request], SORRY)], 1)
     assert not scene.delivery.deliver()
-    assert scene.statistics.fail.count == 1
+    assert scene.statistics.totals.fail.count == 1
     assert scene.given == ([] if why == "cancelled" else [("a", "send it again")])

@@ -27,7 +27,7 @@ def test_every_request_counts_once_in_each_stage(cases: list[tuple[list[int], in
         assembled = NOW + assembling
         computed = assembled + computing
         times = BatchTimes(started=NOW, assembled=assembled, computed=computed, split=computed + splitting)
-        histograms.add(times, [NOW - wait for wait in waits])
+        histograms.add([(times, [NOW - wait for wait in waits], 1)])
         for wait in waits:
             spent = (wait, assembling, computing, splitting, wait + assembling + computing + splitting)
             for stage, ns in zip(STAGES, spent, strict=True):
@@ -42,7 +42,7 @@ def test_what_has_been_recorded_is_not_kept_for_ever() -> None:
     histograms = StageHistograms()
     times = BatchTimes(started=NOW, assembled=NOW + 1, computed=NOW + 2, split=NOW + 3)
     for _ in range(FOLD_REQUESTS * 3 // 2):
-        histograms.add(times, [NOW - 5, NOW - 6])
+        histograms.add([(times, [NOW - 5, NOW - 6], 2)])
     assert len(histograms._arrivals) < FOLD_REQUESTS
     assert histograms.read()["total"].count == FOLD_REQUESTS * 3
     assert histograms.read()["queue"].ns == 11 * FOLD_REQUESTS * 3 // 2

@@ -130,7 +130,7 @@ def test_a_copy_whose_device_is_lost_is_loaded_anew_and_its_requests_are_replaye
         (instance,) = scene.instances
         assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
         assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
-        assert (scene.statistics.success.count, scene.statistics.fail.count) == (3, 0)
+        assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
         await scene.batcher.drain()
 
     run(test)
@@ -180,7 +180,7 @@ def test_a_batch_that_hangs_is_given_up_and_the_copy_loaded_anew() -> None:
         stuck.release.set()
         assert await scene.ask(3) == [4]
         assert (stuck.batches in ([], [[1, 2]]), fresh.batches) == (True, [[3]])
-        assert scene.statistics.fail.count == 2
+        assert scene.statistics.totals.fail.count == 2
         await scene.batcher.drain()
 
     run(test)
@@ -224,7 +224,7 @@ def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there() -> None:
         results = await asyncio.gather(*answers)
         assert [float(result["y"][0, 0]) for result in results if not isinstance(result, InferenceError)] == list(range(1, 10))
         assert broken.batches == [[0]]
-        assert (scene.reloads, scene.statistics.fail.count) == (1, 0)
+        assert (scene.reloads, scene.statistics.totals.fail.count) == (1, 0)
         await scene.batcher.drain()
 
     run(test)

@@ -110,7 +110,7 @@ def test_only_the_bad_one_of_a_batch_is_touched(server: RunningServer, client: t
     first, second, third = server.run(at_once())
     assert str(second).startswith("output 'y' holds 1 of 1 values")
     assert (first, third) == ([5.0], [5.0])
-    assert model.statistics.by_batch_size
+    assert model.statistics.totals.by_batch_size
 
 
 def test_what_comes_in_infinite_may_go_out_so(server: RunningServer, client: triton.InferenceServerClient) -> None:
