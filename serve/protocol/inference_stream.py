@@ -72,6 +72,7 @@ class InferenceStream:
         self._slots.clear()
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
+        slot.cancel = None  # it leads back here: without it nothing of this request waits for the garbage collector
         if isinstance(result, InferenceError):
             self._fail(slot, data, result)
             return

@@ -87,7 +87,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._backlog: deque[Event] = deque()  # what has come and is not yet looked at
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes)
         self._receiving = self._closing = False
-        self.opened_s = self.heard_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()  # which asks the kernel who it is each time that somebody looks for it
+        self.opened_s = self.heard_s = self._loop.time()
         self.greeted = False
         self.pinged_s: float | None = None
 
@@ -135,7 +136,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Take bytes, hand events to their calls, answer what can be answered at once."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = self._loop.time()
         try:
             self._http2.receive_data(data)
             events = self._http2.events()
@@ -246,7 +247,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def ping(self) -> None:
         """Ask whether the other side still lives."""
-        self.pinged_s = asyncio.get_running_loop().time()
+        self.pinged_s = self._loop.time()
         self._http2.ping()
         self.flush()
 
@@ -283,7 +284,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._handle([self._backlog.popleft() for _ in range(min(EVENTS_A_TURN, len(self._backlog)))])
         if self._backlog:
             transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._handle_backlog)
+            self._loop.call_soon(self._handle_backlog)
         else:
             transport.resume_reading()
 
