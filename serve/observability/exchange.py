@@ -80,15 +80,18 @@ class Exchange:
         "trace",
     )
 
-    def __init__(self, listener: Listener, caller: Caller, request_bytes: int, reply: Callable[[Result], None]) -> None:
+    def __init__(self, listener: Listener, caller: Caller) -> None:
         self._listener = listener
-        self._reply = reply
         self.caller = caller
-        self.request_bytes = request_bytes
-        self.model: Model | None = None
         self.is_logged = self.is_trace_due = False
+        self.model: Model | None = None
         self.trace: TraceContext | None = None
         self.cancel: Callable[[], None] | None = None
+
+    def expect(self, request_bytes: int, reply: Callable[[Result], None]) -> None:
+        """The request has come; `reply` waits for its result."""
+        self.request_bytes = request_bytes
+        self._reply = reply
 
     def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
         """The request is right; it is about to be queued."""
@@ -104,14 +107,27 @@ class Exchange:
             self._listener.unanswered(self, result)
         else:
             self._listener.answered(self, len(result))
-        self._reply(result)
+        reply = self._reply
+        self._let_go()
+        reply(result)
 
     def refused(self, error: Exception) -> None:
         """The request was not taken."""
         self._listener.unanswered(self, error)
+        self._let_go()
 
     def gone(self) -> None:
         """The client does not wait any more."""
         if self.cancel is not None:
             self.cancel()
         self._listener.unanswered(self, None)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget what leads back here: so nothing of a request has to wait for the garbage collector."""
+        self.cancel = None
+        self._reply = _nobody
+
+
+def _nobody(result: Result) -> None:
+    """Nobody waits for it."""

@@ -41,6 +41,7 @@ class LineFile:
         """
         self._path = path
         self._descriptor: int | None = None
+        self._opened: os.stat_result | None = None  # asked for once: each such question has to wait for the event loop after it
         self._is_torn = False  # the last line there has no end: the disk was full
 
     def write(self, lines: list[str]) -> None:
@@ -71,13 +72,14 @@ class LineFile:
             self._is_torn = False
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            self._opened = os.fstat(self._descriptor)
         return self._descriptor
 
     def _is_here(self) -> bool:
         assert self._path is not None  # noqa: S101  (for the type checker: only a path has a descriptor)
-        assert self._descriptor is not None  # noqa: S101  (see above)
+        assert self._opened is not None  # noqa: S101  (see above)
         try:
-            there, ours = self._path.stat(), os.fstat(self._descriptor)
+            there = self._path.stat()
         except FileNotFoundError:
             return False
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+        return (there.st_dev, there.st_ino) == (self._opened.st_dev, self._opened.st_ino)

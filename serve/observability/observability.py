@@ -21,6 +21,7 @@ from serve.observability.tracer import Tracer, TraceRecord
 
 CLOSE_S = 2.0  # for the last lines and traces to leave
 MAX_TRACES_WAITING = 8192
+TRACES_EVERY_S = 5.0  # as OpenTelemetry's own; waking up for some costs more than making them
 
 
 class Observability:
@@ -122,7 +123,9 @@ class Observability:
 
     def _start_tracer(self) -> Tracer:
         exporter = make_exporter(self.trace_to, lambda: self.traces.everywhere.settings.log_frequency)
-        outbox: Outbox[TraceRecord] = Outbox(exporter.deliver, name="traces", bound=MAX_TRACES_WAITING)
+        outbox: Outbox[TraceRecord] = Outbox(
+            exporter.deliver, name="traces", bound=MAX_TRACES_WAITING, every_s=TRACES_EVERY_S, prepare=exporter.prepare
+        )
         tracer = Tracer(self.traces, outbox)
         self._outboxes.append(outbox)
         self._ends.append(exporter)

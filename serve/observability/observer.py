@@ -20,7 +20,7 @@ class Observer:
     """Counts requests down to the next one that is of interest: all that a request costs that is not.
 
     Attributes:
-        until: requests until the next one that may be of interest; whoever counts it down to 0 calls `choose`.
+        until: requests until the next one that may be of interest; whoever counts it down to 0 calls `choose` at once.
         tracer: shown the requests that may be traced; None while nothing is.
     """
 
@@ -53,8 +53,11 @@ class Observer:
         self._step = self.until = min(self._log_left, self._trace_left)
 
     def choose(self, exchange: Exchange) -> None:
-        """Begin the countdown anew if it has ended with this request. One runs for the log and the traces together."""
-        if self.until:
+        """Decide whether the request that was just counted is logged, and whether a trace is due with it.
+
+        The countdown begins anew if it has ended; one runs for the log and the traces together.
+        """
+        if self.until > 0:
             return
         self._log_left -= self._step
         self._trace_left -= self._step

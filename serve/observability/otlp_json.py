@@ -1,80 +1,72 @@
 """Spans as OTLP's JSON: what a collector's otlpjsonfile receiver reads.
 
-https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Ids are hexadecimal, 64-bit numbers are texts. By hand, as
-protobuf's own JSON takes ten times as long, in a process that has requests to answer.
+https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Ids are hexadecimal, 64-bit numbers are texts. By hand, in a
+process that has requests to answer: json.dumps takes four times as long, protobuf's own JSON forty times.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext
+from serve.observability.spans import Place, Span
 
 ERROR = 2  # of OTLP's status codes
+SAMPLED = 1  # of the flags
 SPAN_KINDS = {"INTERNAL": 1, "SERVER": 2}
 
 
-def to_line(spans: Sequence[ReadableSpan]) -> str:
-    """An ExportTraceServiceRequest as one line; all spans are of one resource and scope."""
-    first = spans[0]
-    scope = first.instrumentation_scope
-    request = {
-        "resourceSpans": [
-            {
-                "resource": {"attributes": _attributes(first.resource.attributes)},
-                "scopeSpans": [
-                    {
-                        "scope": {} if scope is None else {"name": scope.name, "version": scope.version},
-                        "spans": [_span(span) for span in spans],
-                    }
-                ],
-            }
-        ]
-    }
-    return json.dumps(request, separators=(",", ":")) + "\n"
+def to_line(spans: Sequence[Span], resource: Mapping[str, Any], scope: tuple[str, str]) -> str:
+    """An ExportTraceServiceRequest as one line.
+
+    Args:
+        spans: of one process.
+        resource: attributes of it.
+        scope: name and version of what made the spans.
+    """
+    name, version = scope
+    listed = ",".join([_span(span) for span in spans])
+    return (
+        f'{{"resourceSpans":[{{"resource":{{{_attributes(resource)}}},"scopeSpans":[{{'
+        f'"scope":{{"name":{quoted(name)},"version":{quoted(version)}}},"spans":[{listed}]}}]}}]}}\n'
+    )
 
 
-def _span(span: ReadableSpan) -> dict[str, Any]:
-    context = span.get_span_context()
-    assert context is not None  # noqa: S101  (for the type checker: every span that was started has one)
-    fields = _ids(context) | {
-        "name": span.name,
-        "kind": SPAN_KINDS[span.kind.name],
-        "startTimeUnixNano": str(span.start_time),
-        "endTimeUnixNano": str(span.end_time),
-        "flags": int(context.trace_flags),
-    }
-    if span.parent is not None:
-        fields["parentSpanId"] = f"{span.parent.span_id:016x}"
-    if context.trace_state:
-        fields["traceState"] = context.trace_state.to_header()
+def _span(span: Span) -> str:
+    rest = ""
+    if span.parent_id:
+        rest += f',"parentSpanId":"{span.parent_id:016x}"'
+    if span.state:
+        rest += f',"traceState":{quoted(span.state)}'
     if span.attributes:
-        fields["attributes"] = _attributes(span.attributes)
+        rest += f",{_attributes(span.attributes)}"
     if span.links:
-        fields["links"] = [_ids(link.context) for link in span.links]
-    if not span.status.is_ok:
-        fields["status"] = {"code": ERROR, "message": span.status.description or ""}
-    return fields
+        rest += f',"links":[{",".join([f"{{{_ids(link)}}}" for link in span.links])}]'
+    if span.error:
+        rest += f',"status":{{"code":{ERROR},"message":{quoted(span.error)}}}'
+    return (
+        f'{{{_ids((span.trace_id, span.span_id))},"name":{quoted(span.name)},"kind":{SPAN_KINDS[span.kind]},'
+        f'"startTimeUnixNano":"{span.start_ns}","endTimeUnixNano":"{span.end_ns}","flags":{SAMPLED}{rest}}}'
+    )
 
 
-def _ids(context: SpanContext) -> dict[str, Any]:
-    return {"traceId": f"{context.trace_id:032x}", "spanId": f"{context.span_id:016x}"}
+def _ids(place: Place) -> str:
+    return f'"traceId":"{place[0]:032x}","spanId":"{place[1]:016x}"'
 
 
-def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
+def _attributes(attributes: Mapping[str, Any]) -> str:
+    listed = ",".join([f'{{"key":{quoted(key)},"value":{_value(value)}}}' for key, value in attributes.items()])
+    return f'"attributes":[{listed}]'
 
 
-def _value(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool):
-        return {"boolValue": value}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    if isinstance(value, float):
-        return {"doubleValue": value}
+def _value(value: Any) -> str:
     if isinstance(value, str):
-        return {"stringValue": value}
-    return {"arrayValue": {"values": [_value(inner) for inner in value]}}
+        return f'{{"stringValue":{quoted(value)}}}'
+    if isinstance(value, bool):
+        return f'{{"boolValue":{"true" if value else "false"}}}'
+    if isinstance(value, int):
+        return f'{{"intValue":"{value}"}}'
+    if isinstance(value, float):
+        return f'{{"doubleValue":{value!r}}}'
+    return f'{{"arrayValue":{{"values":[{",".join([_value(inner) for inner in value])}]}}}}'

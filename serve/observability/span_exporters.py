@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from serve.observability.line_file import LineFile
+from serve.observability.otlp_json import to_line
+from serve.observability.spans import Span, spans_of
 from serve.observability.tracer import TraceRecord
 
 OTLP = "otlp"
-CHUNK = 256  # traces that are exported at a time
+CHUNK = 64  # traces that are exported at a time: some hundred KB
 
 
 class Exporter(Protocol):
     """Takes records of traced requests; its methods are called on one thread."""
+
+    def prepare(self) -> None:
+        """Import OpenTelemetry, which takes some 100 ms: now, and not when there are requests to answer.
+
+        Raises:
+            ImportError: it is not there.
+        """
 
     def deliver(self, records: list[TraceRecord]) -> None:
         """Send them.
@@ -43,30 +53,34 @@ class OtlpExporter:
     def __init__(self) -> None:
         self._parts: tuple[Any, Any] | None = None
 
+    def prepare(self) -> None:
+        """As `Exporter.prepare`."""
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415  (slow, and seldom needed)
+            OTLPSpanExporter,
+        )
+
+        from serve.observability.sdk_spans import resource, to_sdk  # noqa: PLC0415  (see above)
+
+        if self._parts is None:
+            self._parts = OTLPSpanExporter(), partial(to_sdk, of=resource())
+
     def deliver(self, records: list[TraceRecord]) -> None:
         """Send spans and wait until they are taken.
 
         Raises:
             ConnectionError: they were not, in the time that OTEL_EXPORTER_OTLP_TIMEOUT gives.
         """
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415  (slow, and seldom needed)
-            OTLPSpanExporter,
-        )
-        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415  (see above)
-
-        from serve.observability.spans import SpanMaker  # noqa: PLC0415  (see above)
-
-        if self._parts is None:
-            self._parts = SpanMaker(), OTLPSpanExporter()
-        maker, exporter = self._parts
+        self.prepare()
+        assert self._parts is not None  # noqa: S101  (for the type checker)
+        exporter, to_sdk = self._parts
         for start in range(0, len(records), CHUNK):
-            if exporter.export(maker.spans(records[start : start + CHUNK])) is not SpanExportResult.SUCCESS:
+            if exporter.export(to_sdk(spans_of(records[start : start + CHUNK]))).name != "SUCCESS":
                 raise ConnectionError("the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT")
 
     def close(self) -> None:
         """Close the connection."""
         if self._parts is not None:
-            self._parts[1].shutdown()
+            self._parts[0].shutdown()
 
 
 class FileExporter:
@@ -80,7 +94,14 @@ class FileExporter:
         self._log_frequency = log_frequency
         self._file = LineFile(path)
         self._number = self._traces = 0
-        self._maker: Any = None
+        self._to_line: Callable[[list[Span]], str] | None = None
+
+    def prepare(self) -> None:
+        """As `Exporter.prepare`."""
+        from serve.observability.sdk_spans import SCOPE, resource  # noqa: PLC0415  (see above)
+
+        if self._to_line is None:
+            self._to_line = partial(to_line, resource=resource().attributes, scope=SCOPE)
 
     def deliver(self, records: list[TraceRecord]) -> None:
         """Append lines; a new file is begun when `log_frequency` traces are in one: FILE.0, FILE.1, ...
@@ -88,15 +109,13 @@ class FileExporter:
         Raises:
             OSError: they cannot be written.
         """
-        from serve.observability.otlp_json import to_line  # noqa: PLC0415  (see above)
-        from serve.observability.spans import SpanMaker  # noqa: PLC0415  (see above)
-
-        self._maker = self._maker or SpanMaker()
+        self.prepare()
+        assert self._to_line is not None  # noqa: S101  (for the type checker)
         rest = records
         while rest:
             room = self._room()
             part, rest = rest[:room], rest[room:]
-            self._file.write([to_line(self._maker.spans(part))])
+            self._file.write([self._to_line(spans_of(part))])
             self._traces += len(part)
 
     def close(self) -> None:

@@ -14,17 +14,25 @@ from serve.protocol.messages import parse
 from serve.protocol.status import status_of
 
 
-class AnyInference(Protocol):
-    """A way in for requests, as transports see it: `Inference`, or one that stands before it."""
-
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
-        """As `Inference.infer`."""
+class Onlooker(Protocol):
+    """Who is told of requests that get no answer."""
 
     def failed(self, data: bytes, error: Exception) -> None:
         """As `Inference.failed`."""
 
     def gone(self, data: bytes) -> None:
         """As `Inference.gone`."""
+
+
+class WayIn(Protocol):
+    """Takes requests."""
+
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+        """As `Inference.infer`."""
+
+
+class AnyInference(WayIn, Onlooker, Protocol):
+    """A way in for requests, as transports see it: `Inference`, or one that stands before it."""
 
 
 class WatchableInference(AnyInference, Protocol):
@@ -59,9 +67,9 @@ def status_name(error: Exception | None) -> str:
 
 
 class ObservedInference:
-    """The way in for calls with one list of headers on one connection."""
+    """The way in for calls with one list of headers on one connection: counts, and lets by those that are of no interest."""
 
-    __slots__ = ("_caller", "_inference", "_observer", "_parent")
+    __slots__ = ("_caller", "_inference", "_observer", "has_parent")
 
     def __init__(self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
         """A way in.
@@ -75,22 +83,21 @@ class ObservedInference:
         self._inference = inference
         self._observer = observer
         self._caller = Caller(peer, headers)
-        self._parent = self._caller.parent
+        self.has_parent = self._caller.parent is not None  # a trace, which may have to be gone on with
 
     def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
         """As `Inference.infer`."""
         observer = self._observer
         observer.until -= 1
-        if observer.until and (self._parent is None or observer.tracer is None):
+        if observer.until and (observer.tracer is None or not self.has_parent):
             return self._inference.infer(data, time_left_s, reply)
-        exchange = Exchange(observer, self._caller, len(data), reply)
-        observer.choose(exchange)
-        try:
-            exchange.cancel = self._inference.infer(data, time_left_s, exchange.answered, exchange)
-        except Exception as error:
-            exchange.refused(error)
-            raise
-        return exchange.gone
+        return self.chosen().infer(data, time_left_s, reply)
+
+    def chosen(self) -> ChosenInference:
+        """The way in for one request, which has been counted and may be of interest."""
+        chosen = ChosenInference(self._inference, self._observer, self._caller)
+        self._observer.choose(chosen)
+        return chosen
 
     def failed(self, data: bytes, error: Exception) -> None:
         """As `Inference.failed`."""
@@ -99,6 +106,33 @@ class ObservedInference:
     def gone(self, data: bytes) -> None:
         """As `Inference.gone`."""
         self._observer.failed(self._caller, _asked(data), len(data), None)
+
+
+class ChosenInference(Exchange):
+    """The way in for one request, and what becomes of it."""
+
+    __slots__ = ("_inference",)
+
+    def __init__(self, inference: WatchableInference, observer: Observer, caller: Caller) -> None:
+        """A way in.
+
+        Args:
+            inference: answers requests.
+            observer: is told of this one.
+            caller: of it.
+        """
+        super().__init__(observer, caller)
+        self._inference = inference
+
+    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+        """As `Inference.infer`."""
+        self.expect(len(data), reply)
+        try:
+            self.cancel = self._inference.infer(data, time_left_s, self.answered, self)
+        except Exception as error:
+            self.refused(error)
+            raise
+        return self.gone
 
 
 def _asked(data: bytes) -> tuple[str, str, str]:

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 from serve.engine.errors import InferenceError, UnsupportedError
-from serve.protocol.observed_inference import ObservedInference, WatchableInference
+from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
 from serve.security.gate import Gate
@@ -47,9 +47,9 @@ class Calls:
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         if path == self._infer:
-            return _inferring(InferCall, service, headers, encoding, time_left, given)
+            return _InferringOnce(service, headers, encoding, time_left, given)
         if path == self._infer_stream:
-            return _inferring(InferStreamCall, service, headers, encoding, time_left, given)
+            return _InferringOften(service, headers, encoding, time_left, given)
         name = path.decode("ascii", "replace")
         unary = service.unary.get(name)
         if unary is not None:
@@ -63,68 +63,76 @@ class Calls:
 class _Inferring:
     """Opens the inference calls of one list of headers on one connection."""
 
-    __slots__ = ("_encoding", "_headers", "_kind", "_observability", "_observed", "_plain", "_time_left_s")
+    __slots__ = ("_encoding", "_given", "_headers", "_observability", "_plain", "_time_left_s")
 
     def __init__(
         self,
-        kind: type[InferCall | InferStreamCall],
         service: Service,
         headers: dict[bytes, bytes],
         encoding: bytes | None,
         time_left_s: float | None,
+        given: Pass | None,
     ) -> None:
-        self._kind = kind
         self._plain: WatchableInference = service.inference
         self._observability = service.observability
-        self._observed: ObservedInference | None = None
         self._headers = headers
         self._encoding = encoding
         self._time_left_s = time_left_s
+        self._given = given  # by a gate, which may look at each request too
 
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
-        observer = self._observability.observer  # which comes and goes while connections last
-        if observer is None:
-            return self._kind(connection, stream, self._encoding, self._plain, self._time_left_s)
-        if self._observed is None:
-            self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
-        return self._kind(connection, stream, self._encoding, self._observed, self._time_left_s)
+        raise NotImplementedError
+
+    def _pass_gate(self, connection: GrpcConnection) -> None:
+        if self._given is not None:
+            self._plain = self._given.inference(self._plain, connection.peer)
+            self._given = None
 
 
-class _GatedInferring(_Inferring):
-    """The same behind a gate, which may look at each request too."""
+class _InferringOnce(_Inferring):
+    """Unary calls: one request each, so that those of no interest are told apart here, before anything is made for them."""
 
-    __slots__ = ("_pass",)
+    __slots__ = ("_observed",)
 
     def __init__(
         self,
-        kind: type[InferCall | InferStreamCall],
         service: Service,
         headers: dict[bytes, bytes],
         encoding: bytes | None,
         time_left_s: float | None,
-        given: Pass,
+        given: Pass | None,
     ) -> None:
-        super().__init__(kind, service, headers, encoding, time_left_s)
-        self._pass: Pass | None = given
+        super().__init__(service, headers, encoding, time_left_s, given)
+        self._observed: ObservedInference | None = None
 
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
-        if self._pass is not None:
-            self._plain = self._pass.inference(self._plain, connection.peer)
-            self._pass = None
-        return super().__call__(connection, stream)
+        if self._given is not None:
+            self._pass_gate(connection)
+        plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
+        observer = self._observability.observer  # which comes and goes while connections last
+        if observer is None:
+            return InferCall(connection, stream, encoding, plain, plain, time_left_s)
+        observed = self._observed
+        if observed is None:
+            observed = self._observed = ObservedInference(plain, observer, connection.peer, self._headers)
+        observer.until -= 1
+        if observer.until and (observer.tracer is None or not observed.has_parent):
+            return InferCall(connection, stream, encoding, plain, observed, time_left_s)
+        return InferCall(connection, stream, encoding, observed.chosen(), observed, time_left_s)
 
 
-def _inferring(
-    kind: type[InferCall | InferStreamCall],
-    service: Service,
-    headers: dict[bytes, bytes],
-    encoding: bytes | None,
-    time_left_s: float | None,
-    given: Pass | None,
-) -> _Inferring:
-    if given is None:
-        return _Inferring(kind, service, headers, encoding, time_left_s)
-    return _GatedInferring(kind, service, headers, encoding, time_left_s, given)
+class _InferringOften(_Inferring):
+    """Calls that carry any number of requests."""
+
+    __slots__ = ()
+
+    def __call__(self, connection: GrpcConnection, stream: int) -> Call:
+        self._pass_gate(connection)
+        observer = self._observability.observer
+        inference: AnyInference = self._plain
+        if observer is not None:
+            inference = ObservedInference(self._plain, observer, connection.peer, self._headers)
+        return InferStreamCall(connection, stream, self._encoding, inference, self._time_left_s)
 
 
 def _counted(given: Pass, open_call: OpenCall, connection: GrpcConnection, stream: int) -> Call:

@@ -7,7 +7,7 @@ import logging
 from serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError
 from serve.protocol.inference import Cancel
 from serve.protocol.messages import parse
-from serve.protocol.observed_inference import AnyInference
+from serve.protocol.observed_inference import Onlooker, WayIn
 from serve.protocol.service import UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader, sole_message
@@ -92,18 +92,20 @@ class _Unary:
 class InferCall(_Unary):
     """ModelInfer: queued, and answered when its batch has run."""
 
-    __slots__ = ("_cancel", "_inference", "_time_left_s")
+    __slots__ = ("_cancel", "_inference", "_onlooker", "_time_left_s")
 
     def __init__(
         self,
         connection: GrpcConnection,
         stream: int,
         encoding: bytes | None,
-        inference: AnyInference,
+        inference: WayIn,
+        onlooker: Onlooker,
         time_left_s: float | None,
     ) -> None:
         super().__init__(connection, stream, encoding)
         self._inference = inference
+        self._onlooker = onlooker
         self._time_left_s = time_left_s
         self._cancel: Cancel | None = None
 
@@ -111,7 +113,7 @@ class InferCall(_Unary):
         """Free the request's place in the queue."""
         if self._cancel is not None:
             self._cancel()
-            self._inference.gone(self._message or b"")
+            self._onlooker.gone(self._message or b"")
 
     def _answer(self, message: bytes) -> None:
         self._cancel = self._inference.infer(message, self._time_left_s, self._reply)
@@ -124,7 +126,7 @@ class InferCall(_Unary):
             self._connection.answer(self._stream, result)
 
     def _fail(self, error: Exception) -> None:
-        self._inference.failed(self._message or b"", error)
+        self._onlooker.failed(self._message or b"", error)
         super()._fail(error)
 
 

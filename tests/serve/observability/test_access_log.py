@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,7 +141,12 @@ def test_a_log_that_cannot_be_written_costs_no_request(
 class Lines(list[str]):
     """An outbox that keeps what it gets."""
 
+    fill: Callable[[], None]
+
     put = list.append
+
+    def expect(self) -> None:
+        """Nothing is handed over."""
 
 
 @given(st.binary(max_size=600), st.text(max_size=600), st.text(), st.integers(0, 10**13), st.integers(0, 10**13))
@@ -151,11 +157,12 @@ def test_whatever_clients_send_the_line_is_json(request_id: bytes, name: str, pe
     model = held_model(HeldBackend(), name)
     split = wait_ns + compute_ns
     model.statistics.batch_done(BatchTimes(started=wait_ns, assembled=wait_ns, computed=split, split=split), [0], 1)
-    exchange = Exchange(Observer(InferenceCore([]), str), caller, 5, lambda _: None)
+    exchange = Exchange(Observer(InferenceCore([]), str), caller)
+    exchange.expect(5, lambda _: None)
     exchange.taken(model, request_id, InferRequest({}, (), 1, None, None, lambda _: None, arrived_ns=0))
     log.answered(exchange, 7, split)
     log.failed(caller, (name, name, name), 5, "INTERNAL", InvalidArgumentError(name), wait_ns)
-    answered, failed = map(json.loads, lines)
+    answered, failed = map(json.loads, lines)  # the answer's was kept back, but comes first
     assert answered["model"] == name
     assert answered["id"] == request_id[:256].decode("utf-8", "replace")
     assert answered["queue_ms"] == pytest.approx(wait_ns // 1000 / 1000)

@@ -29,7 +29,7 @@ async def chosen(log_every: int, trace_every: int, requests: int) -> tuple[list[
     for number in range(1, requests + 1):
         observer.until -= 1
         if not observer.until:
-            exchange = Exchange(observer, Caller("", {}), 0, lambda _: None)
+            exchange = Exchange(observer, Caller("", {}))
             observer.choose(exchange)
             logged += [number] if exchange.is_logged else []
             traced += [number] if exchange.is_trace_due else []

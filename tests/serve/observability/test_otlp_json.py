@@ -5,11 +5,14 @@ import json
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from serve.engine.statistics import BatchTimes
 from serve.observability.otlp_json import to_line
-from serve.observability.spans import SpanMaker
+from serve.observability.sdk_spans import SCOPE, resource, to_sdk
+from serve.observability.spans import spans_of
 from serve.observability.trace_context import TraceContext
 from serve.observability.tracer import TraceRecord
 
@@ -56,16 +59,25 @@ def test_lines_are_what_opentelemetrys_own_encoder_says() -> None:
         record(TraceContext(trace_id=6, parent_id=8, state="vendor=1")),
         record(TraceContext(trace_id=7), None, "the model failed"),
     ]
-    spans = SpanMaker().spans(records)
-    expected = with_hex_ids(MessageToDict(encode_spans(spans), use_integers_for_enums=True))
-    assert without_flags(json.loads(to_line(spans))) == without_flags(expected)
+    spans = spans_of(records)
+    own = resource()
+    expected = with_hex_ids(MessageToDict(encode_spans(to_sdk(spans, own)), use_integers_for_enums=True))
+    assert without_flags(json.loads(to_line(spans, own.attributes, SCOPE))) == without_flags(expected)
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.lists(st.text()))))
+def test_whatever_a_resource_says_the_line_is_json(attributes: dict[str, Any]) -> None:
+    line = to_line([], attributes, ("a", "b"))
+    (told,) = json.loads(line)["resourceSpans"]
+    assert [attribute["key"] for attribute in told["resource"]["attributes"]] == list(attributes)
+    assert line.count("\n") == 1
 
 
 def test_requests_of_one_batch_share_its_span() -> None:
     other = BatchTimes(started=2_500, assembled=3_000, computed=7_000, split=8_000)
-    spans = SpanMaker().spans([record(TraceContext(5)), record(TraceContext(6)), record(TraceContext(7), other)])
+    spans = spans_of([record(TraceContext(5)), record(TraceContext(6)), record(TraceContext(7), other)])
     batches = [span for span in spans if span.name.startswith("batch")]
-    assert [[link.context.trace_id for link in span.links] for span in batches] == [[5, 6], [7]]
+    assert [[trace_id for trace_id, _ in span.links] for span in batches] == [[5, 6], [7]]
     computes = [span for span in spans if span.name == "compute"]
-    ids = [span.context.span_id for span in batches if span.context is not None]
-    assert [span.links[0].context.span_id for span in computes] == [ids[0], ids[0], ids[1]]
+    first, second = [(span.trace_id, span.span_id) for span in batches]
+    assert [list(span.links) for span in computes] == [[first], [first], [second]]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from serve.observability.outbox import Outbox
+from serve.observability.outbox import MOST, Outbox
 
 WAIT_S = 20.0
 
@@ -85,3 +85,65 @@ def test_a_failing_delivery_is_told_once_and_counted(caplog: pytest.LogCaptureFi
         "parcels: 1 lost: [Errno 28] No space left on device",
         "parcels: 1 lost: [Errno 28] No space left on device",
     ]
+
+
+def test_what_was_kept_back_is_put_before_what_is_there_is_handed_over() -> None:
+    got: list[int] = []
+    kept = [1, 2, 3]
+
+    async def send() -> None:
+        outbox: Outbox[int] = Outbox(got.extend, name="parcels", every_s=0.001)
+        filled = asyncio.Event()
+
+        def fill() -> None:
+            while kept:
+                outbox.put(kept.pop(0))
+            filled.set()
+
+        outbox.fill = fill
+        outbox.expect()
+        await filled.wait()
+        kept.append(4)
+        outbox.close(WAIT_S)
+
+    asyncio.run(asyncio.wait_for(send(), WAIT_S))
+    assert got == [1, 2, 3, 4]
+
+
+def test_many_items_do_not_wait_for_their_time() -> None:
+    got: list[list[int]] = []
+    arrived = threading.Event()
+
+    def deliver(items: list[int]) -> None:
+        got.append(items)
+        arrived.set()
+
+    async def send() -> None:
+        outbox: Outbox[int] = Outbox(deliver, name="parcels", every_s=3600)
+        for number in range(MOST + 1):
+            outbox.put(number)
+        assert await asyncio.to_thread(arrived.wait, WAIT_S)
+        outbox.close(WAIT_S)
+
+    asyncio.run(send())
+    assert [len(items) for items in got] == [MOST, 1]
+
+
+@pytest.mark.parametrize("error", [None, ImportError("not here")])
+def test_the_thread_prepares_before_anything_comes(error: Exception | None) -> None:
+    prepared = threading.Event()
+    got: list[int] = []
+
+    def prepare() -> None:
+        prepared.set()
+        if error is not None:
+            raise error
+
+    async def send() -> None:
+        outbox: Outbox[int] = Outbox(got.extend, name="parcels", prepare=prepare)
+        assert await asyncio.to_thread(prepared.wait, WAIT_S)
+        outbox.put(1)
+        outbox.close(WAIT_S)
+
+    asyncio.run(send())
+    assert got == [1]
