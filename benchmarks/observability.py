@@ -1,150 +1,82 @@
-"""What it costs to be observed: processor time per request of two servers, one observed and one not, loaded in turn.
+"""What it costs to be observed: processor time per request of one server, observed and not, in turn.
 
-    python -m benchmarks.observability measure model.onnx
+    python -m benchmarks.observability model.onnx
 
-Needs h2load (Debian's package nghttp2-client). One server is loaded at a time, A B A B ..., in rounds of about a second, of
-which the best count. Processor time of the server, all its threads, is what is told: on a machine that others use too it says
-more than the clock. The metrics of an observed server are scraped once in each round. Processes of one program differ by some
-percent from start to start, so all are started anew several times; told are the medians of their differences, with the least
-and the greatest, and a second server that is not observed shows how much of that is chance.
+Needs h2load (Debian's package nghttp2-client). Processes of one program differ by up to a fifth from start to start, and loads
+of one process by some percent: more than what is looked for. So a server under one long load switches what observes it on for
+90 ms and off for 30, again and again: log and traces as LogSettings and TraceSetting do, the latency histograms as operators
+cannot, and its metrics are asked for only while it is observed. What its event loop spends is told apart that way; what its
+other threads spend, which write log and traces later on, counts as spent on being observed, all of it. Told are differences of
+the sums, with 95 % intervals from resampling the pairs of windows. "nothing" compares two ways that are the same.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-import uvloop
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
+from benchmarks.watched_server import Watching
 from protos.inference_pb2 import ModelInferRequest
-from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.client import InferenceClient
-from serve.engine.backend import Placement
-from serve.http.options import HttpOptions
-from serve.observability.options import AccessLog, ObserveOptions
-from serve.server import Ready, ServerOptions, serve
 
-Variant = Callable[[Path], ObserveOptions]
-PLAIN = "not observed"
-AGAIN = f"{PLAIN}, again"
-VARIANTS: dict[str, Variant] = {
-    PLAIN: lambda _: ObserveOptions(),
-    AGAIN: lambda _: ObserveOptions(),
-    "metrics": lambda _: ObserveOptions(),
-    "metrics, log 1 in 100": lambda folder: _observe(folder, AccessLog.SAMPLED),
-    "metrics, traces 1 in 1000": lambda folder: _observe(folder, AccessLog.OFF, traces=1000),
-    "all three": lambda folder: _observe(folder, AccessLog.SAMPLED, traces=1000),
-    "metrics, log of every request": lambda folder: _observe(folder, AccessLog.ALL),
-    "metrics, traces 1 in 50": lambda folder: _observe(folder, AccessLog.OFF, traces=50),
+VARIANTS = {
+    "nothing": Watching(),
+    "histograms": Watching(histograms=True),
+    "histograms, scraped": Watching(histograms=True, scraped=True),
+    "log of 1 in 100": Watching(log=100),
+    "traces of 1 in 1000": Watching(traces=1000),
+    "all of these": Watching(histograms=True, scraped=True, log=100, traces=1000),
+    "log of every request": Watching(log=1),
+    "traces of 1 in 50": Watching(traces=50),
 }
+RESAMPLES = 1000
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
-def _observe(folder: Path, log: AccessLog, traces: int = 0) -> ObserveOptions:
-    return ObserveOptions(
-        access_log=log,
-        access_log_file=folder / "access.log",
-        trace_to=str(folder / "traces.json") if traces else "",
-        trace_rate=traces or 1,
-    )
-
-
 @dataclass(frozen=True)
-class Server:
-    """A running server.
+class Spent:
+    """Windows in pairs, not observed and observed.
 
     Attributes:
-        pid: of its process.
-        grpc: host:port.
-        metrics: URL.
-        scraped: its metrics are asked for while it is loaded.
+        requests: (pairs, 2).
+        loop_us: (pairs, 2), processor time of the event loop's thread.
+        wall_us: (pairs, 2).
+        threads_us: (pairs, 1), processor time of the other threads, spread over the pairs.
     """
 
-    pid: int
-    grpc: str
-    metrics: str
-    scraped: bool
+    requests: np.ndarray[Any, Any]
+    loop_us: np.ndarray[Any, Any]
+    wall_us: np.ndarray[Any, Any]
+    threads_us: np.ndarray[Any, Any]
+
+    def costs(self, pairs: slice | np.ndarray[Any, Any] = slice(None)) -> tuple[float, float, float]:
+        """Processor microseconds of a request that is not observed, what observing adds to them in percent, and to the rate."""
+        requests = self.requests[pairs].sum(axis=0)
+        plain, observed = self.loop_us[pairs].sum(axis=0) / requests
+        observed += self.threads_us[pairs].sum() / requests[1]
+        slow, slower = self.wall_us[pairs].sum(axis=0) / requests
+        return float(plain), 100 * float(observed / plain - 1), 100 * float(slow / slower - 1)
 
 
-@dataclass(frozen=True)
-class Load:
-    """One load.
-
-    Attributes:
-        cpu_us: of the server, per request.
-        per_second: requests.
-    """
-
-    cpu_us: float
-    per_second: float
-
-
-def cpu_ns(pid: int) -> int:
-    """Processor time of all threads of a process."""
-    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-
-
-@contextmanager
-def started(model: Path, variant: str) -> Iterator[Server]:
-    """A server in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.observability", "serve-one", str(model), variant]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None  # noqa: S101  (for the type checker)
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit("the server did not start; its message is above")
-        ports = json.loads(line)
-        metrics = f"http://127.0.0.1:{ports['metrics']}/metrics"
-        yield Server(process.pid, f"127.0.0.1:{ports['grpc']}", metrics, scraped=variant not in {PLAIN, AGAIN})
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@contextmanager
-def scraping(server: Server) -> Iterator[None]:
-    """Ask for the metrics once a second, first of all now; Prometheus would every few."""
-    over = threading.Event()
-
-    def scrape() -> None:
-        while True:
-            with urllib.request.urlopen(server.metrics) as answer:  # noqa: S310  (our own server)
-                answer.read()
-            if over.wait(1.0):
-                return
-
-    thread = threading.Thread(target=scrape)
-    if server.scraped:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if server.scraped:
-            thread.join()
-
-
-def request_file(server: Server, model: str, folder: Path) -> Path:
+def request_file(address: str, model: str, folder: Path) -> Path:
     """One framed request of one row of ones; variable dimensions are 1."""
-    with InferenceClient(server.grpc) as client:
+    with InferenceClient(address) as client:
         metadata = client.model_metadata(model)
     request = ModelInferRequest(model_name=model)
     for tensor in metadata.inputs:
@@ -158,95 +90,114 @@ def request_file(server: Server, model: str, folder: Path) -> Path:
     return path
 
 
-def load(server: Server, body: Path, requests: int, streams: int) -> Load:
-    """Load a server from four connections."""
-    path = f"http://{server.grpc}/inference.GRPCInferenceService/ModelInfer"
+def spent(model: Path, watching: Watching, seconds: int, streams: int) -> Spent:
+    """Start a server and load it for so long."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "benchmarks.watched_server", str(model), name, json.dumps(asdict(watching))]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdin is not None  # noqa: S101  (for the type checker)
+            assert process.stdout is not None  # noqa: S101  (see above)
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit("the server did not start; its message is above")
+            ports = json.loads(line)
+            address = f"127.0.0.1:{ports['grpc']}"
+            lines: list[str] = []
+            listener = threading.Thread(target=_listen, args=(process.stdout, ports["metrics"], lines))
+            listener.start()
+            _load(address, request_file(address, model.stem, folder), seconds, streams)
+            process.stdin.close()
+            listener.join()
+    return pairs_of(json.loads(lines[-1]))
+
+
+def _listen(lines: Sequence[str], metrics_port: int, rest: list[str]) -> None:
+    for line in lines:
+        if line == "scrape\n":
+            with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as answer:
+                answer.read()
+        else:
+            rest.append(line)
+
+
+def _load(address: str, body: Path, seconds: int, streams: int) -> None:
+    path = f"http://{address}/inference.GRPCInferenceService/ModelInfer"
     headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"]
-    before = cpu_ns(server.pid)
-    with scraping(server):
-        command = ["h2load", "-t1", "-n", str(requests), "-c", "4", "-m", str(streams), "-d", str(body), *headers, path]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    spent = cpu_ns(server.pid) - before
-    rate, good = re.search(r"([\d.]+) req/s", done.stdout), re.search(r"(\d+) succeeded", done.stdout)
-    if rate is None or good is None or int(good[1]) != requests:
+    size = [f"-D{seconds}", "--warm-up-time=1", "-c4", f"-m{streams}", "-d", str(body)]
+    done = subprocess.run(["h2load", "-t1", *size, *headers, path], capture_output=True, text=True, check=True)
+    good, bad = re.search(r"([1-9]\d*) succeeded", done.stdout), re.search(r" ([1-9]\d*) failed", done.stdout)
+    if good is None or bad is not None:
         raise SystemExit(f"h2load failed:\n{done.stdout[-1000:]}{done.stderr[-500:]}")
-    return Load(spent / 1e3 / requests, float(rate[1]))
+
+
+def pairs_of(account: dict[str, Any]) -> Spent:
+    """The pairs of windows in which the load was on."""
+    count = len(account["observed"])
+    windows = [account["plain"][:count], account["observed"]]
+    requests, loop, wall = (
+        np.array([[window[name] for window in kind] for kind in windows], np.float64).T
+        for name in ("requests", "loop_ns", "wall_ns")
+    )
+    loaded = (requests > np.median(requests, axis=0) / 4).all(axis=1)
+    threads = np.full((loaded.sum(), 1), account["threads_ns"] / 1e3 / loaded.sum())
+    return Spent(requests[loaded], loop[loaded] / 1e3, wall[loaded] / 1e3, threads)
+
+
+def _together(parts: Sequence[Spent]) -> Spent:
+    names = ("requests", "loop_us", "wall_us", "threads_us")
+    return Spent(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def told(all_spent: Spent) -> dict[str, Any]:
+    """Figures with their intervals, in microseconds and percent."""
+    generator = np.random.default_rng(0)
+    count = len(all_spent.requests)
+    drawn = np.array([all_spent.costs(generator.integers(0, count, count)) for _ in range(RESAMPLES)])
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=0).tolist()
+    plain, more, rate = all_spent.costs()
+    return {
+        "plain_us": plain,
+        "processor_percent": {"value": more, "low": low[1], "high": high[1]},
+        "rate_percent": {"value": rate, "low": low[2], "high": high[2]},
+        "pairs": count,
+    }
+
+
+def _percent(figure: dict[str, float]) -> str:
+    return f"{figure['value']:+.1f} % ({figure['low']:+.1f} to {figure['high']:+.1f})"
 
 
 @app.command()
-def measure(
+def main(
     model: Annotated[
         Path,
         typer.Argument(exists=True, dir_okay=False, help="An .onnx file; a small one, so that the server is what is measured."),
     ],
-    starts: Annotated[int, typer.Option(min=1, help="How often all servers are started anew.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Loads of each server after each start.")] = 5,
-    requests: Annotated[int, typer.Option(min=100, help="In one load.")] = 50_000,
+    starts: Annotated[int, typer.Option(min=1, help="Servers, for each way of being observed.")] = 3,
+    seconds: Annotated[int, typer.Option(min=2, help="That each of them is loaded.")] = 15,
     streams: Annotated[int, typer.Option(min=1, help="Requests in flight on each of the four connections.")] = 8,
-    only: Annotated[str, typer.Option(help="Ways whose names hold this text, and not being observed.")] = "",
+    only: Annotated[str, typer.Option(help="Ways of being observed whose names hold this text, and nothing.")] = "",
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure each way of being observed against not being observed."""
+    """Measure what each way of being observed costs."""
     if shutil.which("h2load") is None:
         raise SystemExit("h2load is not installed; install Debian's package nghttp2-client")
-    chosen = [variant for variant in VARIANTS if only in variant or variant in {PLAIN, AGAIN}]
-    best = [_best_of_each(model, chosen, rounds, requests, streams) for _ in range(starts)]
-    Console().print(_table(best))
-
-
-def _best_of_each(model: Path, chosen: Sequence[str], rounds: int, requests: int, streams: int) -> dict[str, Load]:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        servers = {variant: stack.enter_context(started(model.resolve(), variant)) for variant in chosen}
-        body = request_file(servers[PLAIN], model.stem, folder)
-        for server in servers.values():
-            load(server, body, max(1, requests // 4), streams)
-        loads: dict[str, list[Load]] = {variant: [] for variant in chosen}
-        for _ in range(rounds):
-            for variant, server in servers.items():
-                loads[variant].append(load(server, body, requests, streams))
-    return {variant: _best(own) for variant, own in loads.items()}
-
-
-def _table(best: Sequence[Mapping[str, Load]]) -> Table:
-    table = Table("server", "us of processor per request", "requests/s", "processor time", "rate")
-    for variant in best[0]:
-        more = [100 * (loads[variant].cpu_us / loads[PLAIN].cpu_us - 1) for loads in best]
-        faster = [100 * (loads[variant].per_second / loads[PLAIN].per_second - 1) for loads in best]
-        cpu_us = statistics.median(loads[variant].cpu_us for loads in best)
-        rate = statistics.median(loads[variant].per_second for loads in best)
-        table.add_row(variant, f"{cpu_us:.2f}", f"{rate:.0f}", _spread(more), _spread(faster))
-    return table
-
-
-def _spread(percent: Sequence[float]) -> str:
-    return f"{statistics.median(percent):+.1f} % ({min(percent):+.1f} to {max(percent):+.1f})"
-
-
-def _best(loads: Sequence[Load]) -> Load:
-    """The mean of the best fifth: what disturbs a round makes it dearer, never cheaper."""
-    count = max(1, len(loads) // 5)
-    times = sorted(load.cpu_us for load in loads)[:count]
-    rates = sorted((load.per_second for load in loads), reverse=True)[:count]
-    return Load(sum(times) / count, sum(rates) / count)
-
-
-@app.command(hidden=True)
-def serve_one(model: Path, variant: str) -> None:
-    """Serve, and print the ports as JSON."""
-
-    def tell(ready: Ready) -> None:
-        print(json.dumps({"grpc": ready.grpc_port, "metrics": ready.metrics_port}), flush=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        options = ServerOptions(
-            path=model,
-            grpc_port=0,
-            placement=Placement(use_gpu=False, threads=1),
-            http=HttpOptions(port=0, metrics_port=0),
-            observe=VARIANTS[variant](Path(folder)),
-        )
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(options, OnnxRuntime(), tell))
+    chosen = {name: watching for name, watching in VARIANTS.items() if only in name or watching == Watching()}
+    parts: dict[str, list[Spent]] = {name: [] for name in chosen}
+    for _ in track(range(starts), description="measuring", console=Console(stderr=True)):
+        for name, watching in chosen.items():
+            parts[name].append(spent(model.resolve(), watching, seconds, streams))
+    figures = {name: told(_together(own)) for name, own in parts.items()}
+    if as_json:
+        print(json.dumps(figures))
+        return
+    table = Table("observed by", "us a request without", "processor time", "requests a second", "pairs")
+    for name, row in figures.items():
+        costs = (_percent(row["processor_percent"]), _percent(row["rate_percent"]))
+        table.add_row(name, f"{row['plain_us']:.2f}", *costs, str(row["pairs"]))
+    Console().print(table)
 
 
 if __name__ == "__main__":
