@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
     Attributes:
         model: asked.
-        request_id: as sent.
+        request_id: as sent, its first MAX_TEXT bytes.
         caller: of its call.
         rows: of its batch dimension.
         batch_rows: of all that were computed with it.
@@ -74,7 +74,7 @@ class AccessLogger:
         answers.append(
             Answer(
                 model,
-                exchange.request_id,
+                exchange.request_id[:MAX_TEXT],
                 exchange.caller,
                 exchange.rows,
                 model.statistics.latest_rows,
