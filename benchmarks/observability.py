@@ -31,9 +31,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.watched_server import Watching
-from protos.inference_pb2 import ModelInferRequest
-from serve.client import InferenceClient
+from benchmarks.watched_server import REQUEST, Watching
 
 VARIANTS = {
     "nothing": Watching(),
@@ -74,26 +72,9 @@ class Spent:
         return float(plain), 100 * float(observed / plain - 1), 100 * float(slow / slower - 1)
 
 
-def request_file(address: str, model: str, folder: Path) -> Path:
-    """One framed request of one row of ones; variable dimensions are 1."""
-    with InferenceClient(address) as client:
-        metadata = client.model_metadata(model)
-    request = ModelInferRequest(model_name=model)
-    for tensor in metadata.inputs:
-        shape = [max(1, size) for size in tensor.shape]
-        request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
-        width = {"FP16": np.float16, "FP32": np.float32, "INT64": np.int64}[tensor.datatype]
-        request.raw_input_contents.append(np.ones(shape, width).tobytes())
-    message = request.SerializeToString()
-    path = folder / "request.bin"
-    path.write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
-    return path
-
-
 def spent(model: Path, watching: Watching, seconds: int, streams: int) -> Spent:
     """Start a server and load it for so long."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         command = [sys.executable, "-m", "benchmarks.watched_server", str(model), name, json.dumps(asdict(watching))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdin is not None  # noqa: S101  (for the type checker)
@@ -102,11 +83,10 @@ def spent(model: Path, watching: Watching, seconds: int, streams: int) -> Spent:
             if not line:
                 raise SystemExit("the server did not start; its message is above")
             ports = json.loads(line)
-            address = f"127.0.0.1:{ports['grpc']}"
             lines: list[str] = []
             listener = threading.Thread(target=_listen, args=(process.stdout, ports["metrics"], lines))
             listener.start()
-            _load(address, request_file(address, model.stem, folder), seconds, streams)
+            _load(f"127.0.0.1:{ports['grpc']}", Path(name) / REQUEST, seconds, streams)
             process.stdin.close()
             listener.join()
     return pairs_of(json.loads(lines[-1]))
@@ -125,7 +105,7 @@ def _load(address: str, body: Path, seconds: int, streams: int) -> None:
     path = f"http://{address}/inference.GRPCInferenceService/ModelInfer"
     headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"]
     size = [f"-D{seconds}", "--warm-up-time=1", "-c4", f"-m{streams}", "-d", str(body)]
-    done = subprocess.run(["h2load", "-t1", *size, *headers, path], capture_output=True, text=True, check=True)
+    done = subprocess.run(["h2load", "-t1", *size, *headers, path], capture_output=True, text=True, check=False)
     good, bad = re.search(r"([1-9]\d*) succeeded", done.stdout), re.search(r" ([1-9]\d*) failed", done.stdout)
     if good is None or bad is not None:
         raise SystemExit(f"h2load failed:\n{done.stdout[-1000:]}{done.stderr[-500:]}")
@@ -133,8 +113,8 @@ def _load(address: str, body: Path, seconds: int, streams: int) -> None:
 
 def pairs_of(account: dict[str, Any]) -> Spent:
     """The pairs of windows in which the load was on."""
-    count = len(account["observed"])
-    windows = [account["plain"][:count], account["observed"]]
+    count = min(len(account["plain"]), len(account["observed"]))  # it may have ended between the two of a pair
+    windows = [account[kind][:count] for kind in ("plain", "observed")]
     requests, loop, wall = (
         np.array([[window[name] for window in kind] for kind in windows], np.float64).T
         for name in ("requests", "loop_ns", "wall_ns")
@@ -184,6 +164,8 @@ def main(
     """Measure what each way of being observed costs."""
     if shutil.which("h2load") is None:
         raise SystemExit("h2load is not installed; install Debian's package nghttp2-client")
+    if not any(only in name for name in VARIANTS):
+        raise SystemExit(f"no way of being observed holds {only!r}; there are: {'; '.join(VARIANTS)}")
     chosen = {name: watching for name, watching in VARIANTS.items() if only in name or watching == Watching()}
     parts: dict[str, list[Spent]] = {name: [] for name in chosen}
     for _ in track(range(starts), description="measuring", console=Console(stderr=True)):

@@ -20,7 +20,8 @@ from typing import Annotated
 import typer
 import uvloop
 
-from benchmarks.request_cost import loaded
+from benchmarks.request_cost import loaded, one_row
+from serve.engine.errors import ModelLoadError
 from serve.engine.histograms import StageHistograms
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
@@ -33,6 +34,7 @@ from serve.transports.nghttp2_server import Nghttp2Server
 
 PLAIN_S, OBSERVED_S = 0.03, 0.09  # of a window; what happens once in so many seconds is to be shared by most of them
 WARM_UP_S = 1.0  # of load
+REQUEST = "request.bin"  # one framed request, beside the log and the traces
 SCRAPE_EVERY_S = 5.0  # Prometheus asks every 15 to 60
 
 keep_histogram = StageHistograms.add
@@ -75,7 +77,7 @@ class Account:
     """What was spent.
 
     Attributes:
-        plain: windows in which nothing observed the server; each is followed by the one at the same place of `observed`.
+        plain: windows in which nothing observed the server; each is next to the one at the same place of `observed`.
         observed: windows in which all of it did.
         threads_ns: processor time of all other threads.
     """
@@ -139,7 +141,11 @@ class Turns:
 
 
 async def _serve(path: Path, folder: Path, watching: Watching) -> None:
-    model = loaded(path)
+    try:
+        model = loaded(path)
+    except ModelLoadError as error:
+        raise SystemExit(str(error)) from None
+    (folder / REQUEST).write_bytes(one_row(model))
     core = InferenceCore([model])
     observe = ObserveOptions(access_log_file=folder / "access.log", trace_to=str(folder / "traces.json"))
     service = Service(core, server_version="0", observe=observe)

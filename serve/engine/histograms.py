@@ -15,7 +15,7 @@ import numpy as np
 # Upper bounds, in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; what is longer falls into one more bucket.
 EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)
 EDGES = np.array(EDGES_NS, np.int64)
-FOLD_REQUESTS = 4096  # counting so many takes 0.2 to 0.4 ms of the event loop; fewer cost more each: the code is out of caches
+FOLD_REQUESTS = 4096  # counting so many takes 0.2 ms of the event loop; fewer cost more each, as the code is out of caches
 BUCKETS = len(EDGES_NS) + 1
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output", "total")
 QUEUE, COMPUTE, TOTAL = 0, [1, 2, 3], 4

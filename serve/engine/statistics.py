@@ -27,7 +27,7 @@ class Duration:
         self.ns += ns
 
 
-@dataclass(kw_only=True, slots=True)  # frozen ones take three times as long to make
+@dataclass(kw_only=True, slots=True)  # frozen ones take twice as long to make
 class BatchTimes:
     """When one batch passed each stage, on time.monotonic_ns()'s clock."""
 
@@ -84,7 +84,7 @@ class Totals:
 
 
 class Statistics:
-    """What a model has done. Batches are counted some dozens at a time, or when somebody asks: one by one costs twice as much.
+    """What a model has done. Batches are counted some dozens at a time, or when somebody asks, and not while answers go out.
 
     Attributes:
         latest: the batch whose answers are being handed over.

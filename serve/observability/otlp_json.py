@@ -1,7 +1,7 @@
 """Spans as OTLP's JSON: what a collector's otlpjsonfile receiver reads.
 
 https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Ids are hexadecimal, 64-bit numbers are texts. By hand, in a
-process that has requests to answer: json.dumps takes four times as long, protobuf's own JSON forty times.
+process that has requests to answer: json.dumps took three times as long, protobuf's own JSON takes 25 times.
 """
 
 from __future__ import annotations
