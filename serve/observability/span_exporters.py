@@ -70,11 +70,13 @@ class OtlpExporter:
         Raises:
             ConnectionError: they were not, in the time that OTEL_EXPORTER_OTLP_TIMEOUT gives.
         """
+        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415  (as in `prepare`)
+
         self.prepare()
         assert self._parts is not None  # noqa: S101  (for the type checker)
         exporter, to_sdk = self._parts
         for start in range(0, len(records), CHUNK):
-            if exporter.export(to_sdk(spans_of(records[start : start + CHUNK]))).name != "SUCCESS":
+            if exporter.export(to_sdk(spans_of(records[start : start + CHUNK]))) is not SpanExportResult.SUCCESS:
                 raise ConnectionError("the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT")
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 
 from serve.engine.errors import InferenceError, UnsupportedError
+from serve.observability.observer import Observer
 from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
@@ -36,7 +37,9 @@ class Calls:
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         open_call = self._open(headers, given)
-        return open_call if isinstance(open_call, _Inferring) or not given.is_counted else partial(_counted, given, open_call)
+        if isinstance(open_call, _Inferring) or not given.is_counted:
+            return open_call
+        return partial(_counted, given, open_call)
 
     def _open(self, headers: dict[bytes, bytes], given: Pass | None) -> OpenCall:
         service = self._service if given is None or given.sees_all else given.service(self._service)
@@ -61,9 +64,9 @@ class Calls:
 
 
 class _Inferring:
-    """Opens the inference calls of one list of headers on one connection."""
+    """The ways in for the inference calls of one list of headers on one connection, made when the first one needs them."""
 
-    __slots__ = ("_encoding", "_given", "_headers", "_observability", "_plain", "_time_left_s")
+    __slots__ = ("_encoding", "_given", "_headers", "_observability", "_observed", "_plain", "_time_left_s")
 
     def __init__(
         self,
@@ -74,36 +77,29 @@ class _Inferring:
         given: Pass | None,
     ) -> None:
         self._plain: WatchableInference = service.inference
+        self._observed: ObservedInference | None = None
         self._observability = service.observability
         self._headers = headers
         self._encoding = encoding
         self._time_left_s = time_left_s
         self._given = given  # by a gate, which may look at each request too
 
-    def __call__(self, connection: GrpcConnection, stream: int) -> Call:
-        raise NotImplementedError
-
     def _pass_gate(self, connection: GrpcConnection) -> None:
         if self._given is not None:
             self._plain = self._given.inference(self._plain, connection.peer)
             self._given = None
 
+    def _observe(self, connection: GrpcConnection, observer: Observer) -> ObservedInference:
+        observed = self._observed
+        if observed is None:
+            observed = self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
+        return observed
+
 
 class _InferringOnce(_Inferring):
     """Unary calls: one request each, so that those of no interest are told apart here, before anything is made for them."""
 
-    __slots__ = ("_observed",)
-
-    def __init__(
-        self,
-        service: Service,
-        headers: dict[bytes, bytes],
-        encoding: bytes | None,
-        time_left_s: float | None,
-        given: Pass | None,
-    ) -> None:
-        super().__init__(service, headers, encoding, time_left_s, given)
-        self._observed: ObservedInference | None = None
+    __slots__ = ()
 
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
         if self._given is not None:
@@ -112,9 +108,7 @@ class _InferringOnce(_Inferring):
         observer = self._observability.observer  # which comes and goes while connections last
         if observer is None:
             return InferCall(connection, stream, encoding, plain, plain, time_left_s)
-        observed = self._observed
-        if observed is None:
-            observed = self._observed = ObservedInference(plain, observer, connection.peer, self._headers)
+        observed = self._observed or self._observe(connection, observer)
         observer.until -= 1
         if observer.until and (observer.tracer is None or not observed.has_parent):
             return InferCall(connection, stream, encoding, plain, observed, time_left_s)
@@ -129,9 +123,7 @@ class _InferringOften(_Inferring):
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
         self._pass_gate(connection)
         observer = self._observability.observer
-        inference: AnyInference = self._plain
-        if observer is not None:
-            inference = ObservedInference(self._plain, observer, connection.peer, self._headers)
+        inference: AnyInference = self._plain if observer is None else self._observe(connection, observer)
         return InferStreamCall(connection, stream, self._encoding, inference, self._time_left_s)
 
 
