@@ -17,6 +17,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from serve.backends.alarm import Alarm
 from serve.backends.crash_verdicts import CrashVerdicts, Verdict, verdict_key
 from serve.backends.optimization_level import KEY, OptimizationLevel
 from serve.backends.probe_process import CrashedError, ProbeProcess, TrialEndedError
@@ -85,7 +86,7 @@ class CrashProbe:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._process: ProbeProcess | None = None
-        self._idle: threading.Timer | None = None
+        self._idle = Alarm(self.close)
 
     def expect(self, trial: Trial) -> None:
         """Say that `safe_level` will be asked soon: the child starts while the caller does something else."""
@@ -128,9 +129,8 @@ class CrashProbe:
 
     def close(self) -> None:
         """End the child, if there is one. It ends by itself when it has had nothing to do for a moment."""
+        self._idle.stop()
         with self._lock:
-            if self._idle is not None:
-                self._idle.cancel()
             self._end()
 
     def _tried(self, trial: Trial, source: str | bytes) -> Verdict:
@@ -158,8 +158,7 @@ class CrashProbe:
 
     def _running(self) -> ProbeProcess:
         """The child, started if need be."""
-        if self._idle is not None:
-            self._idle.cancel()
+        self._idle.off()
         if self._process is None or not self._process.alive:
             self._end()
             self._process = self._start()
@@ -167,11 +166,8 @@ class CrashProbe:
 
     def _rest(self) -> None:
         """End the child, if there is one, once it has had nothing to do for a while."""
-        if self._process is None:
-            return
-        self._idle = threading.Timer(LIGHT_IDLE_S if self._process.is_light else IDLE_S, self.close)
-        self._idle.daemon = True
-        self._idle.start()
+        if self._process is not None:
+            self._idle.set(LIGHT_IDLE_S if self._process.is_light else IDLE_S)
 
     def _end(self) -> None:
         if self._process is not None:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +64,9 @@ class CrashVerdicts:
         level = None if verdict.level is None else verdict.level.label
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8") as file:
-                part = Path(file.name)
-                try:
-                    json.dump({"level": level, "crashes": verdict.crashes}, file)
-                    file.flush()
-                    part.replace(self.folder / f"{key}.json")
-                except OSError:  # the disk is full
-                    part.unlink()
-                    raise
+            part = self.folder / f"{key}.{os.urandom(4).hex()}.part"
+            try:
+                part.write_text(json.dumps({"level": level, "crashes": verdict.crashes}), encoding="utf-8")
+                part.replace(self.folder / f"{key}.json")
+            except OSError:  # the disk is full
+                part.unlink(missing_ok=True)

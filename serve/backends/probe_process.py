@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any, NoReturn
+
+from serve.backends.alarm import Alarm
 
 CHILD = Path(__file__).with_name("probe_child.py")
 # -P: modules beside the program must not hide others of their name.
@@ -44,6 +45,8 @@ class ProbeProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=False
         )
         _give_way(self._process.pid)
+        self._out_of_time = False
+        self._limit = Alarm(self._run_out)
 
     @property
     def pid(self) -> int:
@@ -72,25 +75,18 @@ class ProbeProcess:
             CrashedError: the model ended the process.
             TrialEndedError: it took too long, or somebody else ended the process.
         """
-        out_of_time = threading.Event()
-
-        def end() -> None:
-            out_of_time.set()
-            self._process.kill()
-
-        timer = threading.Timer(limit_s, end)
-        timer.daemon = True
-        timer.start()
+        self._limit.set(limit_s)
         try:
             answer = self._exchange(json.dumps(trial).encode() + b"\n", model)
         finally:
-            timer.cancel()
+            self._limit.off()
         if not answer.endswith(b"\n"):  # it may have ended while it wrote
-            self._explain(self._process.wait(), out_of_time=out_of_time.is_set(), limit_s=limit_s)
+            self._explain(self._process.wait(), limit_s)
         self._peak_kb = json.loads(answer)["peak_kb"]
 
     def close(self) -> None:
         """End the process."""
+        self._limit.stop()
         with contextlib.suppress(OSError):
             self._pipes()[0].close()
         self._process.kill()
@@ -109,8 +105,12 @@ class ProbeProcess:
     def _pipes(self) -> tuple[Any, Any]:
         return self._process.stdin, self._process.stdout
 
-    def _explain(self, code: int, *, out_of_time: bool, limit_s: float) -> NoReturn:
-        if out_of_time:
+    def _run_out(self) -> None:
+        self._out_of_time = True
+        self._process.kill()
+
+    def _explain(self, code: int, limit_s: float) -> NoReturn:
+        if self._out_of_time:
             raise TrialEndedError(f"loading and running it once took more than {limit_s:g} s")
         if code == KILLED:
             raise TrialEndedError("the system ended the trial (out of memory?)")

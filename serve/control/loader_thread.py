@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from serve.control.giving_way import giving_way
 from serve.control.short_turns import SHORT_TURNS
 from serve.engine.worker import Worker
 
@@ -35,7 +36,7 @@ class LoaderThread:
         def work() -> None:
             result, failure = None, None
             try:
-                with SHORT_TURNS.during():
+                with SHORT_TURNS.during(), giving_way():
                     result = function(*arguments)
             except BaseException as error:  # noqa: BLE001  (whatever it is belongs to the caller, not to this thread)
                 failure = error

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TURN_S = 0.0002
+TURN_S = 0.00005
 
 
 class ShortTurns:

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.crash_probe import CrashProbe, Trial
-from serve.backends.crash_verdicts import CrashVerdicts
+from serve.backends.crash_verdicts import CrashVerdicts, Verdict
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.backends.onnxruntime_session import Providers
 from serve.backends.optimization_level import KEY, OptimizationLevel
@@ -164,6 +164,12 @@ def test_a_folder_that_cannot_be_written_costs_no_more_than_the_trial(tmp_path: 
     probing = Probing(tmp_path / "file" / "below")
     assert probing.level(save_mlp(tmp_path / "m.onnx")) is OptimizationLevel.ALL
     probing.probe.close()
+
+
+def test_a_verdict_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "k.json").mkdir()  # which no file can replace
+    CrashVerdicts(tmp_path).keep("k", Verdict(OptimizationLevel.ALL, {}))
+    assert [path.name for path in tmp_path.iterdir()] == ["k.json"]
 
 
 def test_verdicts_lie_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

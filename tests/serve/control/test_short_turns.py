@@ -9,7 +9,7 @@ import pytest
 from serve.control.loader_thread import LoaderThread
 from serve.control.short_turns import TURN_S, ShortTurns
 
-LONG_S, SHORTER_S = 0.004, 0.0001
+LONG_S, SHORTER_S = 0.004, 0.00002
 
 
 @pytest.fixture

@@ -1,0 +1,37 @@
+"""Have a thread that is in no hurry give way to those that answer requests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """Within, the calling thread does not displace others that run when it wakes; a process started within never does.
+
+    Its share of a core stays what it is. Niceness would take from that, too: on a busy machine the thread would stand for long
+    with Python's lock in its hand. Threads that are started within are as others afterwards.
+
+    Only Linux tells such threads apart, and only where the process is scheduled as usual is anything changed.
+    """
+    changed = False
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a sandbox forbids it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
+    try:
+        yield
+    finally:
+        if changed:
+            _as_before()
+
+
+def _as_before() -> None:
+    """This thread, and those that have inherited from it: a runtime starts its own, which compute for requests."""
+    for thread in os.listdir("/proc/self/task"):  # noqa: PTH208  (names are all that is wanted)
+        with contextlib.suppress(OSError):  # it has ended
+            if os.sched_getscheduler(int(thread)) == os.SCHED_BATCH:
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
