@@ -6,7 +6,6 @@ import asyncio
 from functools import partial
 
 from serve.engine.errors import InferenceError, UnsupportedError
-from serve.observability.observer import Observer
 from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
@@ -89,11 +88,13 @@ class _Inferring:
             self._plain = self._given.inference(self._plain, connection.peer)
             self._given = None
 
-    def _observe(self, connection: GrpcConnection, observer: Observer) -> ObservedInference:
-        observed = self._observed
-        if observed is None:
-            observed = self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
-        return observed
+    def _observe(self, connection: GrpcConnection) -> ObservedInference | None:
+        observer = self._observability.observer  # which comes and goes while connections last
+        if observer is None:
+            return None
+        if self._observed is None:
+            self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
+        return self._observed
 
 
 class _InferringOnce(_Inferring):
@@ -104,15 +105,10 @@ class _InferringOnce(_Inferring):
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
         if self._given is not None:
             self._pass_gate(connection)
-        plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
-        observer = self._observability.observer  # which comes and goes while connections last
-        if observer is None:
-            return InferCall(connection, stream, encoding, plain, plain, time_left_s)
-        observed = self._observed or self._observe(connection, observer)
-        observer.until -= 1
-        if observer.until and (observer.tracer is None or not observed.has_parent):
-            return InferCall(connection, stream, encoding, plain, observed, time_left_s)
-        return InferCall(connection, stream, encoding, observed.chosen(), observed, time_left_s)
+        observed = self._observe(connection)
+        if observed is None:
+            return InferCall(connection, stream, self._encoding, self._plain, self._plain, self._time_left_s)
+        return InferCall(connection, stream, self._encoding, observed.next(), observed, self._time_left_s)
 
 
 class _InferringOften(_Inferring):
@@ -122,8 +118,7 @@ class _InferringOften(_Inferring):
 
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
         self._pass_gate(connection)
-        observer = self._observability.observer
-        inference: AnyInference = self._plain if observer is None else self._observe(connection, observer)
+        inference: AnyInference = self._observe(connection) or self._plain
         return InferStreamCall(connection, stream, self._encoding, inference, self._time_left_s)
 
 
