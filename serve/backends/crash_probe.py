@@ -23,6 +23,7 @@ from serve.backends.optimization_level import KEY, OptimizationLevel
 from serve.backends.probe_process import CrashedError, ProbeProcess, TrialEndedError
 from serve.backends.session_settings import SessionSettings
 from serve.engine.errors import ModelLoadError
+from serve.engine.pauses import pause
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class CrashProbe:
             except (TrialEndedError, OSError) as error:
                 logger.warning("%s: could not be tried out in a process of its own: %s", trial.path, error)
                 return OptimizationLevel.ALL
+            pause()
             self._verdicts.keep(key, verdict)
         crashes = ", ".join(f"{how} at {level!r}" for level, how in verdict.crashes.items())
         if verdict.level is None:

@@ -21,6 +21,7 @@ from serve.backends.session_settings import SessionSettings
 from serve.backends.thread_choice import is_quick, may_be_quick
 from serve.engine.backend import Placement
 from serve.engine.errors import ModelLoadError
+from serve.engine.pauses import pause
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +135,13 @@ class SessionOpener:
         trial = Trial(path=self.path, providers=providers, settings=self.settings)
         if probe is not None:
             probe.expect(trial)
+            pause()
         with prepared(self.path, for_gpu=for_gpu) as model:
             level = self.settings.level or OptimizationLevel.ALL
             if probe is not None:
+                pause()
                 level = probe.safe_level(trial, model.source)
+            pause()
             return OpenSession(
                 session=self._session(model, level, providers),
                 precision=model.precision,

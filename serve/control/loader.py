@@ -15,6 +15,7 @@ from serve.engine.config import Defaults
 from serve.engine.errors import ModelLoadError
 from serve.engine.ignored_settings import ignored_settings
 from serve.engine.model_repository import LoadedVersion, ModelFiles, load_version
+from serve.engine.pauses import pause
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,10 @@ class Loader:
         try:
             verdict = check_certificate(files.model)
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
+            pause()
             version = load_version(files, self.runtime, self.placement, self.defaults)
             _report_certificate(version, verdict)
+            pause()
             began = time.monotonic()
             warm_up(version, self.warm_up_budget_s)
             is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short, and need not be run again

@@ -9,16 +9,22 @@ from typing import Any, TypeVar
 
 from serve.control.giving_way import giving_way
 from serve.control.short_turns import SHORT_TURNS
+from serve.engine.pauses import pause, pausing
 from serve.engine.worker import Worker
 
 T = TypeVar("T")
 
 
 class LoaderThread:
-    """Runs one thing after the other beside the event loop, and can be left behind in the middle of one."""
+    """Runs one thing after the other beside the event loop, and can be left behind in the middle of one.
+
+    Attributes:
+        in_service: there are requests, and what it runs pauses for them.
+    """
 
     def __init__(self) -> None:
         self._worker = Worker("loader")
+        self.in_service = False
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """`function(*arguments)` on the thread; what it raises, this raises."""
@@ -36,7 +42,8 @@ class LoaderThread:
         def work() -> None:
             result, failure = None, None
             try:
-                with SHORT_TURNS.during(), giving_way():
+                with SHORT_TURNS.during(), giving_way(), pausing(pauses=self.in_service):
+                    pause()
                     result = function(*arguments)
             except BaseException as error:  # noqa: BLE001  (whatever it is belongs to the caller, not to this thread)
                 failure = error

@@ -69,6 +69,7 @@ class ModelControl:
             for error in refused:
                 logger.warning("%s", error)
         self._switch.log_level = logging.INFO
+        self._thread.in_service = True
         if options.mode is ControlMode.POLL:
             self._task(watch.run(self._follow))
         await self.refresh()

@@ -11,6 +11,7 @@ from serve.engine.batch import Answered, run_batch
 from serve.engine.instance import ON_CPU
 from serve.engine.model_repository import LoadedVersion
 from serve.engine.own_parameters import own_parameter
+from serve.engine.pauses import pause
 from serve.engine.short_batches import LONE_S
 from serve.engine.tensors import ANY_SIZE
 
@@ -38,6 +39,7 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
         if seconds > LONE_S:
             break
         sizes[request.rows] = seconds
+        pause()
     return sizes
 
 

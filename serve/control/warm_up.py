@@ -12,6 +12,7 @@ from serve.engine.device_faults import InstanceLostError
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_repository import LoadedVersion
 from serve.engine.own_parameters import own_parameter
+from serve.engine.pauses import pause
 from serve.engine.tensors import ANY_SIZE, Tensors
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
                 break
             if not _try(version, backend, request):
                 break
+            pause()
 
 
 def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:

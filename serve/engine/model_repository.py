@@ -26,6 +26,7 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.model import Model
 from serve.engine.model_kinds import KINDS, asked_kinds
 from serve.engine.own_parameters import check_own_parameters
+from serve.engine.pauses import pause
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.loading import make_guard
 
@@ -174,9 +175,11 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     copies = instances(config)
     places = [_place(placement, kind, device) for kind, device in copies]
+    pause()
     backends = [runtime.load(files.model, interface, place, config) for place in places]
     config.parameters["halfserve.provider"].string_value = backends[0].provider
     config.parameters["halfserve.precision"].string_value = backends[0].precision
+    pause()
     return LoadedVersion(
         files=files,
         interface=client_interface(config, interface),

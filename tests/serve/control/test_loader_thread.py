@@ -10,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from serve.control.loader_thread import LoaderThread
+from serve.engine.pauses import pause
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have scheduling policies on Linux")
@@ -65,3 +66,21 @@ def test_functions_run_in_order_on_one_thread() -> None:
     assert order == list(range(20))
     assert len(idents) == 1
     assert threading.get_ident() not in idents
+
+
+def test_work_pauses_once_there_are_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    rested: list[float] = []
+    monkeypatch.setattr("time.sleep", rested.append)
+
+    async def main() -> tuple[int, int]:
+        thread = LoaderThread()
+        try:
+            await thread.run(pause)
+            before = len(rested)
+            thread.in_service = True
+            await thread.run(pause)
+            return before, len(rested)
+        finally:
+            thread.stop()
+
+    assert asyncio.run(main()) == (0, 2), "in front of it and where it says"
