@@ -69,7 +69,7 @@ def status_name(error: Exception | None) -> str:
 class ObservedInference:
     """The way in for calls with one list of headers on one connection: counts, and lets by those that are of no interest."""
 
-    __slots__ = ("_caller", "_has_parent", "_inference", "_observer")
+    __slots__ = ("_caller", "_inference", "_observer", "has_parent")
 
     def __init__(self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
         """A way in.
@@ -83,20 +83,20 @@ class ObservedInference:
         self._inference = inference
         self._observer = observer
         self._caller = Caller(peer, headers)
-        self._has_parent = self._caller.parent is not None  # a trace, which may have to be gone on with
+        self.has_parent = self._caller.parent is not None  # a trace, which may have to be gone on with
 
     def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
         """As `Inference.infer`."""
-        return self.next().infer(data, time_left_s, reply)
-
-    def next(self) -> WayIn:
-        """The way in for one request, which is counted by this."""
         observer = self._observer
         observer.until -= 1
-        if observer.until and (observer.tracer is None or not self._has_parent):
-            return self._inference
-        chosen = ChosenInference(self._inference, observer, self._caller)
-        observer.choose(chosen)
+        if observer.until and (observer.tracer is None or not self.has_parent):
+            return self._inference.infer(data, time_left_s, reply)
+        return self.chosen().infer(data, time_left_s, reply)
+
+    def chosen(self) -> ChosenInference:
+        """The way in for one request, which has been counted and may be of interest."""
+        chosen = ChosenInference(self._inference, self._observer, self._caller)
+        self._observer.choose(chosen)
         return chosen
 
     def failed(self, data: bytes, error: Exception) -> None:

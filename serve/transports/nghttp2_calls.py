@@ -63,7 +63,7 @@ class Calls:
 
 
 class _Inferring:
-    """The ways in for the inference calls of one list of headers on one connection, made when the first one needs them."""
+    """Opens the inference calls of one list of headers on one connection."""
 
     __slots__ = ("_encoding", "_given", "_headers", "_observability", "_observed", "_plain", "_time_left_s")
 
@@ -88,14 +88,6 @@ class _Inferring:
             self._plain = self._given.inference(self._plain, connection.peer)
             self._given = None
 
-    def _observe(self, connection: GrpcConnection) -> ObservedInference | None:
-        observer = self._observability.observer  # which comes and goes while connections last
-        if observer is None:
-            return None
-        if self._observed is None:
-            self._observed = ObservedInference(self._plain, observer, connection.peer, self._headers)
-        return self._observed
-
 
 class _InferringOnce(_Inferring):
     """Unary calls: one request each, so that those of no interest are told apart here, before anything is made for them."""
@@ -105,10 +97,18 @@ class _InferringOnce(_Inferring):
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
         if self._given is not None:
             self._pass_gate(connection)
-        observed = self._observe(connection)
+        plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
+        observer = self._observability.observer  # which comes and goes while connections last
+        if observer is None:
+            return InferCall(connection, stream, encoding, plain, plain, time_left_s)
+        observed = self._observed
         if observed is None:
-            return InferCall(connection, stream, self._encoding, self._plain, self._plain, self._time_left_s)
-        return InferCall(connection, stream, self._encoding, observed.next(), observed, self._time_left_s)
+            observed = self._observed = ObservedInference(plain, observer, connection.peer, self._headers)
+        # Counted here, as `ObservedInference` does: asking it costs what all of observing may not, 0.1 us a request.
+        observer.until -= 1
+        if observer.until and (observer.tracer is None or not observed.has_parent):
+            return InferCall(connection, stream, encoding, plain, observed, time_left_s)
+        return InferCall(connection, stream, encoding, observed.chosen(), observed, time_left_s)
 
 
 class _InferringOften(_Inferring):
@@ -118,7 +118,10 @@ class _InferringOften(_Inferring):
 
     def __call__(self, connection: GrpcConnection, stream: int) -> Call:
         self._pass_gate(connection)
-        inference: AnyInference = self._observe(connection) or self._plain
+        observer = self._observability.observer
+        inference: AnyInference = self._plain
+        if observer is not None:
+            inference = ObservedInference(self._plain, observer, connection.peer, self._headers)
         return InferStreamCall(connection, stream, self._encoding, inference, self._time_left_s)
 
 
