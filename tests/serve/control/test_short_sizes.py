@@ -15,6 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from serve.control import loader as loader_module
+from serve.control import short_sizes as short_sizes_module
 from serve.control.short_sizes import short_sizes
 from serve.engine.backend import Backend
 from serve.engine.errors import BackendError
@@ -28,13 +29,31 @@ from tests.serve.control.controlled import loader
 SLOW_FROM = 8  # rows
 
 
+class Clock:
+    """On which nothing takes long that does not say so: other programs would make any run a long one."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += LONE_S / 100
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(short_sizes_module, "time", made)
+    return made
+
+
 class Slow:
-    """Takes long for many rows, as the processor's clock has it."""
+    """Takes long for many rows."""
 
     provider = "CPUExecutionProvider"
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, clock: Clock) -> None:
         self._backend = backend
+        self._clock = clock
         self.threads: list[int] = []
         self.runs = 0
 
@@ -43,11 +62,9 @@ class Slow:
 
     def run(self, inputs: Tensors) -> Tensors:
         self.threads.append(threading.get_ident())
-        began = time.thread_time()
         if len(inputs["x"]) >= SLOW_FROM:
             self.runs += 1
-            while time.thread_time() < began + 3 * LONE_S:
-                pass
+            self._clock.now += 3 * LONE_S
         return self._backend.run(inputs)
 
 
@@ -59,29 +76,30 @@ def loaded(root: Path, make: Callable[[Path], Path] = save_mlp, config: str = ""
     return loader().load(files)
 
 
-def slow(root: Path) -> tuple[LoadedVersion, Slow]:
+def slow(root: Path, clock: Clock) -> tuple[LoadedVersion, Slow]:
     preferred = "dynamic_batching { preferred_batch_size: [4, 8, 16] }"
     version = loaded(root, config="max_batch_size: 32 " + preferred)
-    backend = Slow(version.backends[0])
+    backend = Slow(version.backends[0], clock)
     return replace(version, backends=[backend], short_s={}), backend
 
 
-def test_sizes_are_tried_until_one_is_not_short(tmp_path: Path) -> None:
-    version, backend = slow(tmp_path)
+def test_sizes_are_tried_until_one_is_not_short(tmp_path: Path, clock: Clock) -> None:
+    version, backend = slow(tmp_path, clock)
     found = short_sizes(version)
     assert list(found) == [1, 4]
     assert all(0 < seconds <= LONE_S for seconds in found.values())
     assert backend.runs == 1, "nothing larger, and that one no second time"
 
 
-def test_a_runtime_that_keeps_its_caller_waiting_is_not_short(tmp_path: Path) -> None:
+def test_a_runtime_that_keeps_its_caller_waiting_is_not_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(Slow):
         def run(self, inputs: Tensors) -> Tensors:
             threading.Event().wait(3 * LONE_S)  # as one with threads of its own does: no processor time of the caller's
             return self._backend.run(inputs)
 
+    monkeypatch.setattr(short_sizes_module, "time", time)  # whose clock can only say that it was longer
     version = loaded(tmp_path)
-    assert short_sizes(replace(version, backends=[Waiting(version.backends[0])])) == {}
+    assert short_sizes(replace(version, backends=[Waiting(version.backends[0], Clock())])) == {}
 
 
 def test_a_model_that_takes_long_is_not_run_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +129,8 @@ def test_a_model_without_batches_has_one_size(tmp_path: Path) -> None:
     assert list(loaded(tmp_path, save_unbatched).short_s) == [1]
 
 
-def test_the_first_batch_that_serves_runs_on_the_event_loop_if_it_is_short(tmp_path: Path) -> None:
-    version, backend = slow(tmp_path)
+def test_the_first_batch_that_serves_runs_on_the_event_loop_if_it_is_short(tmp_path: Path, clock: Clock) -> None:
+    version, backend = slow(tmp_path, clock)
     model = replace(version, short_s=short_sizes(version)).model()
 
     async def first(rows: int) -> int:
@@ -134,10 +152,10 @@ def test_the_first_batch_that_serves_runs_on_the_event_loop_if_it_is_short(tmp_p
     asyncio.run(scene())
 
 
-def test_a_model_that_fails_on_what_was_made_up_has_no_short_batches(tmp_path: Path) -> None:
+def test_a_model_that_fails_on_what_was_made_up_has_no_short_batches(tmp_path: Path, clock: Clock) -> None:
     class Failing(Slow):
         def run(self, inputs: Tensors) -> Tensors:
             raise BackendError(f"not {len(inputs)} of those")
 
     version = loaded(tmp_path, save_picky)
-    assert short_sizes(replace(version, backends=[Failing(version.backends[0])])) == {}
+    assert short_sizes(replace(version, backends=[Failing(version.backends[0], clock)])) == {}
