@@ -14,6 +14,8 @@ import onnxruntime as ort
 
 from serve.backends.crash_probe import CrashProbe, Trial
 from serve.backends.cuda import device_count
+from serve.backends.denormals import KEY as DENORMALS
+from serve.backends.denormals import keep_to_own_threads
 from serve.backends.node_placement import RECORD_ENTRY
 from serve.backends.onnx_preparation import PreparedModel, prepared
 from serve.backends.optimization_level import OptimizationLevel
@@ -151,6 +153,8 @@ class SessionOpener:
 
     def _session(self, model: PreparedModel, level: OptimizationLevel, providers: Providers) -> ort.InferenceSession:
         options = self._options(level)
+        if self.settings.session_entries.get(DENORMALS) == "1":
+            keep_to_own_threads()
         try:
             session = ort.InferenceSession(
                 model.source,
