@@ -13,6 +13,8 @@ import onnxruntime as ort
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.crash_probe import CrashProbe
 from serve.backends.cuda_graphs import GraphReplays
+from serve.backends.denormals import KEY as DENORMALS
+from serve.backends.denormals import warn_if_in_vain
 from serve.backends.node_placement import nodes_by_provider
 from serve.backends.onnx_interface import read_interface
 from serve.backends.onnxruntime_session import OpenSession, SessionOpener
@@ -64,6 +66,8 @@ class OnnxRuntime:
         settings = read_settings(config, path)
         rows = max(1, config.max_batch_size)
         opened = SessionOpener(path=path, placement=placement, settings=settings, probe=self._probe, rows=rows).open()
+        if settings.session_entries.get(DENORMALS) == "1":
+            warn_if_in_vain(opened.session, path)
         if opened.level is not OptimizationLevel.ALL:
             config.parameters[KEY].string_value = opened.level.label
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)

@@ -1,4 +1,4 @@
-"""In processes of their own: what counts is the first session of a process."""
+"""Mostly in processes of their own: what counts is the first session of a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.backend import Placement
 from tests.models import save_mlp
+from tests.serve.backends.loading import load_backend
 
 PROGRAM = """
 import sys, threading
@@ -39,3 +42,14 @@ def test_a_model_that_flushes_subnormals_does_so_to_nobody_else(tmp_path: Path, 
     asking = [sys.executable, "-c", PROGRAM, str(save_mlp(tmp_path / "m.onnx")), *flushes]
     done = subprocess.run(asking, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("True", 0), done.stderr
+
+
+@pytest.mark.parametrize(("threads", "warns"), [("1", True), ("2", False)])
+def test_a_wish_that_one_thread_cannot_fulfil_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, threads: str, warns: bool
+) -> None:
+    config = ModelConfig()
+    config.parameters["session.set_denormal_as_zero"].string_value = "1"
+    config.parameters["intra_op_thread_count"].string_value = threads
+    load_backend(save_mlp(tmp_path / "m.onnx"), Placement(use_gpu=False), config)
+    assert ("set_denormal_as_zero has no effect with one thread; set intra_op" in caplog.text) is warns
