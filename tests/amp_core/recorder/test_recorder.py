@@ -224,6 +224,8 @@ def test_the_model_within_ddp() -> None:
         recorder = Recorder(model)
         with recorder.step(1):
             parallel(torch.ones(2, 4)).sum().backward()
+        # The group must not end with it: torch would wait for the group's threads with Python's lock in its hand.
+        del parallel
     finally:
         torch.distributed.destroy_process_group()
     record = recorder.record()
