@@ -42,6 +42,7 @@ HEADERS = [
     (b"content-type", b"application/grpc"),
     (b"te", b"trailers"),
 ]
+WINDOW_BYTES = 2**22  # gRPC's own clients open as much
 # By the path below serve/, the first that fits.
 ROOMS = {
     "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
@@ -86,6 +87,7 @@ class Client:
         self._wire = Wire()
         self._http2 = Connection(Role.CLIENT)
         self._http2.initiate_connection()
+        self._http2.set_local_window_size(WINDOW_BYTES)
         connection.connection_made(cast("asyncio.Transport", self._wire))
         connection.data_received(self._http2.data_to_send())
         self._read()

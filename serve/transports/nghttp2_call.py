@@ -6,7 +6,13 @@ from typing import Protocol
 
 
 class Call(Protocol):
-    """What a connection asks of one call in flight."""
+    """What a connection asks of one call in flight.
+
+    Attributes:
+        is_unary: it is a UnaryCall.
+    """
+
+    is_unary: bool
 
     @property
     def held_bytes(self) -> int:
@@ -26,3 +32,10 @@ class Call(Protocol):
 
     def give_up_stalled(self, before_s: float) -> None:
         """End with a status if the client owes the rest of a message since `before_s`, on the loop's clock."""
+
+
+class UnaryCall(Call, Protocol):
+    """One with one message each way, which is answered after the request."""
+
+    def take(self, message: bytes) -> None:
+        """Take the message, and the client's end."""

@@ -138,6 +138,7 @@ class RefusedCall:
     """A call that was over when it began."""
 
     held_bytes = 0
+    is_unary = False
 
     def __init__(self, connection: GrpcConnection, stream: int, error: InferenceError) -> None:
         # In the next turn of the loop: the connection does not know of this call yet.

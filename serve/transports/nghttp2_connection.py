@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 from ngh2 import (
@@ -33,18 +33,25 @@ from ngh2 import (
 from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, NGH2Error
 
 from serve.protocol.status import Status
+from serve.transports.frame_reader import FrameReader
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
+from serve.transports.http2_frames import (
+    FRAME_BYTES,
+    INITIAL_WINDOW_SIZE,
+    MAX_CONCURRENT_STREAMS,
+    MAX_FRAME_SIZE,
+    MAX_HEADER_LIST_SIZE,
+    NO_ERROR,
+)
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2_call import Call
-from serve.transports.nghttp2_outlet import NO_ERROR, Outlet
+from serve.transports.nghttp2_outlet import Outlet
 from serve.transports.receive_windows import ReceiveWindows
+from serve.transports.repeated_calls import Opener, RepeatedCalls
 
 logger = logging.getLogger(__name__)
 
-MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 3, 4, 5, 6  # RFC 9113, section 6.5.2
-FRAME_BYTES = 2**20  # fewer, larger frames for large tensors
-EVENTS_A_TURN = 256  # of one connection; a call is two or three
 STREAM_GONE = (StreamClosed, StreamReset)
 CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
 
@@ -84,9 +91,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._http2 = Connection(Role.SERVER, _configuration(limits))
         self._calls: dict[int, Call] = {}
         self._windows = ReceiveWindows(self._http2.acknowledge_received_data, limits.max_held_bytes)
-        self._backlog: deque[Event] = deque()  # what has come and is not yet looked at
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes)
-        self._receiving = self._closing = False
+        self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
+        self._reader = FrameReader(self._repeated)
+        self._receiving = self._has_more = self._closing = False
         self._loop = asyncio.get_running_loop()  # which asks the kernel who it is each time that somebody looks for it
         self.opened_s = self.heard_s = self._loop.time()
         self.greeted = False
@@ -135,20 +143,19 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.data_received(memoryview(self._owner.received)[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Take bytes, hand events to their calls, answer what can be answered at once."""
+        """Take bytes, hand them to their calls, answer what can be answered at once."""
         self.heard_s = self._loop.time()
+        self._receiving = True
         try:
-            self._http2.receive_data(data)
-            events = self._http2.events()
+            has_more = self._reader.read(data, self)
         except NGH2Error as error:
             self._broken(error)
             return
-        if self._backlog or len(events) > EVENTS_A_TURN:
-            self._backlog.extend(events)
-            if len(self._backlog) == len(events):  # otherwise its next part is due already
-                self._handle_backlog()
-        else:
-            self._handle(events)
+        finally:
+            self._receiving = False
+        if has_more or self._has_more:
+            self._pace(has_more)
+        self.flush()
 
     def eof_received(self) -> bool:
         """The client will send nothing more, answers included that it would read: gRPC clients do not half-close."""
@@ -161,21 +168,54 @@ class GrpcConnection(asyncio.BufferedProtocol):
         for call in list(self._calls.values()):
             call.gone()
         self._calls.clear()
+        self._repeated.clear()
         self._outlet.clear()
 
     def pause_writing(self) -> None:
         """The socket takes no more for now."""
         self._outlet.paused = True
+        self._repeated.is_open = False
 
     def resume_writing(self) -> None:
         """The socket takes more."""
         self._outlet.paused = False
         self.flush()
 
+    # The reader's side
+
+    def tell(self, data: bytes | memoryview) -> None:
+        """Hand frames to libnghttp2, and what it makes of them to their calls."""
+        self._http2.receive_data(data)
+        for event in self._http2.events():
+            if isinstance(event, DataReceived):
+                self._data(event)
+            elif isinstance(event, RequestReceived):
+                self._request(event)
+            elif isinstance(event, WindowUpdated):  # libnghttp2 sees to them
+                continue
+            elif isinstance(event, STREAM_GONE):
+                self._stream_gone(event.stream_id)
+            elif isinstance(event, TrailersReceived):
+                call = self._calls.get(event.stream_id)
+                if call is not None:
+                    call.end()
+            else:
+                self._connection_event(event)
+
+    def opener(self, stream: int) -> Opener | None:
+        """What opened a call that libnghttp2 has just been told of, if others like it can be read without it."""
+        call, open_call = self._calls.get(stream), self._open_call
+        if call is None or open_call is None or not call.is_unary:
+            return None
+        return cast("Opener", partial(open_call, self))
+
     # The calls' side
 
     def answer(self, stream: int, message: bytes) -> None:
         """The only message of a call, and its good end."""
+        if stream in self._repeated.granted and self._repeated.answer(stream, message):
+            self._flush_soon()
+            return
         if self._forget(stream) is None:
             return
         http2 = self._http2
@@ -216,7 +256,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def fail(self, stream: int, status: Status, *, ended: bool, begun: bool = False) -> None:
         """End a call with a status; `begun` tells that its headers have gone out, `ended` that the client has ended."""
         trailers = trailers_of(status)
-        if begun:
+        if stream in self._repeated.granted and self._repeated.fail(stream, trailers, ended=ended):
+            self._flush_soon()
+        elif begun:
             self._end(stream, lambda: self._http2.send_trailers(stream, trailers), ended=ended)
         else:
             self._end(stream, lambda: self._http2.send_response(stream, RESPONSE + trailers, end_stream=True), ended=ended)
@@ -233,17 +275,24 @@ class GrpcConnection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None:
             return
+        repeated, outlet = self._repeated, self._outlet
         try:
-            self._outlet.write(transport)
+            outlet.write(transport)
+            if repeated.relieve(paused=outlet.paused):
+                outlet.write(transport)
         except NGH2Error:
             self._give_up()
             return
-        if not (self._http2.want_read or self._http2.want_write):
+        if repeated.unsent and not outlet.paused:
+            transport.write(b"".join(repeated.unsent))
+            repeated.unsent.clear()
+        if not (self._http2.want_read or self._http2.want_write or repeated.granted):
             transport.close()
 
     def reroute(self) -> None:
-        """Find out anew what calls with the headers of the latest one get: it may be something else now."""
+        """Find out anew what calls get that begin as earlier ones did: it may be something else now."""
         self._open_call = None
+        self._repeated.known.clear()
 
     def ping(self) -> None:
         """Ask whether the other side still lives."""
@@ -255,6 +304,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         """Take no new calls, and say so."""
         if not self._closing and self._transport is not None:
             self._closing = True
+            self._repeated.retire()
+            self.flush()
             self._http2.send_goaway(NO_ERROR)
             self.flush()
 
@@ -275,43 +326,22 @@ class GrpcConnection(asyncio.BufferedProtocol):
         for call in list(self._calls.values()):
             call.give_up_stalled(before_s)
 
-    def _handle_backlog(self) -> None:
-        """The next part of what has come. The rest waits a turn, and the socket with it, so that batches get theirs."""
-        transport = self._transport
+    def _pace(self, has_more: bool) -> None:
+        """Leave the rest of much that has come for another turn, and the socket with it, so that batches get theirs."""
+        transport, had_more = self._transport, self._has_more
         if transport is None:
-            self._backlog.clear()
             return
-        self._handle([self._backlog.popleft() for _ in range(min(EVENTS_A_TURN, len(self._backlog)))])
-        if self._backlog:
-            transport.pause_reading()
-            self._loop.call_soon(self._handle_backlog)
+        self._has_more = has_more
+        if has_more:
+            if not had_more:
+                transport.pause_reading()
+            self._loop.call_soon(self._read_on)
         else:
             transport.resume_reading()
 
-    def _handle(self, events: Iterable[Event]) -> None:
-        self._receiving = True
-        try:
-            for event in events:
-                if isinstance(event, DataReceived):
-                    self._data(event)
-                elif isinstance(event, RequestReceived):
-                    self._request(event)
-                elif isinstance(event, WindowUpdated):  # two for each call of gRPC's C core; libnghttp2 sees to them
-                    continue
-                elif isinstance(event, STREAM_GONE):
-                    self._stream_gone(event.stream_id)
-                elif isinstance(event, TrailersReceived):
-                    call = self._calls.get(event.stream_id)
-                    if call is not None:
-                        call.end()
-                else:
-                    self._connection_event(event)
-        except NGH2Error as error:
-            self._broken(error)
-            return
-        finally:
-            self._receiving = False
-        self.flush()
+    def _read_on(self) -> None:
+        if self._has_more and self._transport is not None:
+            self.data_received(b"")
 
     def _request(self, event: RequestReceived) -> None:
         stream, headers, open_call = event.stream_id, event.headers, self._open_call
@@ -359,6 +389,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def _connection_event(self, event: Event) -> None:
         if isinstance(event, SettingsReceived):
             self.greeted = True
+            self._repeated.settings(event.settings)
         elif isinstance(event, PingAcknowledged):
             self.pinged_s = None
         elif isinstance(event, ConnectionClosed):

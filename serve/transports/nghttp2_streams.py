@@ -28,6 +28,8 @@ MAX_UNANSWERED = 256  # requests of one stream; beyond it the client may send no
 class InferStreamCall:
     """ModelStreamInfer, without a task: requests are pushed in, answers are pushed out."""
 
+    is_unary = False
+
     def __init__(
         self,
         connection: GrpcConnection,
@@ -128,6 +130,8 @@ class InferStreamCall:
 
 class StreamCall:
     """A method with any number of messages each way, as a task of its own."""
+
+    is_unary = False
 
     def __init__(
         self,

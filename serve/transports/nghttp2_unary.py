@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 class _Unary:
     """A call that takes one message and gives one."""
 
+    is_unary = True
     __slots__ = ("_connection", "_encoding", "_ended", "_grown_s", "_message", "_reader", "_stream")
 
     def __init__(self, connection: GrpcConnection, stream: int, encoding: bytes | None) -> None:
@@ -34,6 +35,11 @@ class _Unary:
     def held_bytes(self) -> int:
         """Bytes of an unfinished message."""
         return 0 if self._reader is None else self._reader.held_bytes
+
+    def take(self, message: bytes) -> None:
+        """Take the only message, and the client's end: answer."""
+        self._message = message
+        self.end()
 
     def receive(self, data: bytes) -> int:
         """Take what the client sent; all of it may be sent again, as a message must be whole before it can be read."""

@@ -33,6 +33,11 @@ class ReceiveWindows:
         """Of unfinished messages."""
         return self._held
 
+    @property
+    def withhold(self) -> bool:
+        """Whether some of the connection's window is kept from the client."""
+        return bool(self._withheld)
+
     def took(self, stream: int, size: int, free: int) -> None:
         """`size` bytes came on a stream; `free` of them may be sent again at once."""
         if free:

@@ -14,6 +14,7 @@ from tests.serve.running_server import RunningServer
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 20.0
+WINDOW_BYTES = 2**22  # of the connection, as gRPC's own clients open it
 
 
 def call_headers(path: bytes = INFER, **extra: bytes) -> list[tuple[bytes, bytes]]:
@@ -41,6 +42,7 @@ class Http2Peer:
     def greet(self, settings: dict[int, int] | None = None) -> Http2Peer:
         """Say HTTP/2's first words."""
         self.http2.initiate_connection(settings)
+        self.http2.set_local_window_size(WINDOW_BYTES)
         self.push()
         return self
 

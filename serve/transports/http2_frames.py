@@ -1,0 +1,39 @@
+"""HTTP/2's frames as bytes, for what is read and written without libnghttp2.
+
+https://www.rfc-editor.org/rfc/rfc9113, sections 4.1 and 6.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+DATA, HEADERS, RST_STREAM, SETTINGS, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x4, 0x8
+END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x01, 0x04, 0x08, 0x20
+NO_ERROR = 0x0
+HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6
+
+FRAME_BYTES = 2**20  # that a client may send: fewer, larger frames for large tensors
+PREFACE_BYTES = 24  # what a client says before its first frame
+# Until the other side's settings say otherwise.
+DEFAULT_TABLE_BYTES, DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES = 4096, 65_535, 16_384
+MAX_STREAM = MAX_WINDOW_BYTES = 2**31 - 1
+
+HEAD = Struct(">IBI")  # 24 bits of the payload's length and 8 of the type, then flags, then the stream
+HEAD_BYTES = HEAD.size
+NUMBER = Struct(">I")
+_WITH_NUMBER = Struct(">IBII")
+
+
+def head_of(kind: int, flags: int, stream: int, length: int) -> bytes:
+    """What a frame begins with; `length` bytes of payload follow."""
+    return HEAD.pack(length << 8 | kind, flags, stream)
+
+
+def window_update(stream: int, size: int) -> bytes:
+    """The other side may send `size` bytes more, 1 to MAX_WINDOW_BYTES; stream 0 is the whole connection."""
+    return _WITH_NUMBER.pack(NUMBER.size << 8 | WINDOW_UPDATE, 0, stream, size)
+
+
+def rst_stream(stream: int, code: int) -> bytes:
+    """The end of a stream, on both sides."""
+    return _WITH_NUMBER.pack(NUMBER.size << 8 | RST_STREAM, 0, stream, code)

@@ -1,0 +1,319 @@
+"""Calls that libnghttp2 is not told of, as it takes longer to hear of them than they take to be answered.
+
+A client's calls mostly begin with the same bytes, carry one message each way, and are over. Such a call is read and answered
+here; libnghttp2, which goes by what it is told, knows nothing of it. Whatever is out of the ordinary is handed over: libnghttp2
+is told then that these calls have begun, and carries them on. It hears of streams in the order of their numbers, as it must.
+
+The window that the client has opened for a connection's answers is shared out: what it opens later may be used here, and
+libnghttp2 gets of that what it is short of. What libnghttp2 once has it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from struct import Struct
+
+from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
+
+from serve.transports.grpc_framing import PREFIX_BYTES
+from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, Headers
+from serve.transports.hpack_blocks import (
+    AUTHORITY,
+    CONTENT_TYPE,
+    METHOD_POST,
+    PATH_ROOT,
+    SCHEME_HTTP,
+    STATUS_200,
+    literal,
+    literals,
+    repeats,
+)
+from serve.transports.http2_frames import (
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_TABLE_BYTES,
+    DEFAULT_WINDOW_BYTES,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES,
+    HEADER_TABLE_SIZE,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MAX_STREAM,
+    MAX_WINDOW_BYTES,
+    NO_ERROR,
+    PADDED,
+    PRIORITY,
+    head_of,
+    rst_stream,
+    window_update,
+)
+from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2_call import Call, UnaryCall
+from serve.transports.receive_windows import ReceiveWindows
+
+Opener = Callable[[int], UnaryCall]
+
+MAX_KNOWN = 64  # of one connection: clients vary their deadlines
+MAX_BLOCK_BYTES = 1024
+
+# All that libnghttp2 needs to hear of the headers of a call that has been opened.
+_CALL = METHOD_POST + SCHEME_HTTP + PATH_ROOT + AUTHORITY + literal(b"x")
+_BEGIN = STATUS_200 + CONTENT_TYPE + literal(dict(RESPONSE)[b"content-type"])
+_END = literals(OK_TRAILERS)
+_BEGIN_HEAD, _END_HEAD = len(_BEGIN) << 8 | HEADERS, len(_END) << 8 | HEADERS
+_ANSWER = Struct(f">IBI{len(_BEGIN)}sIBIBI").pack  # headers, then the head and the prefix of a message
+_TRAILERS = Struct(f">IBI{len(_END)}s").pack
+
+
+class RepeatedCalls:
+    """Those of one connection.
+
+    Attributes:
+        calls: all calls in flight, by stream; those that libnghttp2 knows of among them.
+        granted: streams of the calls that are here and not answered yet, in the order of their numbers, and by how much the
+            client has opened their windows.
+        expecting: the calls among them whose request is not whole.
+        growing: bytes that have come for those of them whose request comes in pieces.
+        max_whole: bytes of a frame that may hold a whole request.
+        known: what calls that begin with these bytes are opened by.
+        spare: bytes of the connection's window that may be sent.
+        owed: bytes that have come and that the client has not been told to send again.
+        latest: the highest number of a stream.
+        told: the highest that libnghttp2 has heard of.
+        unsent: frames to send.
+        is_open: whether calls may begin here; not while libnghttp2 cannot send what it has.
+        is_over: whether none will any more.
+    """
+
+    __slots__ = (
+        "_acknowledge_at", "_frame_bytes", "_grown", "_http2", "_limits", "_max_stream", "_stream_window", "_windows",
+        "calls", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest", "max_whole", "owed", "spare",
+        "told", "unsent",
+    )  # fmt: skip
+
+    def __init__(self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits) -> None:
+        """None yet.
+
+        Args:
+            http2: is told where need be.
+            calls: of the connection.
+            windows: are told of the unfinished messages that are handed over.
+            limits: of the connection.
+        """
+        self._http2 = http2
+        self._windows = windows
+        self._limits = limits
+        # A stream's window is not opened again here, so that one with half of it taken must go over to who does that.
+        self._max_stream = limits.stream_window_bytes // 2
+        self._acknowledge_at = limits.connection_window_bytes // 4
+        self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
+        self._grown = 0  # the sum of what has come of requests in pieces
+        self.calls = calls
+        self.granted: dict[int, int] = {}
+        self.expecting: dict[int, UnaryCall] = {}
+        self.growing: dict[int, int] = {}
+        self.max_whole = min(self._max_stream, limits.max_message_bytes + PREFIX_BYTES, FRAME_BYTES)
+        self.known: dict[bytes, Opener] = {}
+        self.spare = self.owed = self.latest = self.told = 0
+        self.unsent: list[bytes] = []
+        self.is_open = self.is_over = False
+
+    # What comes
+
+    def begin(self, stream: int, opener: Opener) -> bool:
+        """Begin a call; False where it is not for here."""
+        is_new = self.latest < stream <= MAX_STREAM and stream & 1
+        if not is_new or not self.is_open or len(self.calls) >= self._limits.max_streams:
+            return False
+        self.latest = stream
+        self.granted[stream] = 0
+        self.expecting[stream] = self.calls[stream] = opener(stream)
+        return True
+
+    def make_way(self, stream: int, flags: int) -> bool:
+        """For headers that libnghttp2 is to be told of next; whether a call begins with them."""
+        is_new = self.latest < stream <= MAX_STREAM
+        if not flags & END_HEADERS or self.told < stream <= self.latest:
+            self.retire()
+        self.hand_over()
+        self.latest = self.told = max(self.latest, stream & MAX_STREAM)
+        return is_new
+
+    def learn(self, flags: int, block: bytes, opener: Opener | None) -> None:
+        """What a call began with that libnghttp2 was told of, and what opened it; None if its like is not for here."""
+        if flags & (PADDED | PRIORITY) or not repeats(block):
+            self.known.clear()  # the same bytes may mean something else now
+        elif opener is not None and len(block) <= MAX_BLOCK_BYTES and not self.is_over:
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            self.known[block] = opener
+
+    def take(self, stream: int, piece: bytes, *, is_last: bool) -> None:
+        """Some of a call's request, or of what is still on its way for one that has ended."""
+        size = len(piece)
+        self.owed += size
+        call = self.expecting.get(stream)
+        if call is None:
+            return
+        if is_last:
+            self._grown -= self.growing.pop(stream, 0)
+            del self.expecting[stream]
+            call.receive_last(piece)
+            return
+        self.growing[stream] = self.growing.get(stream, 0) + size
+        self._grown += size
+        call.receive(piece)
+        if self._grown > self._limits.max_held_bytes or self.growing.get(stream, 0) > self._max_stream:
+            self.hand_over()
+
+    def open_window(self, stream: int, size: int) -> bool:
+        """The client takes `size` bytes more; False where it is for libnghttp2 to know."""
+        granted = self.granted.get(stream) if stream else self.spare
+        if granted is None:
+            return self.told < stream <= self.latest
+        if not 0 < size <= MAX_WINDOW_BYTES - granted:
+            self.retire()
+            return False
+        if stream:
+            self.granted[stream] = granted + size
+        else:
+            self.spare = granted + size
+        return True
+
+    def reset(self, stream: int) -> bool:
+        """The client gives up a call; False where it is for libnghttp2 to know.
+
+        It is libnghttp2 that says how many calls a client may give up: it is told of the next one.
+        """
+        if stream in self.granted:
+            self._leave(stream)
+            self.known.clear()
+            self.calls.pop(stream).gone()
+            return True
+        return self.told < stream <= self.latest
+
+    def settings(self, settings: Mapping[int, int]) -> None:
+        """The client's."""
+        self._stream_window = settings.get(INITIAL_WINDOW_SIZE, self._stream_window)
+        self._frame_bytes = settings.get(MAX_FRAME_SIZE, self._frame_bytes)
+        if settings.get(HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
+            self.retire()  # the next headers must say that the table is smaller now, which libnghttp2 sees to
+
+    # What goes
+
+    def answer(self, stream: int, message: bytes) -> bool:
+        """The only message of a call, and its good end; False where libnghttp2 has to see to it."""
+        length = len(message) + PREFIX_BYTES
+        granted = self.granted.pop(stream)
+        if not self.is_open or length > self.spare or length > self._frame_bytes or length > self._stream_window + granted:
+            self.granted[stream] = granted
+            self.hand_over()
+            self.is_open = False
+            return False
+        del self.calls[stream]
+        self.spare -= length
+        self.unsent += (
+            _ANSWER(_BEGIN_HEAD, END_HEADERS, stream, _BEGIN, length << 8, 0, stream, 0, length - PREFIX_BYTES),
+            message,
+            _TRAILERS(_END_HEAD, END_HEADERS | END_STREAM, stream, _END),
+        )
+        return True
+
+    def fail(self, stream: int, trailers: Headers, *, ended: bool) -> bool:
+        """End a call without a message; False where libnghttp2 has to see to it. `ended` tells that the client has ended."""
+        block = _BEGIN + literals(trailers)
+        if not self.is_open or len(block) > self._frame_bytes:
+            self.hand_over()
+            return False
+        self._leave(stream)
+        del self.calls[stream]
+        self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
+        if not ended:
+            self.unsent.append(rst_stream(stream, NO_ERROR))
+        return True
+
+    def acknowledge(self) -> None:
+        """Have the client send on, before the connection's window is too small: at once where libnghttp2 keeps some of it."""
+        if self.owed > self._acknowledge_at or (self.owed and self._windows.withhold):
+            self.unsent.append(window_update(0, self.owed))
+            self.owed = 0
+
+    def relieve(self, *, paused: bool) -> bool:
+        """Give libnghttp2 of the window what it is short of; whether it can send more now. The socket may be `paused`."""
+        is_short = self._http2.queued_body_size() > 0
+        self.is_open = self.spare > 0 and not is_short and not paused
+        if paused or not is_short or not self.spare:
+            return False
+        self._tell(window_update(0, self.spare))
+        self.spare = 0
+        return True
+
+    def clear(self) -> None:
+        """The connection is over."""
+        self.granted.clear()
+        self.expecting.clear()
+        self.known.clear()
+        self.unsent.clear()
+
+    # To libnghttp2
+
+    def hand_over(self) -> None:
+        """Have libnghttp2 carry on all calls that are here."""
+        if not self.granted:
+            return
+        frames = []
+        for stream, granted in sorted(self.granted.items()):
+            end = 0 if stream in self.expecting else END_STREAM
+            frames.append(head_of(HEADERS, END_HEADERS | end, stream, len(_CALL)) + _CALL)
+            if granted:
+                frames.append(window_update(stream, granted))
+            self.told = stream
+        self.granted.clear()
+        self.expecting.clear()
+        self._tell(b"".join(frames))
+        for stream, size in self.growing.items():
+            self.unsent.append(window_update(stream, size))
+            self._windows.must_wait(stream, self.calls[stream].held_bytes)
+        self.growing.clear()
+        self._grown = 0
+
+    def retire(self) -> None:
+        """Have libnghttp2 do everything from now on."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.known.clear()
+        self.hand_over()
+        frames = []
+        if self.latest > self.told:  # it must not take what still comes for these as meant for streams that never were
+            block = head_of(HEADERS, END_HEADERS | END_STREAM, self.latest, len(_CALL)) + _CALL
+            frames += [block, rst_stream(self.latest, NO_ERROR)]
+            self.told = self.latest
+        if self.spare:
+            frames.append(window_update(0, self.spare))
+            self.spare = 0
+        if self.owed:
+            self.unsent.append(window_update(0, self.owed))
+            self.owed = 0
+        if frames:
+            self._tell(b"".join(frames))
+
+    def _tell(self, frames: bytes) -> None:
+        """As if the client had sent them. What follows from them for calls has been seen to."""
+        try:
+            self._http2.receive_data(frames)
+            events = self._http2.events()
+        except NGH2Error:  # the connection is at its end already
+            return
+        for event in events:
+            if isinstance(event, StreamClosed | StreamReset):
+                self._windows.closed(event.stream_id)
+                call = self.calls.pop(event.stream_id, None)
+                if call is not None:
+                    call.gone()
+
+    def _leave(self, stream: int) -> None:
+        del self.granted[stream]
+        self.expecting.pop(stream, None)
+        self._grown -= self.growing.pop(stream, 0)

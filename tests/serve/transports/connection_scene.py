@@ -1,0 +1,184 @@
+"""One connection of the server without a socket, its calls answered when a test says so, and a client of libnghttp2's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, StreamReset, TrailersReceived
+
+from serve.protocol.status import Status
+from serve.transports.grpc_framing import MessageReader, frame
+from serve.transports.http2_frames import HEAD
+from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2_connection import GrpcConnection, OpenCall
+from serve.transports.nghttp2_unary import _Unary
+from tests.serve.transports.http2_peer import WINDOW_BYTES, call_headers
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written; it `pauses` while nothing is to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: deque[bytes] = deque()
+        self.pauses = self.has_closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append(bytes(data))
+
+    def pause_reading(self) -> None:
+        self.pauses = True
+
+    def resume_reading(self) -> None:
+        self.pauses = False
+
+    def close(self) -> None:
+        self.has_closed = True
+
+
+class Owner:
+    """A server of one connection that writes at once."""
+
+    def __init__(self) -> None:
+        self.received = bytearray(2**18)
+
+    def connected(self, connection: GrpcConnection) -> bool:
+        del connection
+        return True
+
+    def disconnected(self, connection: GrpcConnection) -> None:
+        pass
+
+    def flush_soon(self, connection: GrpcConnection) -> None:
+        connection.flush()
+
+
+class WaitingCall(_Unary):
+    """Is answered later, with its own request and some bytes more."""
+
+    def __init__(self, connection: GrpcConnection, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
+        super().__init__(connection, stream, None)
+        self._waiting, self._who_went = waiting, gone
+
+    def gone(self) -> None:
+        self._waiting.pop(self._stream, None)
+        self._who_went.append(self._stream)
+
+    def _answer(self, message: bytes) -> None:
+        assert self._stream not in self._waiting, "answered twice"
+        self._waiting[self._stream] = bytes(message)
+
+
+class Scene:
+    """The server's side at `connection`, the client's at `client`."""
+
+    def __init__(self, settings: dict[int, int] | None = None, window_bytes: int = WINDOW_BYTES, **limits: int) -> None:
+        self.waiting: dict[int, bytes] = {}
+        self.gone: list[int] = []
+        self.opened: list[dict[bytes, bytes]] = []  # the headers that calls were looked up by
+        self.client, self.wire = Connection(Role.CLIENT), Wire()
+        self.connection = GrpcConnection(Owner(), self._route, TransportLimits(**limits))
+        self.connection.connection_made(self.wire)
+        self.events: list[Event] = []
+        self.client.initiate_connection(settings)
+        if window_bytes > 65_535:
+            self.client.set_local_window_size(window_bytes)
+
+    def _route(self, headers: dict[bytes, bytes]) -> OpenCall:
+        self.opened.append(headers)
+        return lambda connection, stream: WaitingCall(connection, stream, self.waiting, self.gone)
+
+    @property
+    def untold(self) -> list[int]:
+        """Streams of the calls in flight that libnghttp2 does not know of."""
+        return list(self.connection._repeated.granted)
+
+    @property
+    def block(self) -> bytes:
+        """What a call begins with that repeats."""
+        (block,) = self.connection._repeated.known
+        return block
+
+    def call(self, body: bytes, path: bytes = b"/a/b", *, end: bool = True) -> int:
+        """Begin a call, without sending it."""
+        stream = self.client.send_request(call_headers(path))
+        self.client.send_data(stream, body, end_stream=end)
+        return stream
+
+    def push(self, cuts: list[int] | None = None) -> None:
+        """Send what the client has to send, in pieces of these sizes, over and over."""
+        data = self.client.data_to_send()
+        place = 0
+        for size in cuts or [len(data)]:
+            if place < len(data):
+                self.connection.data_received(memoryview(data)[place : place + size])
+            place += size
+        if place < len(data):
+            self.connection.data_received(memoryview(data)[place:])
+
+    def read(self) -> None:
+        """Let the client read all that was written."""
+        while self.wire.written:
+            self.client.receive_data(self.wire.written.popleft())
+        self.events += self.client.events()
+
+    def send(self, frames: bytes) -> None:
+        """Send bytes that are not the client's own."""
+        self.connection.data_received(memoryview(frames))
+
+    def frames(self) -> list[tuple[int, int, int, bytes]]:
+        """What was written and not read, as frames: kind, flags, stream, payload."""
+        data, place, found = b"".join(self.wire.written), 0, []
+        self.wire.written.clear()
+        while place < len(data):
+            length, flags, stream = HEAD.unpack_from(data, place)
+            end = place + HEAD.size + (length >> 8)
+            found.append((length & 0xFF, flags, stream, data[place + HEAD.size : end]))
+            place = end
+        return found
+
+    async def exchange(self, cuts: list[int] | None = None) -> None:
+        """Send and read until neither side has anything to say."""
+        while True:
+            self.push(cuts)
+            while self.wire.pauses:  # noqa: ASYNC110  (there is more than one turn of the loop takes)
+                await asyncio.sleep(0)
+            self.read()
+            if not self.client.want_write:
+                return
+
+    def answer(self, stream: int, more: bytes = b"") -> None:
+        """Answer a call with its request and some bytes more."""
+        self.connection.answer(stream, self.waiting.pop(stream) + more)
+
+    def fail(self, stream: int, text: str, *, ended: bool = True) -> None:
+        """End a call with a status."""
+        self.waiting.pop(stream, None)
+        self.connection.fail(stream, Status(13, text), ended=ended)
+
+    def answered(self, stream: int) -> list[bytes] | None:
+        """The messages that came, where the call has ended well; None where it has not ended."""
+        mine = [event for event in self.events if getattr(event, "stream_id", None) == stream]
+        body = b"".join(event.data for event in mine if isinstance(event, DataReceived))
+        ends = [dict(event.headers) for event in mine if isinstance(event, TrailersReceived)]
+        return list(MessageReader(2**30).feed(body)) if ends and ends[0][b"grpc-status"] == b"0" else None
+
+    def status(self, stream: int) -> int | None:
+        """gRPC's status; -1 for a stream that was reset without one, None for one that has not ended."""
+        mine = [event for event in self.events if getattr(event, "stream_id", None) == stream]
+        for event in mine:
+            if isinstance(event, TrailersReceived | ResponseReceived) and b"grpc-status" in dict(event.headers):
+                return int(dict(event.headers)[b"grpc-status"])
+        return -1 if any(isinstance(event, StreamReset) for event in mine) else None
+
+
+async def begun(settings: dict[int, int] | None = None, window_bytes: int = WINDOW_BYTES, **limits: int) -> Scene:
+    """A scene with the two calls behind it after which others like them repeat."""
+    scene = Scene(settings, window_bytes, **limits)
+    for _ in range(2):
+        stream = scene.call(frame(b"x"))
+        await scene.exchange()
+        scene.answer(stream)
+        await scene.exchange()
+    return scene
