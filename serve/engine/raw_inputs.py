@@ -54,7 +54,9 @@ class RawInputs(Mapping[str, Array]):
 
     __slots__ = ("_data", "_offsets", "_readers", "layout")
 
-    def __init__(self, layout: RawLayout, data: bytes, offsets: tuple[int, ...], readers: Readers | None = None) -> None:
+    def __init__(
+        self, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...], readers: Readers | None = None
+    ) -> None:
         """Inputs that have been checked against their layout.
 
         Args:
@@ -95,7 +97,7 @@ class RawInputs(Mapping[str, Array]):
             return False
         return self[name].flags.aligned
 
-    def piece(self, name: str) -> bytes:
+    def piece(self, name: str) -> bytes | memoryview:
         """The bytes of one small input."""
         place = self.layout.places[name]
         if self._readers is not None and self._readers[place] is not None:

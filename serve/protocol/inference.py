@@ -44,11 +44,11 @@ class Inference:
         self._forms = RequestForms()
         core.on_change(self._forms.forget)
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
 
         Args:
-            data: a ModelInferRequest as received.
+            data: a ModelInferRequest as received; a large one may be a view, which nobody writes to any more.
             time_left_s: until the client's deadline, in seconds; None where it has none.
             reply: gets the ModelInferResponse as it goes out, or the error.
             watch: is told what the request is before it is queued; None tells nobody.
@@ -61,11 +61,12 @@ class Inference:
         """
         twin = self._forms.twin(data)
         try:
-            if twin is not None and (twin.id_start == twin.id_end or data[twin.id_start : twin.id_end].isascii()):
-                form, request_id = twin.form, data[twin.id_start : twin.id_end]
+            request_id = b"" if twin is None else bytes(data[twin.id_start : twin.id_end])
+            if twin is not None and request_id.isascii():
+                form = twin.form
                 inputs = self._raw_inputs(form, twin.layout, data, twin.offsets)
             else:
-                form, request_id, inputs = self._understand(data)
+                form, request_id, inputs = self._understand(bytes(data))
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
@@ -104,7 +105,7 @@ class Inference:
         self._forms.keep(cut, form)
         return form, request.id.encode(), decoded
 
-    def _raw_inputs(self, form: RequestForm, layout: RawLayout, data: bytes, offsets: tuple[int, ...]) -> Tensors:
+    def _raw_inputs(self, form: RequestForm, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]) -> Tensors:
         for place in form.places:  # its region may be gone, or another one by now
             self._memory.check(place)
         return RawInputs(layout, data, offsets, form.readers)

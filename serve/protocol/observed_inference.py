@@ -27,7 +27,7 @@ class Onlooker(Protocol):
 class WayIn(Protocol):
     """Takes requests."""
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
         """As `Inference.infer`."""
 
 
@@ -38,7 +38,7 @@ class AnyInference(WayIn, Onlooker, Protocol):
 class WatchableInference(AnyInference, Protocol):
     """A way in that tells of a request before it is queued."""
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
         """As `Inference.infer`."""
 
 
@@ -85,7 +85,7 @@ class ObservedInference:
         self._caller = Caller(peer, headers)
         self.has_parent = self._caller.parent is not None  # a trace, which may have to be gone on with
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
         """As `Inference.infer`."""
         observer = self._observer
         observer.until -= 1
@@ -124,7 +124,7 @@ class ChosenInference(Exchange):
         super().__init__(observer, caller)
         self._inference = inference
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply) -> Cancel:
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
         """As `Inference.infer`."""
         self.expect(len(data), reply)
         try:

@@ -92,10 +92,10 @@ class Twin:
     id_start: int
     id_end: int
 
-    def is_like(self, data: bytes) -> bool:
+    def is_like(self, data: bytes | memoryview) -> bool:
         """Whether `data`, which is as long, is another such request."""
         for offset, segment in self.segments:  # noqa: SIM110  (a generator would cost as much as the rest)
-            if not data.startswith(segment, offset):
+            if data[offset : offset + len(segment)] != segment:
                 return False
         return True
 
@@ -108,7 +108,7 @@ class RequestForms:
         self._twins: dict[int, list[Twin]] = {}  # by the length of the request
         self._kept_twins = 0
 
-    def twin(self, data: bytes) -> Twin | None:
+    def twin(self, data: bytes | memoryview) -> Twin | None:
         """A request that `data` repeats but for its id and its tensors' bytes."""
         for twin in self._twins.get(len(data), ()):
             if twin.is_like(data):

@@ -45,7 +45,7 @@ class GatedInference:
         self._may_share = may_share
         self._count = count
 
-    def infer(self, data: bytes, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
         """As `Inference.infer`.
 
         Raises:
@@ -57,7 +57,7 @@ class GatedInference:
         try:
             if self._check is not None:
                 self._check()
-            if not self._may_share and REGION_BYTES in data and _names_region(data):
+            if not self._may_share and _names_region(bytes(data)):
                 raise PermissionDeniedError("the token may not use shared memory: it takes the role 'shared-memory'")
             if share is not None:
                 share.enter()
@@ -88,7 +88,9 @@ class _Counted:
         self._left = False
         self._cancel: Cancel | None = None
 
-    def begin(self, inference: WatchableInference, data: bytes, time_left_s: float | None, watch: Watch | None) -> Cancel:
+    def begin(
+        self, inference: WatchableInference, data: bytes | memoryview, time_left_s: float | None, watch: Watch | None
+    ) -> Cancel:
         try:
             self._cancel = inference.infer(data, time_left_s, self._answered, watch)
         except BaseException:
@@ -112,7 +114,9 @@ class _Counted:
 
 
 def _names_region(data: bytes) -> bool:
-    """Whether the words that were found in a request are a parameter's name, not part of a tensor."""
+    """Whether a request has a parameter of that name: the word may also be part of a tensor, or not be there at all."""
+    if REGION_BYTES not in data:
+        return False
     try:
         request = parse(ModelInferRequest, data)
     except InvalidArgumentError:

@@ -159,10 +159,10 @@ class FrameReader:
             return False
         elif not calls.told < stream <= calls.latest:
             return False
-        calls.take(stream, bytes(data[body:end]), is_last=end <= size and bool(flags & END_STREAM))
-        if end > size:
+        is_ours = calls.take(stream, data[body:end], is_last=end <= size and bool(flags & END_STREAM))
+        if is_ours and end > size:
             self._left, self._stream, self._flags = end - size, stream, flags
-        return True
+        return is_ours
 
     def _begin(self, data: Bytes, kind: int, flags: int, stream: int, teller: Teller) -> None:
         """Pass on the beginning of a frame that is libnghttp2's and not worth waiting for."""
@@ -181,10 +181,8 @@ class FrameReader:
         flags = 0 if self._left else self._flags
         if not self._stream:
             teller.tell(piece)
-        elif self._stream <= self._calls.told:
+        elif self._stream <= self._calls.told or not self._calls.take(self._stream, piece, is_last=bool(flags & END_STREAM)):
             self._pass_on(piece, flags, teller)
-        else:
-            self._calls.take(self._stream, bytes(piece), is_last=bool(flags & END_STREAM))
         return len(piece)
 
     def _pass_on(self, piece: Bytes, flags: int, teller: Teller) -> None:

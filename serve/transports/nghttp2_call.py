@@ -37,5 +37,8 @@ class Call(Protocol):
 class UnaryCall(Call, Protocol):
     """One with one message each way, which is answered after the request."""
 
-    def take(self, message: bytes) -> None:
+    def take(self, message: bytes | memoryview) -> None:
         """Take the message, and the client's end."""
+
+    def grew(self) -> None:
+        """Some of the message has come, which is kept elsewhere until it is whole."""

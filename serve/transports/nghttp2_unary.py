@@ -20,15 +20,15 @@ class _Unary:
     """A call that takes one message and gives one."""
 
     is_unary = True
-    __slots__ = ("_connection", "_encoding", "_ended", "_grown_s", "_message", "_reader", "_stream")
+    __slots__ = ("_connection", "_encoding", "_ended", "_failed", "_grown_s", "_message", "_reader", "_stream")
 
     def __init__(self, connection: GrpcConnection, stream: int, encoding: bytes | None) -> None:
         self._connection = connection
         self._stream = stream
         self._encoding = encoding
         self._reader: MessageReader | None = None  # for a message that comes in pieces, or compressed
-        self._message: bytes | None = None
-        self._ended = False
+        self._message: bytes | memoryview | None = None
+        self._ended = self._failed = False
         self._grown_s = connection.heard_s
 
     @property
@@ -36,10 +36,14 @@ class _Unary:
         """Bytes of an unfinished message."""
         return 0 if self._reader is None else self._reader.held_bytes
 
-    def take(self, message: bytes) -> None:
+    def take(self, message: bytes | memoryview) -> None:
         """Take the only message, and the client's end: answer."""
         self._message = message
         self.end()
+
+    def grew(self) -> None:
+        """Some of the message has come."""
+        self._grown_s = self._connection.heard_s
 
     def receive(self, data: bytes) -> int:
         """Take what the client sent; all of it may be sent again, as a message must be whole before it can be read."""
@@ -69,6 +73,8 @@ class _Unary:
     def end(self) -> None:
         """The client will send no more: answer."""
         self._ended = True
+        if self._failed:
+            return
         try:
             if self._reader is not None:
                 self._reader.finish()
@@ -86,12 +92,13 @@ class _Unary:
         if not self._ended and self._grown_s < before_s:
             self._fail(DeadlineExceededError("the rest of the request did not come; send it again"))
 
-    def _answer(self, message: bytes) -> None:
+    def _answer(self, message: bytes | memoryview) -> None:
         raise NotImplementedError
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a call failed", exc_info=error)
+        self._failed = True
         self._connection.fail(self._stream, status_of(error), ended=self._ended)
 
 
@@ -119,9 +126,9 @@ class InferCall(_Unary):
         """Free the request's place in the queue."""
         if self._cancel is not None:
             self._cancel()
-            self._onlooker.gone(self._message or b"")
+            self._onlooker.gone(bytes(self._message or b""))
 
-    def _answer(self, message: bytes) -> None:
+    def _answer(self, message: bytes | memoryview) -> None:
         self._cancel = self._inference.infer(message, self._time_left_s, self._reply)
 
     def _reply(self, result: bytes | InferenceError) -> None:
@@ -132,7 +139,7 @@ class InferCall(_Unary):
             self._connection.answer(self._stream, result)
 
     def _fail(self, error: Exception) -> None:
-        self._onlooker.failed(self._message or b"", error)
+        self._onlooker.failed(bytes(self._message or b""), error)
         super()._fail(error)
 
 
@@ -145,6 +152,6 @@ class UnaryCall(_Unary):
         super().__init__(connection, stream, encoding)
         self._method = method
 
-    def _answer(self, message: bytes) -> None:
-        answer = self._method.answer(parse(self._method.request, message))
+    def _answer(self, message: bytes | memoryview) -> None:
+        answer = self._method.answer(parse(self._method.request, bytes(message)))
         self._connection.answer(self._stream, answer.SerializeToString())

@@ -15,6 +15,7 @@ from struct import Struct
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
+from serve.transports.growing_message import GrowingMessage
 from serve.transports.grpc_framing import PREFIX_BYTES
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, Headers
 from serve.transports.hpack_blocks import (
@@ -74,7 +75,7 @@ class RepeatedCalls:
         granted: streams of the calls that are here and not answered yet, in the order of their numbers, and by how much the
             client has opened their windows.
         expecting: the calls among them whose request is not whole.
-        growing: bytes that have come for those of them whose request comes in pieces.
+        growing: what has come for those of them whose request comes in pieces.
         max_whole: bytes of a frame that may hold a whole request.
         known: what calls that begin with these bytes are opened by.
         spare: bytes of the connection's window that may be sent.
@@ -87,7 +88,7 @@ class RepeatedCalls:
     """
 
     __slots__ = (
-        "_acknowledge_at", "_frame_bytes", "_grown", "_http2", "_limits", "_max_stream", "_stream_window", "_windows",
+        "_acknowledge_at", "_frame_bytes", "_grown", "_http2", "_limits", "_max_growing", "_stream_window", "_windows",
         "calls", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest", "max_whole", "owed", "spare",
         "told", "unsent",
     )  # fmt: skip
@@ -104,16 +105,16 @@ class RepeatedCalls:
         self._http2 = http2
         self._windows = windows
         self._limits = limits
-        # A stream's window is not opened again here, so that one with half of it taken must go over to who does that.
-        self._max_stream = limits.stream_window_bytes // 2
+        # A stream's window is not opened again here, so that a larger request is for libnghttp2.
+        self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes)
         self._acknowledge_at = limits.connection_window_bytes // 4
         self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
         self._grown = 0  # the sum of what has come of requests in pieces
         self.calls = calls
         self.granted: dict[int, int] = {}
         self.expecting: dict[int, UnaryCall] = {}
-        self.growing: dict[int, int] = {}
-        self.max_whole = min(self._max_stream, limits.max_message_bytes + PREFIX_BYTES, FRAME_BYTES)
+        self.growing: dict[int, GrowingMessage] = {}
+        self.max_whole = min(self._max_growing + PREFIX_BYTES, FRAME_BYTES)
         self.known: dict[bytes, Opener] = {}
         self.spare = self.owed = self.latest = self.told = 0
         self.unsent: list[bytes] = []
@@ -149,23 +150,40 @@ class RepeatedCalls:
                 self.known.clear()
             self.known[block] = opener
 
-    def take(self, stream: int, piece: bytes, *, is_last: bool) -> None:
-        """Some of a call's request, or of what is still on its way for one that has ended."""
-        size = len(piece)
-        self.owed += size
-        call = self.expecting.get(stream)
+    def take(self, stream: int, piece: bytes | memoryview, *, is_last: bool) -> bool:
+        """Take some of a call's request, or of what still comes for one that is over; False where it is for libnghttp2."""
+        size, call, growing = len(piece), self.expecting.get(stream), self.growing.get(stream)
         if call is None:
-            return
-        if is_last:
-            self._grown -= self.growing.pop(stream, 0)
+            self.owed += size
+            return True
+        if growing is None and is_last:  # whole and no plain message: the call finds out what it is
+            self.owed += size
             del self.expecting[stream]
-            call.receive_last(piece)
-            return
-        self.growing[stream] = self.growing.get(stream, 0) + size
-        self._grown += size
-        call.receive(piece)
-        if self._grown > self._limits.max_held_bytes or self.growing.get(stream, 0) > self._max_stream:
+            call.receive_last(bytes(piece))
+            return True
+        if growing is None:
+            growing = GrowingMessage.begun(piece, self._max_growing)
+            fits = growing is not None
+        else:
+            fits = growing.add(piece)
+        if growing is None or not fits:
             self.hand_over()
+            return False
+        self.growing[stream] = growing
+        self.owed += size
+        self._grown += size
+        if is_last:
+            del self.expecting[stream]
+            self._stop_growing(stream)
+            if growing.is_whole:
+                call.take(growing.message)
+            else:
+                call.receive_last(growing.so_far())
+        else:
+            call.grew()
+            if self._grown > self._limits.max_held_bytes:
+                self.hand_over()
+        return True
 
     def open_window(self, stream: int, size: int) -> bool:
         """The client takes `size` bytes more; False where it is for libnghttp2 to know."""
@@ -272,9 +290,11 @@ class RepeatedCalls:
         self.granted.clear()
         self.expecting.clear()
         self._tell(b"".join(frames))
-        for stream, size in self.growing.items():
-            self.unsent.append(window_update(stream, size))
-            self._windows.must_wait(stream, self.calls[stream].held_bytes)
+        for stream, growing in self.growing.items():
+            call = self.calls[stream]
+            call.receive(growing.so_far())
+            self.unsent.append(window_update(stream, growing.came))
+            self._windows.must_wait(stream, call.held_bytes)
         self.growing.clear()
         self._grown = 0
 
@@ -316,4 +336,9 @@ class RepeatedCalls:
     def _leave(self, stream: int) -> None:
         del self.granted[stream]
         self.expecting.pop(stream, None)
-        self._grown -= self.growing.pop(stream, 0)
+        self._stop_growing(stream)
+
+    def _stop_growing(self, stream: int) -> None:
+        growing = self.growing.pop(stream, None)
+        if growing is not None:
+            self._grown -= growing.came

@@ -152,6 +152,9 @@ def test_another_clients_shared_memory_cannot_be_named_without_the_role(asked: A
             "the token may not use shared memory: it takes the role 'shared-memory'",
         )
         assert call(asked.channel, INFER_PATH, message, bearer(asked.tokens["root"]))
+        request.id = "x" * 400_000  # such a request comes in pieces
+        for _ in range(3):
+            assert asked.refused(INFER_PATH, request.SerializeToString(), "alice")[0] is PERMISSION_DENIED
         # The same words within a tensor are none of the gate's business.
         innocent = pb.ModelInferRequest(model_name="held", id="shared_memory_region")
         innocent.inputs.add(name="x", datatype="FP32", shape=[1, 1])

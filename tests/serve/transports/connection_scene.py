@@ -65,7 +65,7 @@ class WaitingCall(_Unary):
         self._waiting.pop(self._stream, None)
         self._who_went.append(self._stream)
 
-    def _answer(self, message: bytes) -> None:
+    def _answer(self, message: bytes | memoryview) -> None:
         assert self._stream not in self._waiting, "answered twice"
         self._waiting[self._stream] = bytes(message)
 

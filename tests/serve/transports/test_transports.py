@@ -56,6 +56,23 @@ def test_tritonclient_infers_on_every_version(client: triton.InferenceServerClie
         assert (result.get_response().model_version, result.get_response().id) == (version or "3", "abc")
 
 
+def test_large_requests_that_repeat_each_get_their_own_answer(channel: grpc.Channel) -> None:
+    infer = channel.unary_unary(
+        SERVICE + "ModelInfer", pb.ModelInferRequest.SerializeToString, pb.ModelInferResponse.FromString
+    )
+    waiting = []
+    for number in range(8):
+        request = pb.ModelInferRequest(model_name="mlp", id=f"{number}" * 300_000)
+        request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
+        request.raw_input_contents.append(np.full(64, number, np.float16).tobytes())
+        waiting.append(infer.future(request, timeout=20))
+    first, second = (w.astype(np.float32) for w in mlp_weights())
+    for number, answer in enumerate(waiting):
+        assert answer.result().id == f"{number}" * 300_000
+        y = np.frombuffer(answer.result().raw_output_contents[0], np.float16)
+        np.testing.assert_allclose(y, np.maximum(np.full(64, number) @ first, 0) @ second, rtol=1e-2, atol=4e-2)
+
+
 @pytest.mark.parametrize("wire", [row.wire for row in DATATYPES if row.numpy is not None])
 def test_every_datatype_goes_there_and_back(client: triton.InferenceServerClient, wire: str) -> None:
     inputs = []
