@@ -37,6 +37,11 @@ class GrowingMessage:
         return growing if growing.add(piece[PREFIX_BYTES:]) else None
 
     @property
+    def length(self) -> int:
+        """Of all of it, for which there is memory from the beginning."""
+        return len(self._message)
+
+    @property
     def is_whole(self) -> bool:
         """Whether all of it has come."""
         return self.came - PREFIX_BYTES == len(self._message)

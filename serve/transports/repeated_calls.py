@@ -88,7 +88,7 @@ class RepeatedCalls:
     """
 
     __slots__ = (
-        "_acknowledge_at", "_frame_bytes", "_grown", "_http2", "_limits", "_max_growing", "_stream_window", "_windows",
+        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_max_growing", "_reserved", "_stream_window", "_windows",
         "calls", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest", "max_whole", "owed", "spare",
         "told", "unsent",
     )  # fmt: skip
@@ -109,7 +109,7 @@ class RepeatedCalls:
         self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes)
         self._acknowledge_at = limits.connection_window_bytes // 4
         self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
-        self._grown = 0  # the sum of what has come of requests in pieces
+        self._reserved = 0  # bytes of memory, for all requests in pieces
         self.calls = calls
         self.granted: dict[int, int] = {}
         self.expecting: dict[int, UnaryCall] = {}
@@ -162,16 +162,16 @@ class RepeatedCalls:
             call.receive_last(bytes(piece))
             return True
         if growing is None:
-            growing = GrowingMessage.begun(piece, self._max_growing)
-            fits = growing is not None
-        else:
-            fits = growing.add(piece)
-        if growing is None or not fits:
+            growing = GrowingMessage.begun(piece, min(self._max_growing, self._limits.max_held_bytes - self._reserved))
+            if growing is None:
+                self.hand_over()
+                return False
+            self.growing[stream] = growing
+            self._reserved += growing.length
+        elif not growing.add(piece):
             self.hand_over()
             return False
-        self.growing[stream] = growing
         self.owed += size
-        self._grown += size
         if is_last:
             del self.expecting[stream]
             self._stop_growing(stream)
@@ -181,8 +181,6 @@ class RepeatedCalls:
                 call.receive_last(growing.so_far())
         else:
             call.grew()
-            if self._grown > self._limits.max_held_bytes:
-                self.hand_over()
         return True
 
     def open_window(self, stream: int, size: int) -> bool:
@@ -296,7 +294,7 @@ class RepeatedCalls:
             self.unsent.append(window_update(stream, growing.came))
             self._windows.must_wait(stream, call.held_bytes)
         self.growing.clear()
-        self._grown = 0
+        self._reserved = 0
 
     def retire(self) -> None:
         """Have libnghttp2 do everything from now on."""
@@ -341,4 +339,4 @@ class RepeatedCalls:
     def _stop_growing(self, stream: int) -> None:
         growing = self.growing.pop(stream, None)
         if growing is not None:
-            self._grown -= growing.came
+            self._reserved -= growing.length
