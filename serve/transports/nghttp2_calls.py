@@ -138,11 +138,17 @@ class RefusedCall:
     """A call that was over when it began."""
 
     held_bytes = 0
-    is_unary = False
+    is_unary = False  # others that begin like this one may be served
 
     def __init__(self, connection: GrpcConnection, stream: int, error: InferenceError) -> None:
         # In the next turn of the loop: the connection does not know of this call yet.
         asyncio.get_running_loop().call_soon(partial(connection.fail, stream, status_of(error), ended=False))
+
+    def take(self, message: bytes | memoryview) -> None:
+        """Drop it."""
+
+    def grew(self) -> None:
+        """It will be dropped."""
 
     def receive(self, data: bytes) -> int:
         """Drop it."""

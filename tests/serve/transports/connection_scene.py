@@ -7,10 +7,13 @@ from collections import deque
 
 from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, StreamReset, TrailersReceived
 
+from serve.engine.errors import InferenceError
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import MessageReader, frame
 from serve.transports.http2_frames import HEAD
 from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2_call import Call
+from serve.transports.nghttp2_calls import RefusedCall
 from serve.transports.nghttp2_connection import GrpcConnection, OpenCall
 from serve.transports.nghttp2_unary import _Unary
 from tests.serve.transports.http2_peer import WINDOW_BYTES, call_headers
@@ -76,6 +79,7 @@ class Scene:
     def __init__(self, settings: dict[int, int] | None = None, window_bytes: int = WINDOW_BYTES, **limits: int) -> None:
         self.waiting: dict[int, bytes] = {}
         self.gone: list[int] = []
+        self.refusal: InferenceError | None = None  # for calls that begin
         self.opened: list[dict[bytes, bytes]] = []  # the headers that calls were looked up by
         self.client, self.wire = Connection(Role.CLIENT), Wire()
         self.connection = GrpcConnection(Owner(), self._route, TransportLimits(**limits))
@@ -87,7 +91,12 @@ class Scene:
 
     def _route(self, headers: dict[bytes, bytes]) -> OpenCall:
         self.opened.append(headers)
-        return lambda connection, stream: WaitingCall(connection, stream, self.waiting, self.gone)
+        return self._open
+
+    def _open(self, connection: GrpcConnection, stream: int) -> Call:
+        if self.refusal is not None:
+            return RefusedCall(connection, stream, self.refusal)
+        return WaitingCall(connection, stream, self.waiting, self.gone)
 
     @property
     def untold(self) -> list[int]:

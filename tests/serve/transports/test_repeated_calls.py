@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ngh2 import GoAwayReceived
 
+from serve.engine.errors import UnavailableError
 from serve.transports.grpc_framing import frame
 from serve.transports.hpack_blocks import literals
 from serve.transports.http2_frames import (
@@ -317,6 +318,19 @@ def test_what_the_client_opens_a_stream_by_counts() -> None:
         scene.connection.go_away()
         scene.answer(FIRST + 2, bytes(50_000))
         assert ends(scene) == [("connection", 0), ("answered", FIRST + 2)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pieces", [[frame(b"x")], [frame(b"hello")[:7], b"llo"]])
+def test_a_call_may_be_refused_as_it_begins(pieces: list[bytes]) -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.refusal = UnavailableError("not now")
+        scene.send(begin(scene) + b"".join(data(piece, 0) for piece in pieces) + data(b""))
+        await asyncio.sleep(0)
+        assert ends(scene) == [("answered", FIRST), ("reset", FIRST)]
+        assert not scene.connection.calls
 
     asyncio.run(run())
 
