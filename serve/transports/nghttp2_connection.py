@@ -276,6 +276,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if transport is None:
             return
         repeated, outlet = self._repeated, self._outlet
+        while repeated.closed:
+            self._stream_gone(repeated.closed.pop())
         try:
             outlet.write(transport)
             if repeated.relieve(paused=outlet.paused):

@@ -83,14 +83,15 @@ class RepeatedCalls:
         latest: the highest number of a stream.
         told: the highest that libnghttp2 has heard of.
         unsent: frames to send.
+        closed: streams that libnghttp2 was found to be done with when it was told something.
         is_open: whether calls may begin here; not while libnghttp2 cannot send what it has.
         is_over: whether none will any more.
     """
 
     __slots__ = (
-        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_max_growing", "_reserved", "_stream_window", "_windows",
-        "calls", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest", "max_whole", "owed", "spare",
-        "told", "unsent",
+        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_max_growing", "_reserved", "_stream_window",
+        "_windows", "calls", "closed", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest",
+        "max_whole", "owed", "spare", "told", "unsent",
     )  # fmt: skip
 
     def __init__(self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits) -> None:
@@ -118,6 +119,7 @@ class RepeatedCalls:
         self.known: dict[bytes, Opener] = {}
         self.spare = self.owed = self.latest = self.told = 0
         self.unsent: list[bytes] = []
+        self.closed: list[int] = []
         self.is_open = self.is_over = False
 
     # What comes
@@ -324,12 +326,7 @@ class RepeatedCalls:
             events = self._http2.events()
         except NGH2Error:  # the connection is at its end already
             return
-        for event in events:
-            if isinstance(event, StreamClosed | StreamReset):
-                self._windows.closed(event.stream_id)
-                call = self.calls.pop(event.stream_id, None)
-                if call is not None:
-                    call.gone()
+        self.closed += [event.stream_id for event in events if isinstance(event, StreamClosed | StreamReset)]
 
     def _leave(self, stream: int) -> None:
         del self.granted[stream]

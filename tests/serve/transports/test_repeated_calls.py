@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ngh2 import GoAwayReceived
 
 from serve.engine.errors import UnavailableError
+from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.hpack_blocks import literals
 from serve.transports.http2_frames import (
@@ -271,6 +272,24 @@ def test_more_calls_than_allowed_are_too_many_wherever_they_are(more: bytes) -> 
         scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + more))
         assert ends(scene) == [("connection", 0)]
         assert sorted(scene.connection._calls) == [FIRST, FIRST + 2]
+
+    asyncio.run(run())
+
+
+def test_what_libnghttp2_is_done_with_is_not_kept_where_it_says_so_as_calls_are_handed_over() -> None:
+    async def run() -> None:
+        scene = await begun()
+        told = scene.call(frame(b"x"), b"/other")
+        scene.push()
+        untold = scene.call(frame(b"x"))
+        scene.push()
+        scene.connection.fail(told, Status(13, "early"), ended=True)
+        scene.connection.go_away()
+        scene.answer(untold)
+        await scene.exchange()
+        assert (scene.status(told), scene.answered(untold)) == (13, [b"x"])
+        assert not scene.connection.calls
+        assert not scene.connection._repeated.closed
 
     asyncio.run(run())
 
