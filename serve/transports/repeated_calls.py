@@ -187,10 +187,10 @@ class RepeatedCalls:
 
     def open_window(self, stream: int, size: int) -> bool:
         """The client takes `size` bytes more; False where it is for libnghttp2 to know."""
-        granted = self.granted.get(stream) if stream else self.spare
+        granted, at_first = (self.granted.get(stream), self._stream_window) if stream else (self.spare, DEFAULT_WINDOW_BYTES)
         if granted is None:
             return self.told < stream <= self.latest
-        if not 0 < size <= MAX_WINDOW_BYTES - granted:
+        if not 0 < size <= MAX_WINDOW_BYTES - at_first - granted:  # too much, perhaps: libnghttp2 keeps count
             self.retire()
             return False
         if stream:
