@@ -56,6 +56,8 @@ def cut_request(data: bytes) -> CutRequest | None:
                 start = after
                 if tag == REQUEST_RAW:
                     raw.append((body, length))
+                elif id_offset:  # the last one counts, but protobuf looks at both
+                    return None
                 else:
                     request_id, id_offset = data[body:after], body
             position = after

@@ -55,6 +55,7 @@ def test_id_and_bytes_leave_the_form_as_it_is(message: ModelInferRequest, raw: l
 @example(b"\x3a")
 @example(b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
 @example(b"\x1a\x05abc")
+@example(b"\x1a\x01\xf6\x1a\x0217")  # two ids, the first no text
 def test_any_bytes_are_cut_as_protobuf_reads_them_or_not_at_all(data: bytes) -> None:
     cut = cut_request(data)
     if cut is None:
