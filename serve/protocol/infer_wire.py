@@ -47,7 +47,8 @@ def cut_request(data: bytes) -> CutRequest | None:
             tag, length, body = data[position], data[position + 1], position + 2
             if length > 0x7F:
                 length, body = _varint(data, position + 1)
-            if tag & 0x87 != WITH_LENGTH:  # a field without a length, or with a number over 15
+            # A field without a length, or with a number over 15; or a second id, of which protobuf looks at both.
+            if tag & 0x87 != WITH_LENGTH or (tag == REQUEST_ID and id_offset):
                 return None
             after = body + length
             if tag in (REQUEST_RAW, REQUEST_ID):
@@ -56,8 +57,6 @@ def cut_request(data: bytes) -> CutRequest | None:
                 start = after
                 if tag == REQUEST_RAW:
                     raw.append((body, length))
-                elif id_offset:  # the last one counts, but protobuf looks at both
-                    return None
                 else:
                     request_id, id_offset = data[body:after], body
             position = after
