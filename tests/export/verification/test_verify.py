@@ -284,16 +284,17 @@ def test_a_model_without_a_batch_dimension_and_with_no_input_at_all_is_verified(
 
 
 def test_edge_cases_have_lines_of_their_own_and_count() -> None:
+    far_apart = 1 + torch.arange(32.0).reshape(8, 4) / 32  # two that float16 rounds together would be a disagreement
     certificate = failing(
         Reciprocals().eval(),
         half_reciprocals(),
-        torch.rand(8, 4) + 1,
+        far_apart,
         Budget(),
         r"output 'output' on zeros \(rounded\): .* values are NaN or infinite",
     )
     assert not any(verdict.violations for verdict in certificate.outputs)
     assert {line.case for line in certificate.adversarial} >= {"zeros", "ones", "largest", "4 times larger", "batch of one"}
-    without = verify(Reciprocals().eval(), half_reciprocals(), torch.rand(8, 4) + 1, adversarial=False, cuda=False)
+    without = verify(Reciprocals().eval(), half_reciprocals(), far_apart, adversarial=False, cuda=False)
     assert without.passed
     assert (without.adversarial, without.headroom) == ((), None)
 
