@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +31,14 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest tests, each of them on another worker."""
     spread(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+@pytest.fixture(autouse=True)
+def _leaves_logging_alone() -> Iterator[None]:
+    """Fail the test that leaves another level for all: it would be a later one, that waits for a warning, which fails."""
+    before = logging.root.level, logging.root.manager.disable
+    yield
+    assert (logging.root.level, logging.root.manager.disable) == before
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from serve.observability.options import AccessLog
 
 
 @pytest.fixture
-def logger() -> tuple[logging.Logger, io.StringIO]:
+def logger() -> Iterator[tuple[logging.Logger, io.StringIO]]:
     """A logger with a handler, as the root logger of a server has one."""
     out = io.StringIO()
     logger = logging.getLogger("halfserve-test-of-log-settings")
@@ -22,7 +23,8 @@ def logger() -> tuple[logging.Logger, io.StringIO]:
     handler = logging.StreamHandler(out)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logger.handlers = [handler]
-    return logger, out
+    yield logger, out
+    logger.propagate = True  # pytest puts its own handler onto loggers that keep their messages to themselves
 
 
 def say_all(logger: logging.Logger, out: io.StringIO) -> list[str]:
@@ -52,6 +54,7 @@ def test_the_time_can_be_put_in_front_and_taken_off_again(logger: tuple[logging.
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO halfserve-test-of-log-settings: i", lines[0])
     log_filter.apply(LogSettings(), logger[0])
     assert say_all(*logger)[0] == "INFO i"
+    log_filter.undo(logger[0])
 
 
 def test_settings_go_over_the_wire_by_name() -> None:
