@@ -21,8 +21,16 @@
 enum { MAX_CLIENTS = 1024, MAX_ANSWER = 8192, READ_BYTES = 1 << 18, MAX_ID = 128, WINDOW = 1 << 24 };
 
 static const uint8_t MARK[5] = {0x81, 0x82, 0x83, 0x84, 0x05}; /* a varint of five bytes */
-static const char *METHODS[] = {"ModelInfer",     "ModelMetadata", "ModelConfig", "ModelStatistics",
-                                "ServerMetadata", "ServerLive",    "ServerReady", "ModelReady"};
+static const char *METHODS[] = {"ModelInfer",
+                                "ModelMetadata",
+                                "ModelConfig",
+                                "ModelStatistics",
+                                "ServerMetadata",
+                                "ServerLive",
+                                "ServerReady",
+                                "ModelReady",
+                                "SystemSharedMemoryRegister",
+                                "SystemSharedMemoryUnregister"};
 enum { METHOD_COUNT = sizeof METHODS / sizeof *METHODS };
 
 static struct {

@@ -182,4 +182,4 @@ class PrecisionGuard:
 
 
 def _from_inputs(inputs: Tensors, part: Part) -> bool:
-    return any(has_non_finite(array[part]) for array in inputs.values())
+    return any(has_non_finite(array[part], likely=True) for array in inputs.values())

@@ -32,8 +32,11 @@ def check_of(datatype: Datatype) -> Check | None:
     return {"FP16": _fp16, "BF16": _bf16, "FP32": _wide, "FP64": _wide}.get(datatype.wire)
 
 
-def has_non_finite(array: Array) -> bool:
-    """Whether a value is NaN or infinite."""
+def has_non_finite(array: Array, *, likely: bool = False) -> bool:
+    """Whether a value is NaN or infinite. Where that is likely, the first ones are looked at by themselves first."""
+    if likely and array.size > PEEK_ELEMENTS:
+        array = array.reshape(-1)
+        return has_non_finite(array[:PEEK_ELEMENTS]) or has_non_finite(array[PEEK_ELEMENTS:])
     try:
         check = _known[array.dtype]
     except KeyError:
@@ -62,8 +65,7 @@ def bad_stretches(array: Array, ends: Sequence[int]) -> list[bool]:
         width = array.size // array.shape[0]
         stops = [end * width for end in ends]
         return [1 in flags[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-    stretches = [array[start:end].reshape(-1) for start, end in zip((0, *ends), ends, strict=False)]
-    return [has_non_finite(stretch[:PEEK_ELEMENTS]) or has_non_finite(stretch[PEEK_ELEMENTS:]) for stretch in stretches]
+    return [has_non_finite(array[start:end], likely=True) for start, end in zip((0, *ends), ends, strict=False)]
 
 
 def count_non_finite(array: Array) -> int:

@@ -57,10 +57,12 @@ def test_wider_numbers_are_judged_as_numpy_does(array: Array) -> None:
 def test_one_bad_value_is_found_wherever_it_is(wire: str, elements: int, value: float) -> None:
     array = np.ones(elements, DTYPES.get(wire) or BY_WIRE[wire].numpy)
     assert not is_bad(wire, array)
+    assert not has_non_finite(array, likely=True)
     for place in {0, elements // 2, elements - 1}:
         spoilt = array.copy()
         spoilt[place] = value
         assert is_bad(wire, spoilt)
+        assert has_non_finite(spoilt, likely=True)
         assert count_non_finite(spoilt) == 1
 
 
