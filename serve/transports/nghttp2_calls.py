@@ -13,7 +13,7 @@ from serve.security.gate import Gate
 from serve.security.gate_pass import Pass
 from serve.transports.grpc_headers import timeout_seconds
 from serve.transports.nghttp2_call import Call
-from serve.transports.nghttp2_connection import GrpcConnection, OpenCall
+from serve.transports.nghttp2_session import GrpcSession, OpenCall
 from serve.transports.nghttp2_streams import InferStreamCall, StreamCall
 from serve.transports.nghttp2_unary import InferCall, UnaryCall
 
@@ -63,7 +63,7 @@ class Calls:
 
 
 class _Inferring:
-    """Opens the inference calls of one list of headers on one connection."""
+    """Opens the inference calls of one list of headers in one session."""
 
     __slots__ = ("_encoding", "_given", "_headers", "_observability", "_observed", "_plain", "_time_left_s")
 
@@ -83,9 +83,9 @@ class _Inferring:
         self._time_left_s = time_left_s
         self._given = given  # by a gate, which may look at each request too
 
-    def _pass_gate(self, connection: GrpcConnection) -> None:
+    def _pass_gate(self, session: GrpcSession) -> None:
         if self._given is not None:
-            self._plain = self._given.inference(self._plain, connection.peer)
+            self._plain = self._given.inference(self._plain, session.peer)
             self._given = None
 
 
@@ -94,21 +94,21 @@ class _InferringOnce(_Inferring):
 
     __slots__ = ()
 
-    def __call__(self, connection: GrpcConnection, stream: int) -> Call:
+    def __call__(self, session: GrpcSession, stream: int) -> Call:
         if self._given is not None:
-            self._pass_gate(connection)
+            self._pass_gate(session)
         plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
         observer = self._observability.observer  # which comes and goes while connections last
         if observer is None:
-            return InferCall(connection, stream, encoding, plain, plain, time_left_s)
+            return InferCall(session, stream, encoding, plain, plain, time_left_s)
         observed = self._observed
         if observed is None:
-            observed = self._observed = ObservedInference(plain, observer, connection.peer, self._headers)
+            observed = self._observed = ObservedInference(plain, observer, session.peer, self._headers)
         # Counted here, as `ObservedInference` does: asking it costs what all of observing may not, 0.1 us a request.
         observer.until -= 1
         if observer.until and (observer.tracer is None or not observed.has_parent):
-            return InferCall(connection, stream, encoding, plain, observed, time_left_s)
-        return InferCall(connection, stream, encoding, observed.chosen(), observed, time_left_s)
+            return InferCall(session, stream, encoding, plain, observed, time_left_s)
+        return InferCall(session, stream, encoding, observed.chosen(), observed, time_left_s)
 
 
 class _InferringOften(_Inferring):
@@ -116,22 +116,22 @@ class _InferringOften(_Inferring):
 
     __slots__ = ()
 
-    def __call__(self, connection: GrpcConnection, stream: int) -> Call:
-        self._pass_gate(connection)
+    def __call__(self, session: GrpcSession, stream: int) -> Call:
+        self._pass_gate(session)
         observer = self._observability.observer
         inference: AnyInference = self._plain
         if observer is not None:
-            inference = ObservedInference(self._plain, observer, connection.peer, self._headers)
-        return InferStreamCall(connection, stream, self._encoding, inference, self._time_left_s)
+            inference = ObservedInference(self._plain, observer, session.peer, self._headers)
+        return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s)
 
 
-def _counted(given: Pass, open_call: OpenCall, connection: GrpcConnection, stream: int) -> Call:
+def _counted(given: Pass, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
     """Open a call, unless its client has had enough of them."""
     try:
-        given.charge(connection.peer)
+        given.charge(session.peer)
     except InferenceError as error:
-        return RefusedCall(connection, stream, error)
-    return open_call(connection, stream)
+        return RefusedCall(session, stream, error)
+    return open_call(session, stream)
 
 
 class RefusedCall:
@@ -140,9 +140,9 @@ class RefusedCall:
     held_bytes = 0
     is_unary = False  # others that begin like this one may be served
 
-    def __init__(self, connection: GrpcConnection, stream: int, error: InferenceError) -> None:
-        # In the next turn of the loop: the connection does not know of this call yet.
-        asyncio.get_running_loop().call_soon(partial(connection.fail, stream, status_of(error), ended=False))
+    def __init__(self, session: GrpcSession, stream: int, error: InferenceError) -> None:
+        # In the next turn of the loop: the session does not know of this call yet.
+        asyncio.get_running_loop().call_soon(partial(session.fail, stream, status_of(error), ended=False))
 
     def take(self, message: bytes | memoryview) -> None:
         """Drop it."""

@@ -1,4 +1,4 @@
-"""Calls with any number of messages each way over a GrpcConnection.
+"""Calls with any number of messages each way in a GrpcSession.
 
 Flow control joins both directions: what is not answered yet, or not read by the client, holds back what it may send.
 """
@@ -19,7 +19,7 @@ from serve.protocol.observed_inference import AnyInference
 from serve.protocol.service import StreamMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader
-from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.nghttp2_session import GrpcSession
 
 logger = logging.getLogger(__name__)
 MAX_UNANSWERED = 256  # requests of one stream; beyond it the client may send no more
@@ -32,15 +32,15 @@ class InferStreamCall:
 
     def __init__(
         self,
-        connection: GrpcConnection,
+        session: GrpcSession,
         stream: int,
         encoding: bytes | None,
         inference: AnyInference,
         time_left_s: float | None,
     ) -> None:
-        self._connection = connection
+        self._session = session
         self._stream = stream
-        self._reader = MessageReader(connection.limits.max_message_bytes, encoding)
+        self._reader = MessageReader(session.limits.max_message_bytes, encoding)
         self._requests = InferenceStream(inference, self._answer)
         self._ended = self._begun = False
         self._withheld = 0
@@ -91,35 +91,35 @@ class InferStreamCall:
     def _answer(self, answer: bytes) -> None:
         if not self._begun:
             self._begun = True
-            self._connection.begin(self._stream)
-        self._connection.send(self._stream, answer)
+            self._session.begin(self._stream)
+        self._session.send(self._stream, answer)
         if self._withheld and not self._is_full():
             self._release()
         self._finish_if_done()
 
     def _is_full(self) -> bool:
-        if self._connection.is_behind(self._stream):
-            self._connection.when_read(self._stream, self._release)
+        if self._session.is_behind(self._stream):
+            self._session.when_read(self._stream, self._release)
             return True
         return len(self._requests) > MAX_UNANSWERED
 
     def _release(self) -> None:
-        self._connection.give_back(self._stream, self._withheld)
+        self._session.give_back(self._stream, self._withheld)
         self._withheld = 0
 
     def _finish_if_done(self) -> None:
         if self._ended and not self._requests:
             if not self._begun:
                 self._begun = True
-                self._connection.begin(self._stream)
-            self._connection.finish(self._stream, ended=True)
+                self._session.begin(self._stream)
+            self._session.finish(self._stream, ended=True)
             self._stop()
 
     def _expire(self) -> None:
         self._fail(DeadlineExceededError("the call's deadline has passed"))
 
     def _fail(self, error: InferenceError) -> None:
-        self._connection.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
+        self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
         self._stop()
 
     def _stop(self) -> None:
@@ -135,15 +135,15 @@ class StreamCall:
 
     def __init__(
         self,
-        connection: GrpcConnection,
+        session: GrpcSession,
         stream: int,
         encoding: bytes | None,
         method: StreamMethod,
         time_left_s: float | None,
     ) -> None:
-        self._connection = connection
+        self._session = session
         self._stream = stream
-        self._reader = MessageReader(connection.limits.max_message_bytes, encoding)
+        self._reader = MessageReader(session.limits.max_message_bytes, encoding)
         self._method = method
         self._messages: deque[bytes] = deque()
         self._arrived = asyncio.Event()
@@ -192,10 +192,10 @@ class StreamCall:
             async with asyncio.timeout(time_left_s):
                 async for response in self._method.answer(self._requests()):
                     self._begin()
-                    self._connection.send(self._stream, response.SerializeToString())
-                    if self._connection.is_behind(self._stream):
+                    self._session.send(self._stream, response.SerializeToString())
+                    if self._session.is_behind(self._stream):
                         caught_up = asyncio.Event()
-                        self._connection.when_read(self._stream, caught_up.set)
+                        self._session.when_read(self._stream, caught_up.set)
                         await caught_up.wait()
         except asyncio.CancelledError:
             raise
@@ -205,13 +205,13 @@ class StreamCall:
             self._fail(error)
         else:
             self._begin()
-            self._connection.finish(self._stream, ended=self._ended)
+            self._session.finish(self._stream, ended=self._ended)
 
     async def _requests(self) -> AsyncIterator[Message]:
         while True:
             while self._messages:
                 yield parse(self._method.request, self._messages.popleft())
-            self._connection.give_back(self._stream, self._unread)
+            self._session.give_back(self._stream, self._unread)
             self._unread = 0
             if self._broken is not None:
                 raise self._broken
@@ -224,9 +224,9 @@ class StreamCall:
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
-            self._connection.begin(self._stream)
+            self._session.begin(self._stream)
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a call failed", exc_info=error)
-        self._connection.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
+        self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)

@@ -1,4 +1,4 @@
-"""Calls with one message each way over a GrpcConnection."""
+"""Calls with one message each way in a GrpcSession."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve.protocol.observed_inference import Onlooker, WayIn
 from serve.protocol.service import UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader, sole_message
-from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.nghttp2_session import GrpcSession
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +20,16 @@ class _Unary:
     """A call that takes one message and gives one."""
 
     is_unary = True
-    __slots__ = ("_connection", "_encoding", "_ended", "_failed", "_grown_s", "_message", "_reader", "_stream")
+    __slots__ = ("_encoding", "_ended", "_failed", "_grown_s", "_message", "_reader", "_session", "_stream")
 
-    def __init__(self, connection: GrpcConnection, stream: int, encoding: bytes | None) -> None:
-        self._connection = connection
+    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None) -> None:
+        self._session = session
         self._stream = stream
         self._encoding = encoding
         self._reader: MessageReader | None = None  # for a message that comes in pieces, or compressed
         self._message: bytes | memoryview | None = None
         self._ended = self._failed = False
-        self._grown_s = connection.heard_s
+        self._grown_s = session.heard_s
 
     @property
     def held_bytes(self) -> int:
@@ -43,13 +43,13 @@ class _Unary:
 
     def grew(self) -> None:
         """Some of the message has come."""
-        self._grown_s = self._connection.heard_s
+        self._grown_s = self._session.heard_s
 
     def receive(self, data: bytes) -> int:
         """Take what the client sent; all of it may be sent again, as a message must be whole before it can be read."""
-        self._grown_s = self._connection.heard_s
+        self._grown_s = self._session.heard_s
         if self._reader is None:
-            self._reader = MessageReader(self._connection.limits.max_message_bytes, self._encoding)
+            self._reader = MessageReader(self._session.limits.max_message_bytes, self._encoding)
         elif self._reader.hold(data):
             return len(data)
         try:
@@ -64,7 +64,7 @@ class _Unary:
     def receive_last(self, data: bytes) -> int:
         """The same, and the client's end."""
         if self._reader is None:
-            self._message = sole_message(data, self._connection.limits.max_message_bytes)
+            self._message = sole_message(data, self._session.limits.max_message_bytes)
         if self._message is None or self._reader is not None:
             self.receive(data)
         self.end()
@@ -81,7 +81,7 @@ class _Unary:
             if self._message is None:
                 raise InvalidArgumentError("the call ended without a message, expected one")  # noqa: TRY301  (see above)
             self._answer(self._message)
-        except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the connection)
+        except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the session)
             self._fail(error)
 
     def gone(self) -> None:
@@ -99,7 +99,7 @@ class _Unary:
         if not isinstance(error, InferenceError):
             logger.error("a call failed", exc_info=error)
         self._failed = True
-        self._connection.fail(self._stream, status_of(error), ended=self._ended)
+        self._session.fail(self._stream, status_of(error), ended=self._ended)
 
 
 class InferCall(_Unary):
@@ -109,14 +109,14 @@ class InferCall(_Unary):
 
     def __init__(
         self,
-        connection: GrpcConnection,
+        session: GrpcSession,
         stream: int,
         encoding: bytes | None,
         inference: WayIn,
         onlooker: Onlooker,
         time_left_s: float | None,
     ) -> None:
-        super().__init__(connection, stream, encoding)
+        super().__init__(session, stream, encoding)
         self._inference = inference
         self._onlooker = onlooker
         self._time_left_s = time_left_s
@@ -136,7 +136,7 @@ class InferCall(_Unary):
         if isinstance(result, InferenceError):
             self._fail(result)
         else:
-            self._connection.answer(self._stream, result)
+            self._session.answer(self._stream, result)
 
     def _fail(self, error: Exception) -> None:
         self._onlooker.failed(bytes(self._message or b""), error)
@@ -148,10 +148,10 @@ class UnaryCall(_Unary):
 
     __slots__ = ("_method",)
 
-    def __init__(self, connection: GrpcConnection, stream: int, encoding: bytes | None, method: UnaryMethod) -> None:
-        super().__init__(connection, stream, encoding)
+    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None, method: UnaryMethod) -> None:
+        super().__init__(session, stream, encoding)
         self._method = method
 
     def _answer(self, message: bytes | memoryview) -> None:
         answer = self._method.answer(parse(self._method.request, bytes(message)))
-        self._connection.answer(self._stream, answer.SerializeToString())
+        self._session.answer(self._stream, answer.SerializeToString())

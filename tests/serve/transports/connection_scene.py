@@ -14,7 +14,8 @@ from serve.transports.http2_frames import HEAD
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2_call import Call
 from serve.transports.nghttp2_calls import RefusedCall
-from serve.transports.nghttp2_connection import GrpcConnection, OpenCall
+from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.nghttp2_session import GrpcSession, OpenCall
 from serve.transports.nghttp2_unary import _Unary
 from tests.serve.transports.http2_peer import WINDOW_BYTES, call_headers
 
@@ -60,8 +61,8 @@ class Owner:
 class WaitingCall(_Unary):
     """Is answered later, with its own request and some bytes more."""
 
-    def __init__(self, connection: GrpcConnection, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
-        super().__init__(connection, stream, None)
+    def __init__(self, session: GrpcSession, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
+        super().__init__(session, stream, None)
         self._waiting, self._who_went = waiting, gone
 
     def gone(self) -> None:
@@ -93,10 +94,10 @@ class Scene:
         self.opened.append(headers)
         return self._open
 
-    def _open(self, connection: GrpcConnection, stream: int) -> Call:
+    def _open(self, session: GrpcSession, stream: int) -> Call:
         if self.refusal is not None:
-            return RefusedCall(connection, stream, self.refusal)
-        return WaitingCall(connection, stream, self.waiting, self.gone)
+            return RefusedCall(session, stream, self.refusal)
+        return WaitingCall(session, stream, self.waiting, self.gone)
 
     @property
     def untold(self) -> list[int]:
