@@ -16,6 +16,7 @@ from serve.benchmark.load.calls import framed
 
 Check = Callable[[Answer], str]
 INFER_HEADERS = call_headers(INFER_PATH)
+SHOWN_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,14 @@ class Case:
     headers: Headers = field(default=tuple(INFER_HEADERS))
     end: bool = True
     messages: int = 1
+
+    def complaint(self, answer: Answer) -> str:
+        """What is wrong with an answer, and what was sent for it, in hexadecimal digits; "" where it is right."""
+        wrong = self.check(answer)
+        if not wrong:
+            return ""
+        shown, more = self.data[:SHOWN_BYTES].hex(), len(self.data) - SHOWN_BYTES
+        return f"{wrong}; sent: {shown}" + (f" and {more} bytes more" if more > 0 else "")
 
 
 def infer_case(kind: str, message: bytes) -> Case:

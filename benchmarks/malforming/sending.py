@@ -45,10 +45,10 @@ def send_calls(address: str, cases: Iterator[Case], counts: Counts, good: Counts
                 good_line.start(case, case.headers, case.data)
             for case, answer in turn([bad_line, good_line]):
                 tally = good if case.kind == GOOD else counts
-                tally.take(case.kind, case.check(answer), case.messages)
+                tally.take(case.kind, case.complaint(answer), case.messages)
                 tally.statuses[f"HTTP {answer.http}" if answer.code is None else f"gRPC {answer.code}"] += 1
         for case, answer in good_line.wait():
-            good.take(case.kind, case.check(answer))
+            good.take(case.kind, case.complaint(answer))
     finally:
         bad_line.close()
         good_line.close()

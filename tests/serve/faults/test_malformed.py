@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks import malformed
 from benchmarks.malforming import connections, framing, messages, rest
-from benchmarks.malforming.case import Case, infer_case
+from benchmarks.malforming.case import SHOWN_BYTES, Case, infer_case
 from benchmarks.malforming.chance import seeded
 from benchmarks.malforming.counts import LISTED, Counts
 from benchmarks.malforming.good_requests import good_request
@@ -55,6 +55,13 @@ def test_good_requests_are_due_an_answer(seed: int) -> None:
     wanted = due(good_request(seeded(seed)).SerializeToString())
     assert wanted.codes == {0}
     assert wanted.outputs
+
+
+@pytest.mark.parametrize(("size", "rest"), [(3, ""), (SHOWN_BYTES, ""), (SHOWN_BYTES + 7, " and 7 bytes more")])
+def test_a_complaint_shows_what_was_sent(size: int, rest: str) -> None:
+    case = Case("kind", bytes(size), lambda answer: f"got {answer.code}" if answer.code else "")
+    assert case.complaint(Answer(code=0)) == ""
+    assert case.complaint(Answer(code=13)) == f"got 13; sent: {'00' * min(size, SHOWN_BYTES)}{rest}"
 
 
 def test_the_answer_is_foretold() -> None:
