@@ -84,10 +84,12 @@ def _serialized(model: onnx.ModelProto) -> bytes:
 def _quiet() -> Any:
     """Peers warn about every weight that they change; the judge looks at what comes out."""
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-    logging.disable(logging.NOTSET)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _modelopt(python: str, function: str, model: bytes, keep_io: bool) -> bytes:
