@@ -71,7 +71,10 @@ def serve(
     ] = TransportName.NGHTTP2,
     shared_memory: Annotated[
         bool,
-        typer.Option("--shared-memory", help="Let clients on this machine leave tensors in shared memory."),
+        typer.Option(
+            "--shared-memory",
+            help="Let clients on this machine leave tensors in shared memory (the system's, or a CUDA device's).",
+        ),
     ] = False,
     model_control: Annotated[
         ControlMode,

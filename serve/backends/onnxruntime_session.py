@@ -13,7 +13,6 @@ from typing import Any
 import onnxruntime as ort
 
 from serve.backends.crash_probe import CrashProbe, Trial
-from serve.backends.cuda import device_count
 from serve.backends.denormals import KEY as DENORMALS
 from serve.backends.denormals import keep_to_own_threads
 from serve.backends.node_placement import RECORD_ENTRY
@@ -22,6 +21,7 @@ from serve.backends.optimization_level import OptimizationLevel
 from serve.backends.session_settings import SessionSettings
 from serve.backends.thread_choice import is_quick, may_be_quick
 from serve.engine.backend import Placement
+from serve.engine.cuda_driver import device_count
 from serve.engine.errors import ModelLoadError
 from serve.engine.pauses import pause
 

@@ -16,6 +16,7 @@ from protos import inference_pb2 as pb
 from serve.engine.inference_core import InferenceCore
 from serve.observability.observability import Observability
 from serve.observability.options import ObserveOptions
+from serve.protocol.cuda_region import has_cuda
 from serve.protocol.health import Health
 from serve.protocol.inference import Inference
 from serve.protocol.metadata import model_metadata, model_statistics
@@ -142,7 +143,8 @@ class Service:
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Name, version and the protocol extensions that are served."""
-        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=EXTENSIONS)
+        on_devices = ("cuda_shared_memory",) if self.memory.enabled and has_cuda() else ()
+        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=(*EXTENSIONS, *on_devices))
 
     def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """A model's inputs and outputs, the batch dimension included."""

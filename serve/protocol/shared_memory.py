@@ -1,59 +1,49 @@
-"""System shared memory: tensors that a client on the same machine leaves in /dev/shm instead of sending them.
+"""Tensors that a client on the same machine leaves in memory that both reach, instead of sending them.
 
-Regions are read and written through their file, not mapped: a client that truncates a mapped file would kill the server with
-SIGBUS, and a read from tmpfs costs no more than the copy into the batch would. Names and keys are never told to other clients.
+A region is known by its name, whether it lies in the system's memory or on a CUDA device. Names are never told to others.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from serve.engine.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnsupportedError
+from serve.protocol.cuda_region import CudaRegion, open_cuda_region
+from serve.protocol.system_region import SystemRegion, open_system_region
 
-FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
-# One name, as shm_open takes it: no folder, nothing hidden, nothing that leads out.
-KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}")
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
 
 
-class OpenFile:
-    """A file that is closed when nobody holds it any more.
+class Region(Protocol):
+    """Memory that a client has registered."""
 
-    A worker thread may read from it while its region is unregistered: its number must not become another file's in that moment.
-    """
+    @property
+    def name(self) -> str:
+        """That requests use."""
 
-    __slots__ = ("descriptor",)
+    @property
+    def byte_size(self) -> int:
+        """Of the region."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Put bytes of the region where they are wanted.
 
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+        Raises:
+            InferenceError: they are not there any more.
+        """
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes into the region.
+
+        Raises:
+            InferenceError: there is no place for them any more.
+        """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Region:
-    """A part of a shared memory file that a client has registered.
-
-    Attributes:
-        name: that requests use.
-        key: of the file.
-        offset: of the region in the file, in bytes.
-        byte_size: of the region.
-        file: that holds it.
-    """
-
-    name: str
-    key: str
-    offset: int
-    byte_size: int
-    file: OpenFile
+Kind = TypeVar("Kind", SystemRegion, CudaRegion)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,56 +66,52 @@ class SharedMemory:
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[str, SystemRegion | CudaRegion] = {}
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Open a region.
+    def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Open a region of the system's memory.
 
         Raises:
             UnsupportedError: shared memory is off here.
             InvalidArgumentError: the name or the key is none, there is no such file, or it is smaller than the region.
             AlreadyExistsError: the name is taken.
         """
-        if not self.enabled:
-            raise UnsupportedError(OFF)
-        if not name:
-            raise InvalidArgumentError("the region has no name; expected one that requests can use")
-        if name in self._regions:
-            raise AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
-        if not KEY.fullmatch(key) or not byte_size or offset + byte_size >= 2**63:
-            raise InvalidArgumentError(
-                f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
-                "memory object, and at least one byte of it"
-            )
-        file = OpenFile(_open(name, key))
-        size = os.fstat(file.descriptor).st_size
-        if offset + byte_size > size:
-            raise InvalidArgumentError(
-                f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
-            )
-        self._regions[name] = Region(name=name, key=key, offset=offset, byte_size=byte_size, file=file)
+        self._check_new(name)
+        self._regions[name] = open_system_region(name, key, offset, byte_size)
 
-    def unregister(self, name: str) -> None:
-        """Close a region; "" closes all. One that is not registered is as good as closed."""
-        if name:
-            self._regions.pop(name, None)
-        else:
-            self._regions.clear()
+    def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:
+        """Open a region on a CUDA device.
 
-    def regions(self, name: str) -> list[Region]:
-        """The region of this name; "" lists all.
+        Raises:
+            UnsupportedError: shared memory is off here, or there is no CUDA device.
+            InvalidArgumentError: the name or the handle is none, or the memory cannot be opened or is smaller than the region.
+            AlreadyExistsError: the name is taken.
+        """
+        self._check_new(name)
+        self._regions[name] = open_cuda_region(name, raw_handle, device_id, byte_size)
+
+    def unregister(self, name: str, kind: type[Kind]) -> None:
+        """Close a region of one kind; "" closes all of them. One that is not registered is as good as closed."""
+        for region in [r for r in self._regions.values() if isinstance(r, kind) and name in {"", r.name}]:
+            del self._regions[region.name]
+
+    def regions(self, name: str, kind: type[Kind]) -> list[Kind]:
+        """The region of this name and kind; "" lists all of the kind.
 
         Raises:
             NotFoundError: it is not registered.
         """
-        return [self._find(name)] if name else list(self._regions.values())
+        found = [region for region in self._regions.values() if isinstance(region, kind) and name in {"", region.name}]
+        if name and not found:
+            raise _unknown(name)
+        return found
 
     def read(self, place: Place) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """A copy of the bytes of a tensor.
 
         Raises:
             NotFoundError: the region is not registered.
-            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has shrunk its file.
+            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has taken the memory away.
         """
         self.check(place)
         data = np.empty(place.byte_size, np.uint8)
@@ -137,18 +123,16 @@ class SharedMemory:
 
         Raises:
             NotFoundError: the region is not registered.
-            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has shrunk its file.
+            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has taken the memory away.
         """
-        region = self.check(place)
-        if os.preadv(region.file.descriptor, [target], region.offset + place.offset) != place.byte_size:
-            raise InvalidArgumentError(f"shared memory region {place.region!r} has become smaller than what is registered")
+        self.check(place).read_into(place.offset, target)
 
     def write(self, place: Place, data: bytes) -> None:
         """Put a tensor's bytes into its place.
 
         Raises:
             NotFoundError: the region is not registered any more.
-            InvalidArgumentError: the bytes do not fit the place.
+            InvalidArgumentError: the bytes do not fit the place, or the client has taken the memory away.
         """
         region = self.check(place)
         if len(data) > place.byte_size:
@@ -156,7 +140,7 @@ class SharedMemory:
                 f"an output of {len(data)} bytes does not fit its {place.byte_size} bytes of shared memory region "
                 f"{place.region!r}; make them more"
             )
-        os.pwrite(region.file.descriptor, data, region.offset + place.offset)
+        region.write(place.offset, data)
 
     def check(self, place: Place) -> Region:
         """The region that holds a place.
@@ -168,7 +152,9 @@ class SharedMemory:
         """
         if not self.enabled:
             raise UnsupportedError(OFF)
-        region = self._find(place.region)
+        region = self._regions.get(place.region)
+        if region is None:
+            raise _unknown(place.region)
         if place.offset < 0 or place.byte_size < 0 or place.offset + place.byte_size > region.byte_size:
             raise InvalidArgumentError(
                 f"bytes {place.offset} to {place.offset + place.byte_size} are not inside of shared memory region "
@@ -178,25 +164,16 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close all regions."""
-        self.unregister("")
+        self._regions.clear()
 
-    def _find(self, name: str) -> Region:
-        region = self._regions.get(name)
-        if region is None:
-            raise NotFoundError(f"shared memory region {name!r} is not registered; register it first")
-        return region
-
-
-def _open(name: str, key: str) -> int:
-    with _as_invalid(name):
-        return os.open(f"{FOLDER}/{key.lstrip('/')}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    def _check_new(self, name: str) -> None:
+        if not self.enabled:
+            raise UnsupportedError(OFF)
+        if not name:
+            raise InvalidArgumentError("the region has no name; expected one that requests can use")
+        if name in self._regions:
+            raise AlreadyExistsError(f"shared memory region {name!r} is registered already; unregister it first")
 
 
-@contextmanager
-def _as_invalid(name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"the shared memory object of region {name!r} cannot be opened: {error.strerror}; create it first"
-        ) from None
+def _unknown(name: str) -> NotFoundError:
+    return NotFoundError(f"shared memory region {name!r} is not registered; register it first")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from protos import inference_pb2 as pb
-from serve.engine.errors import NotFoundError, UnsupportedError
+from serve.protocol.cuda_region import CudaRegion
 from serve.protocol.shared_memory import SharedMemory
+from serve.protocol.system_region import SystemRegion
 
 
 class SharedMemoryRpcs:
-    """System regions as asked for; of CUDA regions there are none."""
+    """Regions as asked for."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -16,7 +17,7 @@ class SharedMemoryRpcs:
     def system_status(self, request: pb.SystemSharedMemoryStatusRequest) -> pb.SystemSharedMemoryStatusResponse:
         """The region of a name, or all."""
         response = pb.SystemSharedMemoryStatusResponse()
-        for region in self._memory.regions(request.name):
+        for region in self._memory.regions(request.name, SystemRegion):
             status = response.regions[region.name]
             status.name, status.key = region.name, region.key
             status.offset, status.byte_size = region.offset, region.byte_size
@@ -24,24 +25,28 @@ class SharedMemoryRpcs:
 
     def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> pb.SystemSharedMemoryRegisterResponse:
         """Open a region."""
-        self._memory.register(request.name, request.key, request.offset, request.byte_size)
+        self._memory.register_system(request.name, request.key, request.offset, request.byte_size)
         return pb.SystemSharedMemoryRegisterResponse()
 
     def system_unregister(self, request: pb.SystemSharedMemoryUnregisterRequest) -> pb.SystemSharedMemoryUnregisterResponse:
-        """Close a region, or all."""
-        self._memory.unregister(request.name)
+        """Close a region, or all of the system's."""
+        self._memory.unregister(request.name, SystemRegion)
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def cuda_status(self, request: pb.CudaSharedMemoryStatusRequest) -> pb.CudaSharedMemoryStatusResponse:
-        """None."""
-        if request.name:
-            raise NotFoundError(f"CUDA shared memory region {request.name!r} is not registered; this server takes none")
-        return pb.CudaSharedMemoryStatusResponse()
+        """The region of a name, or all."""
+        response = pb.CudaSharedMemoryStatusResponse()
+        for region in self._memory.regions(request.name, CudaRegion):
+            status = response.regions[region.name]
+            status.name, status.device_id, status.byte_size = region.name, region.device_id, region.byte_size
+        return response
 
-    def cuda_register(self, _: pb.CudaSharedMemoryRegisterRequest) -> pb.CudaSharedMemoryRegisterResponse:
-        """Refuse."""
-        raise UnsupportedError("this server takes no CUDA shared memory; use system shared memory, or send the bytes")
+    def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> pb.CudaSharedMemoryRegisterResponse:
+        """Open a region."""
+        self._memory.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return pb.CudaSharedMemoryRegisterResponse()
 
-    def cuda_unregister(self, _: pb.CudaSharedMemoryUnregisterRequest) -> pb.CudaSharedMemoryUnregisterResponse:
-        """Nothing is registered, so nothing is left: clients unregister all before they begin."""
+    def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> pb.CudaSharedMemoryUnregisterResponse:
+        """Close a region, or all of CUDA's."""
+        self._memory.unregister(request.name, CudaRegion)
         return pb.CudaSharedMemoryUnregisterResponse()

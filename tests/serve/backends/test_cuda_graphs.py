@@ -9,9 +9,9 @@ import onnxruntime as ort
 import pytest
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.cuda import device_count
 from serve.backends.cuda_graphs import GraphReplays
 from serve.engine.backend import Placement
+from serve.engine.cuda_driver import device_count
 from serve.engine.tensors import Array
 from tests.models import save_mlp, save_unbatched
 from tests.serve.backends.loading import load_backend

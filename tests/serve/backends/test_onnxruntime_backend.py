@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends.cuda import device_count
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
+from serve.engine.cuda_driver import device_count
 from serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
 from tests.models import mlp_weights, save_echo_types, save_mlp, save_model, save_picky
 from tests.serve.backends.loading import load_backend

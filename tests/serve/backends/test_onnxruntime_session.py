@@ -9,8 +9,8 @@ import pytest
 from onnx import helper
 
 from serve.backends import onnxruntime_session
-from serve.backends.cuda import device_count
 from serve.engine.backend import Placement
+from serve.engine.cuda_driver import device_count
 from serve.engine.errors import ModelLoadError
 from tests.models import save_mlp, save_unbatched
 from tests.serve.backends.loading import open_session

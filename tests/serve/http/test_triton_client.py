@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,10 @@ import tritonclient.http as tc
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from serve.http.rest_server import RestServer
+from serve.protocol import cuda_region
 from tests.models import mlp_weights
+from tests.serve.cuda_emulator.library import driver_of, library_path
+from tests.serve.cuda_emulator.owner import owner
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +169,24 @@ def test_tensors_may_lie_in_shared_memory(client: Any) -> None:
             shared_memory.destroy_shared_memory_region(region)
 
 
-def test_there_is_no_cuda_shared_memory(client: Any) -> None:
-    assert client.get_cuda_shared_memory_status() == []
-    client.unregister_cuda_shared_memory()
-    with pytest.raises(InferenceServerException, match=r"\[501\] this server takes no CUDA shared memory"):
-        client.register_cuda_shared_memory("c", b"aGFuZGxl", 0, 64)
+def test_tensors_may_lie_on_a_cuda_device(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = library_path("emulated", tmp_path)
+    driver = driver_of(path)
+    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: driver)
+    x = np.array([1, 2, 3], np.float32)
+    with owner(path, 2 * x.nbytes) as memory:
+        memory.write(0, x.tobytes())
+        client.register_cuda_shared_memory("c", b64encode(memory.handle).decode(), 0, 2 * x.nbytes)
+        assert client.get_cuda_shared_memory_status("c") == [{"name": "c", "device_id": 0, "byte_size": 24}]
+        given, wanted = tc.InferInput("x", [3], "FP32"), tc.InferRequestedOutput("y")
+        given.set_shared_memory("c", x.nbytes)
+        wanted.set_shared_memory("c", x.nbytes, offset=x.nbytes)
+        client.infer("unbatched", [given], outputs=[wanted])
+        assert memory.read(x.nbytes, x.nbytes) == (x + x).tobytes()
+        client.unregister_cuda_shared_memory("c")
+        assert client.get_cuda_shared_memory_status() == []
+        with pytest.raises(InferenceServerException, match=r"\[400\] .*; expected the 64 bytes"):
+            client.register_cuda_shared_memory("c", b64encode(b"handle").decode(), 0, 64)
 
 
 def test_settings_are_read_and_changed(client: Any) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from protos.inference_pb2 import InferParameter
 from serve.engine.errors import AlreadyExistsError, InferenceError, InvalidArgumentError, NotFoundError, UnsupportedError
-from serve.protocol.shared_memory import FOLDER, Place, SharedMemory
+from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import place_of
+from serve.protocol.system_region import FOLDER, SystemRegion
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def block() -> Iterator[Block]:
 def memory(block: Block) -> Iterator[SharedMemory]:
     """With the block's bytes 10 to 59 as "r"."""
     regions = SharedMemory(enabled=True)
-    regions.register("r", block.name, 10, 50)
+    regions.register_system("r", block.name, 10, 50)
     yield regions
     regions.close()
 
@@ -61,10 +62,11 @@ def test_what_lies_there_is_read_and_written(block: Block, memory: SharedMemory)
 
 def test_the_leading_slash_of_a_posix_name_is_taken(block: Block) -> None:
     regions = SharedMemory(enabled=True)
-    regions.register("s", f"/{block.name}", 0, 100)
-    assert [(r.name, r.key, r.offset, r.byte_size) for r in regions.regions("")] == [("s", f"/{block.name}", 0, 100)]
+    regions.register_system("s", f"/{block.name}", 0, 100)
+    (region,) = regions.regions("", SystemRegion)
+    assert (region.name, region.key, region.offset, region.byte_size) == ("s", f"/{block.name}", 0, 100)
     regions.close()
-    assert regions.regions("") == []
+    assert regions.regions("", SystemRegion) == []
 
 
 @pytest.mark.parametrize("at", [place(0, 51), place(50, 1), place(-1, 2), place(0, -1), place(2**63, 2**63)])
@@ -89,33 +91,33 @@ def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory:
 @pytest.mark.parametrize("key", ["", "/", "..", "../etc/passwd", "/../x", "a/b", ".hidden", "a\0b", "x" * 300])
 def test_keys_that_are_no_names_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected the name of a shared memory object"):
-        SharedMemory(enabled=True).register("s", key, 0, 1)
+        SharedMemory(enabled=True).register_system("s", key, 0, 1)
 
 
 def test_what_cannot_be_registered_says_why(block: Block, memory: SharedMemory) -> None:
     with pytest.raises(AlreadyExistsError, match="shared memory region 'r' is registered already; unregister it first"):
-        memory.register("r", block.name, 0, 1)
+        memory.register_system("r", block.name, 0, 1)
     with pytest.raises(InvalidArgumentError, match="region 's' ends at byte 101, its shared memory object has 100"):
-        memory.register("s", block.name, 1, 100)
+        memory.register_system("s", block.name, 1, 100)
     with pytest.raises(InvalidArgumentError, match="cannot be opened: No such file or directory; create it first"):
-        memory.register("s", "halfserve_no_such_object", 0, 1)
+        memory.register_system("s", "halfserve_no_such_object", 0, 1)
     with pytest.raises(InvalidArgumentError, match="the region has no name"):
-        memory.register("", block.name, 0, 1)
+        memory.register_system("", block.name, 0, 1)
     with pytest.raises(UnsupportedError, match="start it with --shared-memory"):
-        SharedMemory(enabled=False).register("s", block.name, 0, 1)
+        SharedMemory(enabled=False).register_system("s", block.name, 0, 1)
     link = Path(FOLDER) / "halfserve_test_link"
     link.symlink_to(__file__)
     try:
         with pytest.raises(InvalidArgumentError, match="cannot be opened"):
-            memory.register("s", link.name, 0, 1)
+            memory.register_system("s", link.name, 0, 1)
     finally:
         link.unlink()
 
 
 def test_regions_come_and_go_by_name(memory: SharedMemory) -> None:
-    memory.unregister("never there")
-    memory.unregister("r")
-    for ask in (lambda: memory.regions("r"), lambda: memory.read(place(0, 1))):
+    memory.unregister("never there", SystemRegion)
+    memory.unregister("r", SystemRegion)
+    for ask in (lambda: memory.regions("r", SystemRegion), lambda: memory.read(place(0, 1))):
         with pytest.raises(NotFoundError, match="shared memory region 'r' is not registered"):
             ask()
 

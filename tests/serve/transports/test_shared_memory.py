@@ -98,10 +98,3 @@ def test_what_is_wrong_with_a_place_is_said(client: triton.InferenceServerClient
         client.infer("mlp", [x], outputs=[y])
     with pytest.raises(InferenceServerException, match="is registered already"):
         client.register_system_shared_memory(NAME, f"/{NAME}", 148)
-
-
-def test_cuda_regions_are_none(client: triton.InferenceServerClient) -> None:
-    client.unregister_cuda_shared_memory()
-    assert not client.get_cuda_shared_memory_status().regions
-    with pytest.raises(InferenceServerException, match="this server takes no CUDA shared memory"):
-        client.register_cuda_shared_memory("c", b"aGFuZGxl", 0, 100)

@@ -1,0 +1,89 @@
+"""A region of the system's shared memory: a part of a file in /dev/shm.
+
+It is read and written through its file, not mapped: a client that truncates a mapped file would kill the server with SIGBUS,
+and a read from tmpfs costs no more than the copy into the batch would.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from serve.engine.errors import InvalidArgumentError
+
+FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
+# One name, as shm_open takes it: no folder, nothing hidden, nothing that leads out.
+KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}")
+
+
+class OpenFile:
+    """A file that is closed when nobody holds it any more.
+
+    A worker thread may read from it while its region is unregistered: its number must not become another file's in that moment.
+    """
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemRegion:
+    """A part of a shared memory file.
+
+    Attributes:
+        name: that requests use.
+        key: of the file.
+        offset: of the region in the file, in bytes.
+        byte_size: of the region.
+        file: that holds it.
+    """
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    file: OpenFile
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Put bytes of the region where they are wanted.
+
+        Raises:
+            InvalidArgumentError: the client has shrunk its file.
+        """
+        if os.preadv(self.file.descriptor, [target], self.offset + offset) != target.nbytes:
+            raise InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes into the region."""
+        os.pwrite(self.file.descriptor, data, self.offset + offset)
+
+
+def open_system_region(name: str, key: str, offset: int, byte_size: int) -> SystemRegion:
+    """Open a region.
+
+    Raises:
+        InvalidArgumentError: the key is none, there is no such file, or it is smaller than the region.
+    """
+    if not KEY.fullmatch(key) or not byte_size or offset + byte_size >= 2**63:
+        raise InvalidArgumentError(
+            f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
+            "memory object, and at least one byte of it"
+        )
+    try:
+        file = OpenFile(os.open(f"{FOLDER}/{key.lstrip('/')}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the shared memory object of region {name!r} cannot be opened: {error.strerror}; create it first"
+        ) from None
+    size = os.fstat(file.descriptor).st_size
+    if offset + byte_size > size:
+        raise InvalidArgumentError(
+            f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
+        )
+    return SystemRegion(name=name, key=key, offset=offset, byte_size=byte_size, file=file)
