@@ -14,9 +14,11 @@ from serve.transports.http2_frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES,
+    GOAWAY,
     HEAD,
     HEAD_BYTES,
     HEADERS,
+    MAX_STREAM,
     NUMBER,
     PADDED,
     PREFACE_BYTES,
@@ -78,10 +80,9 @@ class FrameReader:
         self._has_more = False
         at = self._frames(data, self._go_on(data, teller) if self._left else 0, teller)
         self._rest = bytes(data[at:])
-        self._calls.acknowledge()
         return self._has_more
 
-    def _frames(self, data: Bytes, at: int, teller: Teller) -> int:  # noqa: C901, PLR0912  (a call for each frame costs too much)
+    def _frames(self, data: Bytes, at: int, teller: Teller) -> int:  # noqa: C901, PLR0912, PLR0915  (calls cost too much)
         """Read the frames from a place on; where the last one ends."""
         calls, tell, read_head, read_prefix = self._calls, teller.tell, HEAD.unpack_from, PREFIX.unpack_from
         expecting, growing, known, max_whole = calls.expecting, calls.growing, calls.known, calls.max_whole
@@ -91,6 +92,7 @@ class FrameReader:
             if body > size:
                 break
             head, flags, stream = read_head(data, at)
+            stream &= MAX_STREAM  # a reserved bit, which means nothing
             end = body + (head >> 8)
             kind = head & 0xFF
             is_ours = False
@@ -122,6 +124,8 @@ class FrameReader:
                 is_ours = True
             elif head == RST_STREAM_HEAD:
                 is_ours = calls.reset(stream)
+            elif kind == GOAWAY:  # libnghttp2 ends the connection when the calls that it knows of are over
+                calls.retire()
             if is_ours:
                 if passed < at:
                     tell(data[passed:at])

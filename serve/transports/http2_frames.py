@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from struct import Struct
 
-DATA, HEADERS, RST_STREAM, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x8
+DATA, HEADERS, RST_STREAM, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x7, 0x8
 END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x01, 0x04, 0x08, 0x20
 NO_ERROR = 0x0
 HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6
@@ -22,6 +22,8 @@ HEAD = Struct(">IBI")  # 24 bits of the payload's length and 8 of the type, then
 HEAD_BYTES = HEAD.size
 NUMBER = Struct(">I")
 _WITH_NUMBER = Struct(">IBII")
+LENGTH_BYTES = 3
+_GOAWAY = HEAD.pack(GOAWAY, 0, 0)[LENGTH_BYTES:]
 
 
 def head_of(kind: int, flags: int, stream: int, length: int) -> bytes:
@@ -37,3 +39,12 @@ def window_update(stream: int, size: int) -> bytes:
 def rst_stream(stream: int, code: int) -> bytes:
     """The end of a stream, on both sides."""
     return _WITH_NUMBER.pack(NUMBER.size << 8 | RST_STREAM, 0, stream, code)
+
+
+def with_last_stream(frames: bytes, stream: int) -> bytes:
+    """The same bytes; where the frame that they end with is a GOAWAY, it names `stream` as the last one that was looked at."""
+    at = frames.rfind(_GOAWAY) - LENGTH_BYTES
+    if at < 0 or at + HEAD_BYTES + int.from_bytes(frames[at : at + LENGTH_BYTES]) != len(frames):
+        return frames
+    last = at + HEAD_BYTES
+    return frames[:last] + NUMBER.pack(stream) + frames[last + NUMBER.size :]

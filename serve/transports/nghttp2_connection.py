@@ -126,6 +126,13 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         repeated, outlet = self._repeated, self._outlet
         while repeated.closed:
             self._stream_gone(repeated.closed.pop())
+        if not outlet.paused:
+            repeated.acknowledge()
+            # First: what libnghttp2 sends may be that it takes the client's new settings, which these were not made for.
+            if repeated.unsent:
+                unsent = b"".join(repeated.unsent)
+                repeated.unsent.clear()
+                transport.write(unsent)
         try:
             outlet.write(transport)
             if repeated.relieve(paused=outlet.paused):
@@ -133,10 +140,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         except NGH2Error:
             self._give_up()
             return
-        if repeated.unsent and not outlet.paused:
-            transport.write(b"".join(repeated.unsent))
-            repeated.unsent.clear()
-        if not (self._http2.want_read or self._http2.want_write or repeated.granted):
+        if not (self._http2.want_read or self._http2.want_write or repeated.unsent):
             transport.close()
 
     def ping(self) -> None:
@@ -197,5 +201,5 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if transport is None:
             return
         with contextlib.suppress(NGH2Error):
-            transport.write(self._http2.data_to_send())
+            self._outlet.write(transport)
         transport.close()

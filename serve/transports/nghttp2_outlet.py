@@ -20,17 +20,19 @@ class Outlet:
         paused: the socket takes no more for now.
     """
 
-    __slots__ = ("_ending", "_http2", "_max_unsent", "_waiting", "paused")
+    __slots__ = ("_ending", "_http2", "_last_words", "_max_unsent", "_waiting", "paused")
 
-    def __init__(self, http2: Connection, max_unsent_bytes: int) -> None:
+    def __init__(self, http2: Connection, max_unsent_bytes: int, last_words: Callable[[bytes], bytes]) -> None:
         """An outlet with nothing to send.
 
         Args:
             http2: has the answers.
             max_unsent_bytes: of one call; with more its client is behind.
+            last_words: is asked for what to send in the place of bytes after which the connection is at its end.
         """
         self._http2 = http2
         self._max_unsent = max_unsent_bytes
+        self._last_words = last_words
         self._ending: set[int] = set()  # answered before the client had ended: to be reset once the answer is out
         self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls that wait for their answers to leave
         self.paused = False
@@ -43,7 +45,7 @@ class Outlet:
         """
         while True:
             while not self.paused and (data := self._http2.data_to_send(WRITE_BYTES)):
-                transport.write(data)
+                transport.write(data if self._http2.want_read else self._last_words(data))
             if self.paused or not self._ending or not self._reset_ended():
                 break
         if self._waiting:

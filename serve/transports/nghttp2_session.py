@@ -48,6 +48,7 @@ from serve.transports.receive_windows import ReceiveWindows
 from serve.transports.repeated_calls import Opener, RepeatedCalls
 
 STREAM_GONE = (StreamClosed, StreamReset)
+CONTENT_LENGTH = b"content-length"
 CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
 
 OpenCall = Callable[["GrpcSession", int], Call]
@@ -76,8 +77,8 @@ class GrpcSession(ABC):
         self._http2 = Connection(Role.SERVER, _configuration(limits))
         self._calls: dict[int, Call] = {}
         self._windows = ReceiveWindows(self._http2.acknowledge_received_data, limits.max_held_bytes)
-        self._outlet = Outlet(self._http2, limits.max_unsent_bytes)
         self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
+        self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words)
         self._closing = False
 
     @property
@@ -150,6 +151,8 @@ class GrpcSession(ABC):
         """What opened a call that libnghttp2 has just been told of, if others like it can be read without it."""
         call, open_call = self._calls.get(stream), self._open_call
         if call is None or open_call is None or not call.is_unary:
+            return None
+        if any(name == CONTENT_LENGTH for name, _ in self._headers):  # which libnghttp2 compares with what comes
             return None
         return cast("Opener", partial(open_call, self))
 

@@ -48,6 +48,7 @@ from serve.transports.http2_frames import (
     head_of,
     rst_stream,
     window_update,
+    with_last_stream,
 )
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2_call import Call, UnaryCall
@@ -72,8 +73,7 @@ class RepeatedCalls:
 
     Attributes:
         calls: all calls in flight, by stream; those that libnghttp2 knows of among them.
-        granted: streams of the calls that are here and not answered yet, in the order of their numbers, and by how much the
-            client has opened their windows.
+        granted: streams of the calls that are here and not answered yet, and by how much the client has opened their windows.
         expecting: the calls among them whose request is not whole.
         growing: what has come for those of them whose request comes in pieces.
         max_whole: bytes of a frame that may hold a whole request.
@@ -84,7 +84,7 @@ class RepeatedCalls:
         told: the highest that libnghttp2 has heard of.
         unsent: frames to send.
         closed: streams that libnghttp2 was found to be done with when it was told something.
-        is_open: whether calls may begin here; not while libnghttp2 cannot send what it has.
+        is_open: whether calls may begin and be answered here; not while libnghttp2 cannot send what it has.
         is_over: whether none will any more.
     """
 
@@ -129,9 +129,10 @@ class RepeatedCalls:
         is_new = self.latest < stream <= MAX_STREAM and stream & 1
         if not is_new or not self.is_open or len(self.calls) >= self._limits.max_streams:
             return False
+        call = opener(stream)
         self.latest = stream
         self.granted[stream] = 0
-        self.expecting[stream] = self.calls[stream] = opener(stream)
+        self.expecting[stream] = self.calls[stream] = call
         return True
 
     def make_way(self, stream: int, flags: int) -> bool:
@@ -187,28 +188,26 @@ class RepeatedCalls:
 
     def open_window(self, stream: int, size: int) -> bool:
         """The client takes `size` bytes more; False where it is for libnghttp2 to know."""
-        granted, at_first = (self.granted.get(stream), self._stream_window) if stream else (self.spare, DEFAULT_WINDOW_BYTES)
+        if not stream:
+            if size and size <= MAX_WINDOW_BYTES - DEFAULT_WINDOW_BYTES - self.spare:
+                self.spare += size
+                return True
+            self._give_window()  # it may be too much: libnghttp2, which then has it all, keeps count
+            return False
+        granted = self.granted.get(stream)
         if granted is None:
             return self.told < stream <= self.latest
-        if not 0 < size <= MAX_WINDOW_BYTES - at_first - granted:  # too much, perhaps: libnghttp2 keeps count
+        if not size or size > MAX_WINDOW_BYTES - self._stream_window - granted:
             self.retire()
             return False
-        if stream:
-            self.granted[stream] = granted + size
-        else:
-            self.spare = granted + size
+        self.granted[stream] = granted + size
         return True
 
     def reset(self, stream: int) -> bool:
-        """The client gives up a call; False where it is for libnghttp2 to know.
-
-        It is libnghttp2 that says how many calls a client may give up: it is told of the next one.
-        """
+        """The client gives up a call; False where it is for libnghttp2 to know, which counts how often a client does so."""
         if stream in self.granted:
-            self._leave(stream)
-            self.known.clear()
-            self.calls.pop(stream).gone()
-            return True
+            self.hand_over()
+            return False
         return self.told < stream <= self.latest
 
     def settings(self, settings: Mapping[int, int]) -> None:
@@ -244,8 +243,9 @@ class RepeatedCalls:
         if not self.is_open or len(block) > self._frame_bytes:
             self.hand_over()
             return False
-        self._leave(stream)
-        del self.calls[stream]
+        del self.calls[stream], self.granted[stream]
+        self.expecting.pop(stream, None)
+        self._stop_growing(stream)
         self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
         if not ended:
             self.unsent.append(rst_stream(stream, NO_ERROR))
@@ -263,16 +263,21 @@ class RepeatedCalls:
         self.is_open = self.spare > 0 and not is_short and not paused
         if paused or not is_short or not self.spare:
             return False
-        self._tell(window_update(0, self.spare))
-        self.spare = 0
+        self._give_window()
         return True
 
+    def last_words(self, frames: bytes) -> bytes:
+        """What libnghttp2 sends as it ends the connection; it is to name the last stream that was looked at, here or there."""
+        if self.is_over:  # it knows of all
+            return frames
+        self._forget_all()
+        return with_last_stream(frames, self.latest)
+
     def clear(self) -> None:
-        """The connection is over."""
-        self.granted.clear()
-        self.expecting.clear()
-        self.known.clear()
+        """The connection is lost."""
+        self._forget_all()
         self.unsent.clear()
+        self.closed.clear()
 
     # To libnghttp2
 
@@ -308,16 +313,20 @@ class RepeatedCalls:
         frames = []
         if self.latest > self.told:  # it must not take what still comes for these as meant for streams that never were
             block = head_of(HEADERS, END_HEADERS | END_STREAM, self.latest, len(_CALL)) + _CALL
-            frames += [block, rst_stream(self.latest, NO_ERROR)]
+            frames = [block, rst_stream(self.latest, NO_ERROR)]
             self.told = self.latest
-        if self.spare:
-            frames.append(window_update(0, self.spare))
-            self.spare = 0
+        if frames:
+            self._tell(b"".join(frames))
+        self._give_window()
         if self.owed:
             self.unsent.append(window_update(0, self.owed))
             self.owed = 0
-        if frames:
-            self._tell(b"".join(frames))
+
+    def _give_window(self) -> None:
+        """Let libnghttp2 have all of the connection's window that is left."""
+        if self.spare:
+            self._tell(window_update(0, self.spare))
+            self.spare = 0
 
     def _tell(self, frames: bytes) -> None:
         """As if the client had sent them. What follows from them for calls has been seen to."""
@@ -328,10 +337,13 @@ class RepeatedCalls:
             return
         self.closed += [event.stream_id for event in events if isinstance(event, StreamClosed | StreamReset)]
 
-    def _leave(self, stream: int) -> None:
-        del self.granted[stream]
-        self.expecting.pop(stream, None)
-        self._stop_growing(stream)
+    def _forget_all(self) -> None:
+        self.is_over = True
+        self.known.clear()
+        self.granted.clear()
+        self.expecting.clear()
+        self.growing.clear()
+        self._reserved = 0
 
     def _stop_growing(self, stream: int) -> None:
         growing = self.growing.pop(stream, None)

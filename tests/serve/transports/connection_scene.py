@@ -42,10 +42,11 @@ class Wire(asyncio.Transport):
 
 
 class Owner:
-    """A server of one connection that writes at once."""
+    """A server of one connection that writes at once, unless the scene is to wait with that."""
 
-    def __init__(self) -> None:
+    def __init__(self, scene: Scene) -> None:
         self.received = bytearray(2**18)
+        self._scene = scene
 
     def connected(self, connection: GrpcConnection) -> bool:
         del connection
@@ -55,7 +56,8 @@ class Owner:
         pass
 
     def flush_soon(self, connection: GrpcConnection) -> None:
-        connection.flush()
+        if self._scene.flushes:
+            connection.flush()
 
 
 class WaitingCall(_Unary):
@@ -81,9 +83,10 @@ class Scene:
         self.waiting: dict[int, bytes] = {}
         self.gone: list[int] = []
         self.refusal: InferenceError | None = None  # for calls that begin
+        self.flushes = True  # what is answered, at once
         self.opened: list[dict[bytes, bytes]] = []  # the headers that calls were looked up by
         self.client, self.wire = Connection(Role.CLIENT), Wire()
-        self.connection = GrpcConnection(Owner(), self._route, TransportLimits(**limits))
+        self.connection = GrpcConnection(Owner(self), self._route, TransportLimits(**limits))
         self.connection.connection_made(self.wire)
         self.events: list[Event] = []
         self.client.initiate_connection(settings)
@@ -110,9 +113,9 @@ class Scene:
         (block,) = self.connection._repeated.known
         return block
 
-    def call(self, body: bytes, path: bytes = b"/a/b", *, end: bool = True) -> int:
+    def call(self, body: bytes, path: bytes = b"/a/b", *, end: bool = True, **headers: bytes) -> int:
         """Begin a call, without sending it."""
-        stream = self.client.send_request(call_headers(path))
+        stream = self.client.send_request(call_headers(path, **headers))
         self.client.send_data(stream, body, end_stream=end)
         return stream
 

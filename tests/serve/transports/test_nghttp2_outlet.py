@@ -35,7 +35,7 @@ class Scene:
         self.stream = self.client.send_request(call_headers())
         self.server.receive_data(self.client.data_to_send())
         self.server.events()
-        self.outlet = Outlet(self.server, MAX_UNSENT)
+        self.outlet = Outlet(self.server, MAX_UNSENT, lambda last: last)
 
     def answer(self, message: bytes) -> None:
         self.server.send_response(self.stream, RESPONSE)

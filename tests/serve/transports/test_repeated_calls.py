@@ -20,6 +20,7 @@ from serve.transports.http2_frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES,
+    GOAWAY,
     HEADER_TABLE_SIZE,
     HEADERS,
     INITIAL_WINDOW_SIZE,
@@ -34,7 +35,7 @@ from serve.transports.http2_frames import (
 from tests.serve.transports.connection_scene import Scene, begun
 from tests.serve.transports.http2_peer import WINDOW_BYTES
 
-GOAWAY = 0x7
+PING, RESERVED = 0x6, 1 << 31
 SIZES = st.integers(0, 40) | st.integers(0, 3000) | st.integers(0, 200_000)
 
 
@@ -217,6 +218,143 @@ def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], 
         scene.send(frames(scene))
         assert ("connection", 0) in ends(scene)
         scene.answer(in_time)
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_libnghttp2_ends_is_over_and_names_the_last_stream() -> None:
+    """A client may send again what is said not to have been looked at."""
+
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + data(frame(b"x")) + raw(PING, 0, 0, b"1234567"))
+        (goaway,) = [payload for kind, _, _, payload in scene.frames() if kind == GOAWAY]
+        assert int.from_bytes(goaway[:4]) == FIRST
+        assert scene.wire.has_closed
+        assert not scene.connection._repeated.known
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("settings", [{HEADER_TABLE_SIZE: 0}, {INITIAL_WINDOW_SIZE: 0}])
+def test_an_answer_leaves_before_settings_that_it_was_not_made_for_are_taken(settings: dict[int, int]) -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.flushes = False  # the answer and the settings share a turn of the loop
+        stream = scene.call(frame(b"x"))
+        scene.push()
+        scene.answer(stream)
+        scene.client.update_settings(settings)
+        scene.flushes = True
+        await scene.exchange()
+        assert scene.answered(stream) == [b"x"]
+        assert not scene.wire.has_closed
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_call_after_call_is_cut_off() -> None:
+    async def run() -> None:
+        scene = await begun(reset_burst=10, resets_per_s=1)
+        block = scene.block
+        for stream in range(FIRST, FIRST + 400, 4):
+            ended_badly = raw(HEADERS, END_HEADERS, stream, block) + data(
+                b"", stream=stream
+            )  # so that the block is known again
+            asked = raw(HEADERS, END_HEADERS, stream + 2, block) + data(frame(b"x"), stream=stream + 2)
+            scene.send(ended_badly + asked + rst_stream(stream + 2, 8))
+        assert scene.wire.has_closed
+        assert len(scene.gone) <= 12
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_given_up_frees_its_place() -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + data(frame(b"x")) + begin(scene, FIRST + 2) + rst_stream(FIRST, 8))
+        assert scene.gone == [FIRST]
+        scene.send(data(frame(b"y"), stream=FIRST + 2))
+        scene.answer(FIRST + 2)
+        assert ends(scene) == [("answered", FIRST + 2)]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_gets_what_it_has_asked_for() -> None:
+    async def run() -> None:
+        scene = await begun()
+        streams = [scene.call(frame(b"%d" % number), path) for number, path in enumerate((b"/a/b", b"/other"))]
+        scene.push()
+        scene.client.send_goaway(0)
+        await scene.exchange()
+        for stream in streams:
+            assert not scene.wire.has_closed
+            scene.answer(stream)
+        assert scene.wire.has_closed
+        scene.read()
+        assert [scene.answered(stream) for stream in streams] == [[b"0"], [b"1"]]
+
+    asyncio.run(run())
+
+
+def test_what_is_to_be_sent_does_not_grow_while_the_socket_takes_nothing() -> None:
+    async def run() -> None:
+        scene = await begun(max_held_bytes=1000)
+        block = scene.block
+        for stream in (FIRST, FIRST + 2):  # unfinished, and libnghttp2's: the second has to wait
+            scene.send(raw(HEADERS, END_HEADERS, stream, block + FIELD) + data(frame(bytes(5000))[:2000], 0, stream))
+        scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, block) + data(frame(b"x"), 0, FIRST + 4))
+        assert FIRST + 4 in scene.untold
+        scene.fail(FIRST + 4, "no", ended=False)
+        scene.connection.pause_writing()
+        for _ in range(100):
+            scene.send(data(b"late", 0, FIRST + 4))
+        assert not scene.connection._repeated.unsent
+        scene.frames()
+        scene.connection.resume_writing()
+        assert len([kind for kind, *_ in scene.frames() if kind == WINDOW_UPDATE]) <= 2
+
+    asyncio.run(run())
+
+
+def test_a_length_that_is_announced_holds() -> None:
+    async def run() -> None:
+        scene = Scene()
+        for _ in range(2):
+            stream = scene.call(frame(b"x"), content_length=b"6")
+            await scene.exchange()
+            scene.answer(stream)
+            await scene.exchange()
+        stream = scene.call(frame(b"more than that"), content_length=b"6")
+        scene.push()
+        scene.frames()
+        assert (stream not in scene.waiting, scene.untold) == (True, [])
+
+    asyncio.run(run())
+
+
+def test_a_reserved_bit_means_nothing() -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + window_update(FIRST | RESERVED, 5) + data(frame(b"x"), stream=FIRST | RESERVED))
+        assert scene.untold == [FIRST]
+        scene.answer(FIRST)
+        assert ends(scene) == [("answered", FIRST)]
+
+    asyncio.run(run())
+
+
+def test_the_largest_of_windows_is_taken() -> None:
+    async def run() -> None:
+        scene = await begun(None, MAX_WINDOW_BYTES)
+        for _ in range(4):
+            stream = scene.call(frame(bytes(30_000)))
+            await scene.exchange()
+            scene.answer(stream)
+            await scene.exchange()
+            assert scene.answered(stream) == [bytes(30_000)]
+        assert not scene.connection._repeated.is_over
 
     asyncio.run(run())
 
