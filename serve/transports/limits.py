@@ -18,7 +18,8 @@ class TransportLimits:
         max_header_bytes: of one call's headers, decompressed.
         stream_window_bytes: what a client may send on one call before it is read.
         connection_window_bytes: the same over all calls of a connection.
-        max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on.
+        max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on, and by sixteen
+            calls' windows beyond it, the others are refused.
         max_unsent_bytes: of answers of one streaming call; beyond it the call's answers wait.
         reset_burst: calls that a client may give up at once; a connection with more is closed. Clients whose deadlines pass
             give up all of their calls, so it is not few; each costs no more than the request did.

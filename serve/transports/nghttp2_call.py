@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from serve.engine.errors import InferenceError
+
 
 class Call(Protocol):
     """What a connection asks of one call in flight.
@@ -29,6 +31,9 @@ class Call(Protocol):
 
     def gone(self) -> None:
         """The client does not wait for an answer any more, or cannot get it."""
+
+    def give_up(self, error: InferenceError) -> None:
+        """End with an error, whatever of the request is still to come."""
 
     def give_up_stalled(self, before_s: float) -> None:
         """End with a status if the client owes the rest of a message since `before_s`, on the loop's clock."""

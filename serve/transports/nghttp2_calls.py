@@ -164,5 +164,8 @@ class RefusedCall:
     def gone(self) -> None:
         """It has been answered."""
 
+    def give_up(self, error: InferenceError) -> None:
+        """It has been answered."""
+
     def give_up_stalled(self, before_s: float) -> None:
         """It has been answered."""

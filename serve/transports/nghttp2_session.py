@@ -31,6 +31,7 @@ from ngh2 import (
 )
 from ngh2.exceptions import ConnectionClosingError, ConnectionStateError
 
+from serve.engine.errors import RateLimitedError
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
@@ -48,6 +49,8 @@ from serve.transports.receive_windows import ReceiveWindows
 from serve.transports.repeated_calls import Opener, RepeatedCalls
 
 STREAM_GONE = (StreamClosed, StreamReset)
+TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
+TRY_AGAIN_S = 1.0
 CONTENT_LENGTH = b"content-length"
 CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
 
@@ -76,7 +79,7 @@ class GrpcSession(ABC):
         self._open_call: OpenCall | None = None  # what they ask for
         self._http2 = Connection(Role.SERVER, _configuration(limits))
         self._calls: dict[int, Call] = {}
-        self._windows = ReceiveWindows(self._http2.acknowledge_received_data, limits.max_held_bytes)
+        self._windows = ReceiveWindows(self._http2.acknowledge_received_data, self._http2.set_local_window_size, limits)
         self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words)
         self._closing = False
@@ -246,7 +249,10 @@ class GrpcSession(ABC):
         else:
             free = call.receive(data)
             if self._windows.must_wait(stream, call.held_bytes):
-                free = 0
+                if self._windows.is_too_much:
+                    call.give_up(RateLimitedError(TOO_MUCH, retry_after_s=TRY_AGAIN_S))
+                else:
+                    free = 0
         self._windows.took(stream, size, free)
 
     def _forget(self, stream: int) -> Call | None:

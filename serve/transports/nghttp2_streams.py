@@ -85,6 +85,10 @@ class InferStreamCall:
         """Free the places of what still waits."""
         self._stop()
 
+    def give_up(self, error: InferenceError) -> None:
+        """End the call, and free the places of what still waits."""
+        self._fail(error)
+
     def give_up_stalled(self, before_s: float) -> None:
         """A stream may be silent for as long as it likes."""
 
@@ -183,6 +187,11 @@ class StreamCall:
     def gone(self) -> None:
         """Stop the method."""
         self._task.cancel()
+
+    def give_up(self, error: InferenceError) -> None:
+        """Stop the method, and end the call."""
+        self._task.cancel()
+        self._fail(error)
 
     def give_up_stalled(self, before_s: float) -> None:
         """A stream may be silent for as long as it likes."""

@@ -87,10 +87,15 @@ class _Unary:
     def gone(self) -> None:
         """Nothing to stop: the answer was given at once."""
 
+    def give_up(self, error: InferenceError) -> None:
+        """End the call, whatever of its message is still to come."""
+        if not self._ended and not self._failed:
+            self._fail(error)
+
     def give_up_stalled(self, before_s: float) -> None:
         """End the call if the client owes the rest of its message since `before_s`."""
-        if not self._ended and self._grown_s < before_s:
-            self._fail(DeadlineExceededError("the rest of the request did not come; send it again"))
+        if self._grown_s < before_s:
+            self.give_up(DeadlineExceededError("the rest of the request did not come; send it again"))
 
     def _answer(self, message: bytes | memoryview) -> None:
         raise NotImplementedError

@@ -3,28 +3,45 @@
 HTTP/2 lets a client send as many bytes as its window has, and each byte that is acknowledged opens the window again. A message
 must be whole before it can be read, so all of its bytes are acknowledged as they come: unless the messages in progress hold too
 much in all. Then only the oldest of them goes on, which it can always do, until it is whole.
+
+For that the connection's window must stay open while those of other streams are shut. libnghttp2 opens a window again when half
+of it has been acknowledged, so that it is made wider when what is withheld comes near to half of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from serve.transports.limits import TransportLimits
+
 Acknowledge = Callable[[int, int], None]
+Widen = Callable[[int], None]
+
+REFUSED_WINDOWS = 16  # of streams, beyond what may be held: with so many more bytes the younger messages are refused
+NEAR_HALF = 3 / 8
+WIDER = 4  # times what is withheld
+MAX_WINDOW_BYTES = 2**31 - 1
 
 
 class ReceiveWindows:
     """The bookkeeping of one connection."""
 
-    def __init__(self, acknowledge: Acknowledge, max_held_bytes: int) -> None:
+    def __init__(self, acknowledge: Acknowledge, widen: Widen, limits: TransportLimits) -> None:
         """Nothing received yet.
 
         Args:
             acknowledge: takes a number of bytes, at least 1, and a stream: the client may send as many again on it.
-            max_held_bytes: of unfinished messages, over all streams.
+            widen: takes how wide the connection's window is to be from now on.
+            limits: of the connection.
         """
         self._acknowledge = acknowledge
-        self._max_held = max_held_bytes
+        self._widen = widen
+        self._max_held = limits.max_held_bytes
+        self._most = self._max_held + REFUSED_WINDOWS * limits.stream_window_bytes
+        self._window = self._usual = limits.connection_window_bytes
+        self._widest = min(self._usual + 2 * self._most, MAX_WINDOW_BYTES)
         self._withheld: dict[int, int] = {}  # stream -> bytes taken and not yet acknowledged
+        self._unacknowledged = 0  # the sum of these
         self._unfinished: dict[int, int] = {}  # stream -> bytes held of its unfinished message, the oldest first
         self._held = 0  # the sum of these
 
@@ -36,7 +53,7 @@ class ReceiveWindows:
     @property
     def withhold(self) -> bool:
         """Whether some of the connection's window is kept from the client."""
-        return bool(self._withheld)
+        return self._unacknowledged > 0
 
     def took(self, stream: int, size: int, free: int) -> None:
         """`size` bytes came on a stream; `free` of them may be sent again at once."""
@@ -44,6 +61,14 @@ class ReceiveWindows:
             self._acknowledge(free, stream)
         if free != size:
             self._withheld[stream] = self._withheld.get(stream, 0) + size - free
+            self._unacknowledged += size - free
+            if self._unacknowledged > NEAR_HALF * self._window:
+                self._fit(min(WIDER * self._unacknowledged, self._widest))
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether unfinished messages hold so much that those which must wait are to be refused."""
+        return self._held > self._most
 
     def must_wait(self, stream: int, held: int) -> bool:
         """Whether a stream that now holds `held` bytes of an unfinished message may not send more for now."""
@@ -61,7 +86,7 @@ class ReceiveWindows:
         if size <= 0:
             return False
         self._withheld[stream] = withheld - size
-        self._acknowledge(size, stream)
+        self._release(size, stream)
         return True
 
     def answered(self, stream: int) -> None:
@@ -78,4 +103,14 @@ class ReceiveWindows:
         self.answered(stream)
         withheld = self._withheld.pop(stream, 0) if self._withheld else 0
         if withheld:
-            self._acknowledge(withheld, stream)
+            self._release(withheld, stream)
+
+    def _release(self, size: int, stream: int) -> None:
+        self._unacknowledged -= size
+        self._acknowledge(size, stream)
+        if not self._unacknowledged and self._window != self._usual:
+            self._fit(self._usual)
+
+    def _fit(self, window: int) -> None:
+        self._window = window
+        self._widen(window)

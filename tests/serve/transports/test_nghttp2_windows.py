@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+import pytest
 from ngh2 import ResponseReceived
 
 from protos import inference_pb2 as pb
@@ -12,13 +13,29 @@ from tests.serve.transports.http2_peer import INFER, call_headers, peer
 from tests.serve.transports.nghttp2_calls import INFER_STREAM, INITIAL_WINDOW_SIZE, Limited, mlp_request
 
 
-def test_large_messages_at_once_all_become_whole(limited: Limited) -> None:
-    server = limited(max_held_bytes=10_000, stream_window_bytes=65_535, connection_window_bytes=1_000_000)
+@pytest.mark.parametrize("connection_window_bytes", [1_000_000, 200_000])  # all streams' windows fit into it, or do not
+def test_large_messages_at_once_all_become_whole(limited: Limited, connection_window_bytes: int) -> None:
+    server = limited(max_held_bytes=10_000, stream_window_bytes=65_535, connection_window_bytes=connection_window_bytes)
     body = frame(mlp_request() + bytes([0x1A, 0x80, 0x80, 0x20]) + b"i" * 0x80000)  # a request with an id of half a megabyte
     with grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", -1)]) as channel:
         infer = channel.unary_unary(INFER.decode(), response_deserializer=pb.ModelInferResponse.FromString)
         answers = [infer.future(body[5:], timeout=20) for _ in range(8)]
         assert [len(answer.result(20).id) for answer in answers] == [0x80000] * 8
+
+
+def test_more_than_may_be_held_by_far_is_refused(limited: Limited) -> None:
+    server = limited(max_held_bytes=10_000, stream_window_bytes=65_535, connection_window_bytes=2_000_000)
+    with peer(server) as other:
+        streams = [other.http2.send_request(call_headers()) for _ in range(22)]
+        for stream in streams:
+            other.http2.send_data(stream, frame(bytes(90_000))[:60_000])
+            other.push()
+        refused = [other.status(stream) for stream in streams[-4:]]
+        assert {code for code, _ in refused} == {8}
+        assert all(text.startswith("too much of large requests has come at once") for _, text in refused)
+        other.http2.send_data(streams[0], frame(bytes(90_000))[60_000:], end_stream=True)
+        other.push()
+        assert other.status(streams[0])[0] == 3  # read, and found to be no request
 
 
 def test_abandoned_uploads_give_their_window_back(limited: Limited) -> None:
