@@ -13,6 +13,7 @@ from typing import Any
 
 DRIVER_NAMES = ("libcuda.so.1", "nvcuda.dll")
 HANDLE_BYTES = 64
+DEFAULT_STREAM = None
 LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is
 
 
@@ -35,6 +36,7 @@ _ARGUMENTS = {
     "cuMemGetAddressRange_v2": (ctypes.POINTER(_DEVICE_POINTER), ctypes.POINTER(ctypes.c_size_t), _DEVICE_POINTER),
     "cuMemcpyDtoH_v2": (ctypes.c_void_p, _DEVICE_POINTER, ctypes.c_size_t),
     "cuMemcpyHtoD_v2": (_DEVICE_POINTER, ctypes.c_void_p, ctypes.c_size_t),
+    "cuStreamSynchronize": (ctypes.c_void_p,),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
 
@@ -64,9 +66,10 @@ class CudaDriver:
 
     @property
     def device_count(self) -> int:
-        """How many devices it offers."""
+        """How many devices it offers; 0 where it cannot tell any more."""
         count = ctypes.c_int(0)
-        self._call("cuDeviceGetCount", ctypes.byref(count))
+        with suppress(CudaError):
+            self._call("cuDeviceGetCount", ctypes.byref(count))
         return count.value
 
     def open_shared(self, handle: bytes, device_id: int) -> SharedDeviceMemory:
@@ -156,6 +159,8 @@ class SharedDeviceMemory:
         """
         if data:
             self._call("cuMemcpyHtoD_v2", self._pointer + offset, data, len(data))
+            # The copy may only have been staged; the client, which reads as soon as it is answered, is another process.
+            self._call("cuStreamSynchronize", DEFAULT_STREAM)
 
     def __del__(self) -> None:
         with suppress(CudaError):  # the device is lost, and the memory with it
@@ -179,7 +184,4 @@ def cuda_driver() -> CudaDriver | None:
 def device_count() -> int:
     """How many CUDA devices there are; 0 where there is no driver."""
     driver = cuda_driver()
-    try:
-        return 0 if driver is None else driver.device_count
-    except CudaError:
-        return 0
+    return 0 if driver is None else driver.device_count

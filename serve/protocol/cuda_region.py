@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDeviceMemory, cuda_driver
-from serve.engine.errors import InvalidArgumentError, UnsupportedError
+from serve.engine.device_faults import is_device_lost
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,25 +32,29 @@ class CudaRegion:
         """Put bytes of the region where they are wanted.
 
         Raises:
-            InvalidArgumentError: the driver cannot read them, as the client has ended, say.
+            InvalidArgumentError: the driver cannot read them.
+            BackendError: the device is lost.
         """
         try:
             self.memory.read_into(offset, target)
         except CudaError as error:
-            raise self._lost(error) from None
+            raise self._failure(error) from error
 
     def write(self, offset: int, data: bytes) -> None:
         """Put bytes into the region.
 
         Raises:
-            InvalidArgumentError: the driver cannot write them, as the client has ended, say.
+            InvalidArgumentError: the driver cannot write them.
+            BackendError: the device is lost.
         """
         try:
             self.memory.write(offset, data)
         except CudaError as error:
-            raise self._lost(error) from None
+            raise self._failure(error) from error
 
-    def _lost(self, error: CudaError) -> InvalidArgumentError:
+    def _failure(self, error: CudaError) -> InferenceError:
+        if is_device_lost(error):
+            return BackendError(f"the CUDA device was lost: {error}")
         return InvalidArgumentError(
             f"CUDA shared memory region {self.name!r} cannot be reached: {error}; keep the memory until it is unregistered"
         )
@@ -69,13 +74,12 @@ def open_cuda_region(name: str, raw_handle: bytes, device_id: int, byte_size: in
         InvalidArgumentError: the handle is none, the memory cannot be opened, or it is smaller than the region.
     """
     driver = cuda_driver()
-    if driver is None or not driver.device_count:
+    if driver is None or not (devices := driver.device_count):
         raise UnsupportedError("this server has no CUDA device; use system shared memory, or send the bytes")
-    if len(raw_handle) != HANDLE_BYTES or not byte_size or not 0 <= device_id < driver.device_count:
+    if len(raw_handle) != HANDLE_BYTES or not byte_size or not 0 <= device_id < devices:
         raise InvalidArgumentError(
             f"region {name!r} has a raw_handle of {len(raw_handle)} bytes, device_id {device_id} and byte_size {byte_size}; "
-            f"expected the {HANDLE_BYTES} bytes of a cudaIpcMemHandle_t, one of {driver.device_count} devices, and at least "
-            "one byte"
+            f"expected the {HANDLE_BYTES} bytes of a cudaIpcMemHandle_t, one of {devices} devices, and at least one byte"
         )
     try:
         memory = driver.open_shared(raw_handle, device_id)

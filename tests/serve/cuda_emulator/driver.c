@@ -151,6 +151,8 @@ int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t size) {
     return block_at(target, size) ? (memcpy((void *)target, source, size), OK) : INVALID_VALUE;
 }
 
+int cuStreamSynchronize(void *stream) { return has_context() && !stream ? OK : INVALID_CONTEXT; }
+
 int cuGetErrorString(int error, const char **text) {
     *text = error == INVALID_VALUE ? "invalid argument" : error == INVALID_CONTEXT ? "invalid device context" : "emulated error";
     return OK;

@@ -1,0 +1,83 @@
+"""What goes wrong with a region on a device; what goes right is in tests/serve/transports/test_cuda_shared_memory.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve.engine.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError, SharedDeviceMemory
+from serve.engine.device_faults import is_device_lost
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError
+from serve.protocol import cuda_region
+from serve.protocol.cuda_region import CudaRegion, has_cuda, open_cuda_region
+from tests.serve.cuda_emulator.library import driver_of, library_path
+from tests.serve.cuda_emulator.owner import owner
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return library_path("emulated", tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def driver(library: str, monkeypatch: pytest.MonkeyPatch) -> CudaDriver:
+    driver = driver_of(library)
+    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: driver)
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "text"),
+    [
+        (
+            "invalid argument (CUDA error 1)",
+            InvalidArgumentError,
+            "region 'r' cannot be reached: invalid argument .*; keep",
+        ),
+        ("an illegal memory access was encountered (CUDA error 700)", BackendError, "the CUDA device was lost: an illegal"),
+    ],
+)
+def test_who_is_to_blame_depends_on_what_the_driver_says(
+    monkeypatch: pytest.MonkeyPatch, driver: CudaDriver, library: str, reason: str, error: type[InferenceError], text: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CudaError(reason)
+
+    with owner(library, 16) as memory:
+        region = open_cuda_region("r", memory.handle, 0, 16)
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "call_within", refuse)
+            with pytest.raises(error, match=text) as unread:
+                region.read_into(0, memoryview(bytearray(4)))
+            with pytest.raises(error, match=text) as unwritten:
+                region.write(0, b"abcd")
+    # Whoever computes on that device hears of it.
+    assert [is_device_lost(failed.value) for failed in (unread, unwritten)] == [error is BackendError] * 2
+
+
+def test_a_driver_that_has_lost_its_devices_has_none(monkeypatch: pytest.MonkeyPatch, driver: CudaDriver) -> None:
+    assert has_cuda()
+
+    def refuse(*_: object) -> None:
+        raise CudaError("no CUDA-capable device is detected (CUDA error 100)")
+
+    monkeypatch.setattr(driver, "_call", refuse)
+    assert not has_cuda()
+    with pytest.raises(UnsupportedError, match="this server has no CUDA device"):
+        open_cuda_region("r", bytes(HANDLE_BYTES), 0, 16)
+
+
+def test_a_size_that_the_driver_does_not_tell_is_taken_as_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, driver: CudaDriver, library: str
+) -> None:
+    del driver
+    monkeypatch.setattr(SharedDeviceMemory, "byte_size", None)
+    with owner(library, 16) as memory:
+        region = open_cuda_region("r", memory.handle, 0, 64)
+        assert isinstance(region, CudaRegion)
+        with pytest.raises(InvalidArgumentError, match="cannot be reached"):
+            region.read_into(32, memoryview(bytearray(32)))
+
+
+def test_no_driver_means_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: None)
+    assert not has_cuda()
