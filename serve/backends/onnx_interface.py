@@ -12,6 +12,8 @@ from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
+UNKNOWN = "unk__"  # what tf2onnx calls a dimension, with a number of its own each, when nobody has named it
+
 
 def read_external_weights(model: onnx.ModelProto, path: Path) -> None:
     """Take the weights that lie in files beside the model file at `path` into the model.
@@ -35,11 +37,14 @@ def read_interface(path: Path) -> ModelInterface:
     with open_onnx(path) as opened:
         graph = opened.model.graph
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
-    inputs = tuple(_spec(value, f"{path}: input") for value in graph.input if value.name not in constants)
+    taken = [value for value in graph.input if value.name not in constants]
+    inputs = tuple(_spec(value, f"{path}: input") for value in taken)
     outputs = tuple(_spec(value, f"{path}: output") for value in graph.output)
     specs = (*inputs, *outputs)
     batched = bool(inputs and outputs) and all(spec.shape[:1] == (ANY_SIZE,) for spec in specs)
-    return ModelInterface(inputs=inputs, outputs=outputs, batched=batched)
+    firsts = [value.type.tensor_type.shape.dim[0].dim_param for value in (*taken, *graph.output)] if batched else []
+    names = frozenset(name for name in firsts if name and not name.startswith(UNKNOWN))
+    return ModelInterface(inputs=inputs, outputs=outputs, batched=batched, row_names=names)
 
 
 def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:

@@ -48,7 +48,7 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
 def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
     """Whether the model has answered; it need not where the request's sizes are a guess."""
     try:
-        (result,) = run_batch(backend, [request.to_model(version)])
+        (result,) = run_batch(backend, [request.to_model(version)], joining=version.joining)
     except InstanceLostError as error:
         raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
     wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)

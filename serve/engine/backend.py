@@ -23,6 +23,7 @@ class ModelInterface:
         batched: every one of them begins with a dimension of any size, the batch.
         kind: of the model file.
         most_rows: the largest batch that the model was exported for; None for any.
+        row_names: that the first dimensions have in the model file. Where there are several, they may not be one batch.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -30,6 +31,7 @@ class ModelInterface:
     batched: bool
     kind: ModelKind = ONNX
     most_rows: int | None = None
+    row_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from serve.engine.assembly import assemble
 from serve.engine.backend import Backend
 from serve.engine.device_faults import InstanceLostError, is_device_lost
 from serve.engine.errors import BackendError, InferenceError
+from serve.engine.joining import Joining
 from serve.engine.memory_limit import MemoryLimit
 from serve.engine.padding import pad_rows, padded_rows
 from serve.engine.precision_guard.guard import PrecisionGuard, Verdict
@@ -49,6 +50,7 @@ def run_batch(
     *,
     memory: MemoryLimit | None = None,
     padded_sizes: Sequence[int] = (),
+    joining: Joining | None = None,
 ) -> list[Answered | Failed]:
     """Run the requests together; when that fails, halve until only the requests that cannot be computed have failed.
 
@@ -58,14 +60,18 @@ def run_batch(
         guard: looks at the outputs; None does not.
         memory: computes in pieces where memory runs out; None lets that fail as all else does.
         padded_sizes: rows that a batch is filled up to, in rising order.
+        joining: whether they may run together; None trusts that they may, or that there is one.
 
     Raises:
         InstanceLostError: this copy of the model will not compute any more; none of the requests has an answer.
     """
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
-        return _run_together(backend, some, guard, memory, padded_sizes)
+        return _run_together(backend, some, guard, memory, padded_sizes, joining)
 
+    if joining is not None and not joining.is_safe:
+        memory = None  # pieces of one request cannot be joined either
+        return [result for request in requests for result in _isolate(together, [request], one_is_bad=False)]
     return _isolate(together, requests, one_is_bad=False)
 
 
@@ -96,6 +102,7 @@ def _run_together(
     guard: PrecisionGuard | None,
     memory: MemoryLimit | None,
     padded_sizes: Sequence[int],
+    joining: Joining | None,
 ) -> list[Answered | Failed]:
     started = time.monotonic_ns()
     inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name)) for name in requests[0].inputs}
@@ -106,6 +113,8 @@ def _run_together(
     assembled = time.monotonic_ns()
     outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, rows)
     computed = time.monotonic_ns()
+    if joining is not None and joining.is_safe and len(requests) == 1:
+        joining.look(outputs, rows)
     verdict = None if guard is None else guard.after(requests, inputs, outputs)
     answers = _take_apart(outputs if verdict is None else verdict.outputs, requests, rows)
     times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_kinds import asked_kinds
 from serve.engine.tensors import ANY_SIZE, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +104,7 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
             raise ModelLoadError(f"{source}: {field} is not supported; use dynamic_batching or remove the setting")
     result.name, result.platform, result.backend = name, interface.kind.platform, interface.kind.backend
     if not declared.says_batch_size:
-        most = defaults.max_batch_size if interface.most_rows is None else interface.most_rows
-        result.max_batch_size = min(defaults.max_batch_size, most) if interface.batched else 0
+        result.max_batch_size = _usual_batch_size(interface, defaults, source)
     if result.max_batch_size < 0:
         raise ModelLoadError(f"{source}: max_batch_size is {result.max_batch_size}, expected 0 (no batching) or more")
     if result.max_batch_size and not interface.batched:
@@ -121,6 +123,20 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
     if result.max_batch_size and not result.HasField("dynamic_batching"):
         result.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
     return result
+
+
+def _usual_batch_size(interface: ModelInterface, defaults: Defaults, source: Path) -> int:
+    if not interface.batched:
+        return 0
+    if len(interface.row_names) > 1:
+        logger.warning(
+            "%s: the first dimensions of the model's inputs and outputs are called %s, so requests are computed one by one; if "
+            "they are one batch, set max_batch_size",
+            source,
+            ", ".join(map(repr, sorted(interface.row_names))),
+        )
+        return 0
+    return min(defaults.max_batch_size, defaults.max_batch_size if interface.most_rows is None else interface.most_rows)
 
 
 def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, *, batched: bool) -> None:

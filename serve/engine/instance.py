@@ -141,10 +141,13 @@ class Instance:
         if copy.is_broken:
             return [_lost(requests)], None
         try:
-            return run_batch(copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes), None
+            results = run_batch(
+                copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes, joining=how.joining
+            )
         except InstanceLostError as error:
             copy.is_broken = True
             return [_lost(requests)], _first_line(error)
+        return results, None
 
     def _done(self, job: _Job, results: Results) -> None:
         if not self._jobs or self._jobs[0] is not job:

@@ -11,6 +11,7 @@ from serve.engine.backend import Backend, ModelInterface
 from serve.engine.batch_limits import BatchLimits
 from serve.engine.batcher import Batcher
 from serve.engine.instance import Instance
+from serve.engine.joining import Joining
 from serve.engine.own_parameters import own_parameter
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.queue_policy import queue_policy
@@ -35,6 +36,7 @@ class Model:
         guard: looks at what the model answers; None does not.
         reload: loads the copy of a number anew; None where that cannot be done.
         short_s: seconds that short batches take, by their rows, as far as that is known; see `ShortBatches`.
+        joining: whether requests may share batches; None where there are no rows to share.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Model:
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
+    joining: Joining | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -58,6 +61,7 @@ class Model:
             label=f"{self.name}/{self.version}",
             guard=self.guard,
             padded_sizes=self.limits.padded_rows,
+            joining=self.joining,
             reload=self.reload,
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
         )

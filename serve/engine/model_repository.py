@@ -23,6 +23,7 @@ from serve.engine.config import (
     read_config,
 )
 from serve.engine.errors import ModelLoadError
+from serve.engine.joining import Joining
 from serve.engine.model import Model
 from serve.engine.model_kinds import KINDS, asked_kinds
 from serve.engine.own_parameters import check_own_parameters
@@ -135,6 +136,7 @@ class LoadedVersion:
         guard: looks at what the model answers; None does not.
         reload: loads the copy of a number anew.
         short_s: seconds that short batches take, by their rows, where that has been tried; see `ShortBatches`.
+        joining: whether requests may share batches; None where there are no rows to share.
     """
 
     files: ModelFiles
@@ -146,6 +148,7 @@ class LoadedVersion:
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
+    joining: Joining | None = None
 
     def model(self) -> Model:
         """The version with its queue and counters. Any thread may make it; from then on it is the event loop's."""
@@ -161,6 +164,7 @@ class LoadedVersion:
             guard=self.guard,
             reload=self.reload,
             short_s=self.short_s,
+            joining=self.joining,
         )
 
 
@@ -197,6 +201,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
             source=files.config.source,
         ),
         reload=lambda number: runtime.load(files.model, interface, places[number], config),
+        joining=Joining(f"{files.name}/{files.version}") if config.max_batch_size else None,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from serve.engine.backend import Backend
 from serve.engine.batch import Answered, Failed
 from serve.engine.errors import InferenceError
+from serve.engine.joining import Joining
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.requests import InferRequest
 
@@ -48,6 +49,7 @@ class Supervision:
         label: "name/version", for the log.
         guard: looks at every batch's outputs; None does not.
         padded_sizes: rows that a batch is filled up to, in rising order.
+        joining: whether requests may share batches; None where there are no rows to share.
         reload: loads the copy of this number anew; None tries the old one again, once its thread is free.
         max_compute_s: seconds after which a batch is given up (a quarter later at most); None waits for ever.
         first_wait_s: seconds from a fault until the copy is loaded anew. Each further one doubles them, up to a minute, until a
@@ -57,6 +59,7 @@ class Supervision:
     label: str
     guard: PrecisionGuard | None = None
     padded_sizes: Sequence[int] = ()
+    joining: Joining | None = None
     reload: Callable[[int], Backend] | None = None
     max_compute_s: float | None = None
     first_wait_s: float = FIRST_WAIT_S

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,18 @@ def complete(tmp_path: Path, text: str | None, interface: ModelInterface = BATCH
     if text is not None:
         path.write_text(text)
     return complete_config(read_config(path), interface, name="m", defaults=Defaults(max_batch_size=16, max_queue_delay_us=250))
+
+
+def test_first_dimensions_of_several_names_are_a_batch_where_somebody_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = replace(BATCHED, row_names=frozenset({"batch", "detections"}))
+    assert complete(tmp_path, None, several).max_batch_size == 0
+    assert "are called 'batch', 'detections', so requests are computed one by one" in caplog.text
+    caplog.clear()
+    assert complete(tmp_path, "max_batch_size: 8", several).max_batch_size == 8
+    assert complete(tmp_path / "none", None, replace(BATCHED, row_names=frozenset({"batch"}))).max_batch_size == 16
+    assert not caplog.text
 
 
 def test_without_a_file_everything_comes_from_the_model(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Models whose outputs' rows are not their inputs': nobody gets what was found for somebody else."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from onnx import TensorProto, helper
+
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.control.warm_up import warm_up
+from serve.engine.backend import Placement
+from serve.engine.batch import Answered, run_batch
+from serve.engine.config import Defaults
+from serve.engine.joining import Joining
+from serve.engine.model import Model
+from serve.engine.model_repository import LoadedVersion, find_models, load_version
+from serve.engine.requests import InferRequest
+from tests.models import save_mlp, save_model
+from tests.serve.running_server import running_server
+
+WAITS = "dynamic_batching { max_queue_delay_microseconds: 200000 }"
+TWO, NONE = [1.0, 1, 0, 0], [0.0, 0, 0, 0]
+
+
+def save_detector(path: Path, rows: str = "n", found: str = "n") -> Path:
+    """x FP32 [rows, 4] -> y INT64 [found, 2]: row and column of each element that is not 0."""
+    nodes = [helper.make_node("NonZero", ["x"], ["z"]), helper.make_node("Transpose", ["z"], ["y"], perm=[1, 0])]
+    return save_model(path, nodes, [("x", TensorProto.FLOAT, [rows, 4])], [("y", TensorProto.INT64, [found, 2])])
+
+
+def loaded(root: Path, config: str = WAITS) -> LoadedVersion:
+    (root / "m" / "config.pbtxt").write_text(config)
+    (files,) = find_models(root)
+    return load_version(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+
+
+def request(row: list[float]) -> InferRequest:
+    return InferRequest({"x": np.array([row], np.float32)}, ("y",), 1, (4,), None, lambda _: None)
+
+
+def test_what_is_tried_out_shows_that_rows_are_not_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_detector(tmp_path / "m" / "1" / "model.onnx")
+    version = loaded(tmp_path)
+    assert version.joining is not None
+    warm_up(version, 5.0)
+    assert not version.joining.is_safe
+    assert "m/1: output 'y' has shape [4, 2] for 1 rows; its requests are computed one by one from now on" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path) -> None:
+    save_detector(tmp_path / "m" / "1" / "model.onnx")
+    (backend,) = loaded(tmp_path).backends
+    joining = Joining("m/1")
+    run_batch(backend, [request(TWO)], joining=joining)
+    results = run_batch(backend, [request(TWO), request(NONE), request([0, 0, 0, 1])], joining=joining)
+    assert [result.answers[0]["y"].tolist() for result in results if isinstance(result, Answered)] == [
+        [[0, 0], [0, 1]],
+        [],
+        [[0, 3]],
+    ]
+
+
+def test_a_model_whose_rows_are_rows_stays_as_it_is(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "m" / "1" / "model.onnx")
+    version = loaded(tmp_path)
+    warm_up(version, 5.0)
+    assert version.joining is not None
+    assert version.joining.is_safe
+
+
+@pytest.mark.parametrize("found", ["n", "found", "unk__7"])
+def test_two_clients_of_a_detector_get_their_own(tmp_path: Path, found: str) -> None:
+    """Together they would have found two things in two rows, which could be cut."""
+    save_detector(tmp_path / "m" / "1" / "model.onnx", found=found)
+
+    def models() -> list[Model]:
+        version = loaded(tmp_path)
+        warm_up(version, 5.0)
+        return [version.model()]
+
+    answers: dict[str, list[list[int]]] = {}
+
+    def ask(address: str, who: str, row: list[float]) -> None:
+        with triton.InferenceServerClient(address) as client:
+            x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.array([row], np.float32))
+            answers[who] = client.infer("m", [x]).as_numpy("y").tolist()
+
+    with running_server(models) as server:
+        threads = [
+            threading.Thread(target=partial(ask, server.address, who, row)) for who, row in (("two", TWO), ("none", NONE))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert answers == {"two": [[0, 0], [0, 1]], "none": []}
+
+
+@pytest.mark.parametrize(("found", "size"), [("n", 32), ("unk__7", 32), ("found", 0)])
+def test_dimensions_of_several_names_are_no_batch_unless_somebody_says_so(tmp_path: Path, found: str, size: int) -> None:
+    save_detector(tmp_path / "m" / "1" / "model.onnx", found=found)
+    assert loaded(tmp_path, "").config.max_batch_size == size
+    assert loaded(tmp_path, "max_batch_size: 4").config.max_batch_size == 4
