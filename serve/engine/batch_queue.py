@@ -31,7 +31,8 @@ class Batch(Generic[T]):
     Attributes:
         bucket: of all its requests.
         requests: in order of arrival, at most `max_rows` rows in all; may be empty.
-        late: requests that cannot be answered before their deadline any more; they are not to be computed.
+        late: requests that cannot be answered before their deadline any more, or have waited for as long as they may; they
+            are not to be computed.
         rows: of `requests`.
     """
 
@@ -91,20 +92,20 @@ class BatchQueue(Generic[T]):
         self._waiting += 1
         self._bytes = held
 
-    def take(self, now: float, *, hurry: bool = False) -> Batch[T] | None:
-        """The batch that should start at `now` (seconds); None when nothing waits or waiting still pays (see `next_due`).
+    def take(self, now: float, *, hurry: bool = False, begins: float | None = None) -> Batch[T] | None:
+        """The batch that should leave at `now` (seconds); None when nothing waits or waiting still pays (see `next_due`).
 
-        `hurry` ends all waiting: nothing more will arrive.
+        `hurry` ends all waiting: nothing more will arrive. `begins` is when the batch will be computed, where that is later.
         """
         if not self._waiting:
             return None
         line = self._ready(now, hurry=hurry)
         if line is None:
             return None
-        most, finish = self._most_rows(line, now), now
+        most, finish = self._most_rows(line, now), now if begins is None else begins
         if self.pace is not None:
             most = min(most, self.pace.most_rows(line.bucket))
-            finish = now + self._must_take_s(line, most, self.pace)
+            finish += self._must_take_s(line, most, self.pace)
         requests, late, rows = line.take(now, most, finish)
         self._left(requests, late)
         self._drop_empty(line)
@@ -122,10 +123,10 @@ class BatchQueue(Generic[T]):
         return line.rows >= (self._max_rows if self.pace is None else self.pace.most_rows(line.bucket))
 
     def take_late(self, now: float) -> list[T]:
-        """Let all leave whose deadline has passed, wherever they stand: their places are wanted."""
+        """Let all leave whose time has run out, wherever they stand: their places are wanted."""
         late: list[T] = []
         for line in list(self._lines.values()):
-            if line.soonest_deadline is not None and line.soonest_deadline <= now:
+            if (soonest := line.soonest) is not None and soonest <= now:
                 late += line.take_late(now)
                 self._drop_empty(line)
         self._left(late)
@@ -173,11 +174,11 @@ class BatchQueue(Generic[T]):
     def _due(self, line: WaitingLine[T], now: float) -> float:
         """When the line must go even if nothing more arrives."""
         if self.pace is not None:
-            return self.pace.due(line, now)
-        arrival = line.first_arrival
-        due = arrival + self.limits.max_delay_s
-        # Nobody knows how long a batch takes here: to wait could only cost the request its deadline.
-        return arrival if line.soonest_deadline is not None and line.soonest_deadline <= due else due
+            due, bound = self.pace.due(line, now), line.soonest_leave_by
+        else:
+            # Nobody knows how long a batch takes here: to wait could only cost the request its deadline.
+            due, bound = line.first_arrival + self.limits.max_delay_s, line.soonest
+        return line.first_arrival if bound is not None and bound <= due else due
 
     def _most_rows(self, line: WaitingLine[T], now: float) -> int:
         """The largest preferred size there is; all there is once the wait has been too long, and where batches are padded."""

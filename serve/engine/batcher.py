@@ -164,11 +164,11 @@ class Batcher:
         if hurry:
             self._notice_drained()
 
-    def _next_batch(self, now: float, *, hurry: bool) -> Batch[InferRequest] | None:
-        """A batch that may start; those that turn out to be too late get their answers."""
+    def _next_batch(self, now: float, *, hurry: bool, begins: float | None = None) -> Batch[InferRequest] | None:
+        """A batch that may start; those that turn out to be too late get their answers. For `begins` see BatchQueue.take."""
         share = self._share
         while share is None or (self._queue.is_ready(now, hurry=hurry) and share.claim()):
-            batch = self._queue.take(now, hurry=hurry)
+            batch = self._queue.take(now, hurry=hurry, begins=begins)
             if batch is None:
                 return None
             if batch.late:
@@ -192,7 +192,7 @@ class Batcher:
             if not self._queue.has_full_batch(now):
                 return
             begins = now if self._shedding is None else max(now, self._shedding.free_s(now))
-            batch = self._next_batch(begins, hurry=False)
+            batch = self._next_batch(now, hurry=False, begins=begins)
             if batch is None:
                 return
             self._start(batch, begins, self._free.take_busy())

@@ -24,9 +24,10 @@ class InferRequest:
         outputs: names of the outputs the client wants, in its order.
         rows: size of the batch dimension; 1 for a model without one.
         bucket: requests with equal buckets can share a batch.
-        deadline: on time.monotonic()'s clock, in seconds; None waits for ever.
+        deadline: when its answer must be there, on time.monotonic()'s clock, in seconds; None whenever it is done.
         priority: its level, 0 the most urgent.
         patience: on the same clock: when it is to stand behind all others; None never.
+        leave_by: on the same clock: when it must have left the queue for an instance; None waits for ever.
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
         size: bytes it holds until it is computed.
@@ -43,6 +44,7 @@ class InferRequest:
     done: Done
     priority: int = 0
     patience: float | None = None
+    leave_by: float | None = None
     size: int = 0
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False

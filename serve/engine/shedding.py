@@ -156,7 +156,7 @@ class Shedding:
 
     def too_late(self, request: InferRequest, now: float) -> InferenceError:
         """The error of a request that was taken and cannot be answered in time any more."""
-        if self._is_target(request):
+        if self._is_target(request) and not _has_waited_out(request, now):
             return OverloadedError(
                 "the model fell behind and cannot answer within its latency target; the request was not computed: retry with "
                 "back-off",
@@ -183,10 +183,21 @@ class Shedding:
 
 
 def late_error(request: InferRequest, now: float) -> DeadlineExceededError:
-    """The error of a request whose deadline has passed, or will before it could be answered."""
+    """The error of a request that waited for as long as it may, or whose deadline has passed, or will before its answer."""
+    if _has_waited_out(request, now):
+        waited_s = now - request.arrived_ns / 1e9
+        return DeadlineExceededError(
+            f"the request waited {waited_s * 1e3:.1f} ms in the queue, longer than its timeout allows; it was not computed: "
+            "send it again later, or with a longer timeout"
+        )
     when = "passed" if request.deadline is None or request.deadline <= now else "would pass"
     while_ = "while the request waited in the queue" if when == "passed" else "before the model could answer"
     return DeadlineExceededError(f"the deadline {when} {while_}; it was not computed")
+
+
+def _has_waited_out(request: InferRequest, now: float) -> bool:
+    """Whether a request had to leave the queue by now."""
+    return request.leave_by is not None and request.leave_by <= now
 
 
 def full_error(full: FullError, waiting: int, statistics: Statistics) -> QueueFullError:

@@ -33,7 +33,11 @@ class Waiting(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """When it is no longer worth computing, in seconds."""
+        """When its answer must be there, in seconds; None whenever it is done."""
+
+    @property
+    def leave_by(self) -> float | None:
+        """When it must have left the line to be computed, in seconds; None waits for ever."""
 
     @property
     def priority(self) -> int:
@@ -57,14 +61,16 @@ class WaitingLine(Generic[T]):
         rows: of all that wait; 0 when nobody does.
         soonest_deadline: no deadline in the line is earlier (some that were may have left), in seconds; None where nobody
             had one since the line was last empty.
+        soonest_leave_by: the same of the times by which requests must have left.
     """
 
-    __slots__ = ("_gone", "_lines", "bucket", "rows", "soonest_deadline")
+    __slots__ = ("_gone", "_lines", "bucket", "rows", "soonest_deadline", "soonest_leave_by")
 
     def __init__(self, bucket: Hashable, levels: int) -> None:
         self.bucket = bucket
         self.rows = 0
         self.soonest_deadline: float | None = None
+        self.soonest_leave_by: float | None = None
         self._lines: tuple[deque[T], ...] = tuple(deque() for _ in range(2 * levels))
         self._gone = 0
 
@@ -89,9 +95,11 @@ class WaitingLine(Generic[T]):
         self._lines[2 * request.priority].append(request)
         self.rows += request.rows
         request.line = self
-        deadline = request.deadline
+        deadline, leave_by = request.deadline, request.leave_by
         if deadline is not None and (self.soonest_deadline is None or deadline < self.soonest_deadline):
             self.soonest_deadline = deadline
+        if leave_by is not None and (self.soonest_leave_by is None or leave_by < self.soonest_leave_by):
+            self.soonest_leave_by = leave_by
 
     def remove(self, request: T) -> bool:
         """Let a request leave; False when it is not in line."""
@@ -112,9 +120,9 @@ class WaitingLine(Generic[T]):
         On its way it sends those whose patience has ended to the second line of their level.
 
         Args:
-            now: in seconds.
+            now: in seconds; who had to leave by then leaves uncounted.
             most_rows: in one batch; whoever is first goes even if it alone has more.
-            finish: the soonest that the batch could end; who must be answered by then leaves uncounted.
+            finish: the soonest that the batch could end; so does who must be answered by then.
 
         Returns:
             Those that go together, those that are too late, and the rows of the former.
@@ -122,6 +130,7 @@ class WaitingLine(Generic[T]):
         taken: list[T] = []
         late: list[T] = []
         rows = 0
+        bounded = self.soonest_deadline is not None or self.soonest_leave_by is not None
         for index, line in enumerate(self._lines):
             while line:
                 request = line[0]
@@ -135,8 +144,7 @@ class WaitingLine(Generic[T]):
                 else:
                     line.popleft()
                     request.line = None
-                    deadline = request.deadline
-                    if deadline is not None and deadline <= finish:
+                    if bounded and _is_late(request, now, finish):
                         self.rows -= request.rows
                         late.append(request)
                     else:
@@ -144,13 +152,18 @@ class WaitingLine(Generic[T]):
                         rows += request.rows
         return self._left(taken, late, rows)
 
-    def take_late(self, finish: float) -> list[T]:
-        """Let all leave that must be answered by `finish`, in seconds, wherever they stand."""
-        late = [request for request in self if request.deadline is not None and request.deadline <= finish]
+    @property
+    def soonest(self) -> float | None:
+        """The sooner of both bounds, in seconds."""
+        return _earliest(self.soonest_deadline, self.soonest_leave_by)
+
+    def take_late(self, now: float) -> list[T]:
+        """Let all leave whose time has run out by `now`, in seconds, wherever they stand."""
+        late = [request for request in self if _is_late(request, now, now)]
         for request in late:
             self.remove(request)
-        deadlines = [request.deadline for request in self if request.deadline is not None]
-        self.soonest_deadline = min(deadlines, default=None)
+        self.soonest_deadline = _earliest(*(request.deadline for request in self))
+        self.soonest_leave_by = _earliest(*(request.leave_by for request in self))
         return late
 
     def _left(self, taken: list[T], late: list[T], rows: int) -> tuple[list[T], list[T], int]:
@@ -176,7 +189,7 @@ class WaitingLine(Generic[T]):
         for line in self._lines:
             line.clear()
         self._gone = 0
-        self.soonest_deadline = None
+        self.soonest_deadline = self.soonest_leave_by = None
 
     def _sweep(self) -> None:
         for line in self._lines:
@@ -184,3 +197,13 @@ class WaitingLine(Generic[T]):
             line.clear()
             line.extend(here)
         self._gone = 0
+
+
+def _is_late(request: Waiting, now: float, finish: float) -> bool:
+    """Whether a request that leaves its line now is of no use in a batch that ends at `finish`."""
+    deadline, leave_by = request.deadline, request.leave_by
+    return (leave_by is not None and leave_by <= now) or (deadline is not None and deadline <= finish)
+
+
+def _earliest(*times: float | None) -> float | None:
+    return min((time for time in times if time is not None), default=None)

@@ -76,10 +76,11 @@ class Inference:
             form.outputs,
             form.rows,
             form.bucket,
-            None if time_left_s is None and turn.drop_after_s is None else _in(turn.drop_after_s, time_left_s),
+            None if time_left_s is None else _in(time_left_s),
             partial(self._answer, form, request_id, reply),
             turn.level,
             None if turn.delay_after_s is None else _in(turn.delay_after_s),
+            None if turn.drop_after_s is None else _in(turn.drop_after_s),
             len(data),
         )
         if watch is not None:
@@ -174,7 +175,6 @@ def _whole(request: ModelInferRequest, name: str, what: str) -> int:
     return number
 
 
-def _in(*seconds: float | None) -> float | None:
-    """The earliest of these times from now, on time.monotonic()'s clock; None where there is none."""
-    limits = [limit for limit in seconds if limit is not None]
-    return time.monotonic() + min(limits) if limits else None
+def _in(seconds: float) -> float:
+    """So long from now, on time.monotonic()'s clock."""
+    return time.monotonic() + seconds

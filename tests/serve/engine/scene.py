@@ -23,7 +23,9 @@ class Answers:
         self.results: dict[float, list[Tensors | InferenceError]] = {}
         self._news = asyncio.Event()
 
-    def request(self, value: float, *, deadline: float | None = None, rows: int = 1) -> InferRequest:
+    def request(
+        self, value: float, *, deadline: float | None = None, leave_by: float | None = None, rows: int = 1
+    ) -> InferRequest:
         results = self.results.setdefault(value, [])
 
         def done(result: Tensors | InferenceError) -> None:
@@ -31,7 +33,7 @@ class Answers:
             self._news.set()
 
         x = np.full((rows, 1), value, np.float32)
-        return InferRequest(inputs={"x": x}, outputs=("y",), rows=rows, bucket=(1,), deadline=deadline, done=done)
+        return InferRequest({"x": x}, ("y",), rows, (1,), deadline, done, leave_by=leave_by)
 
     async def all(self, count: int) -> None:
         while sum(map(len, self.results.values())) < count:

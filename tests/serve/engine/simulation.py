@@ -25,6 +25,7 @@ class Client:
     Attributes:
         at: seconds.
         within: seconds from then to its deadline; None has none.
+        waits: seconds that it may wait in the queue; None for ever.
         rows: in the request.
         bucket: its shape.
         priority: 0 the most urgent.
@@ -33,6 +34,7 @@ class Client:
 
     at: float
     within: float | None = None
+    waits: float | None = None
     rows: int = 1
     bucket: str = "a"
     priority: int = 0
@@ -102,7 +104,8 @@ class Simulation:
 
     def _arrive(self, client: Client) -> None:
         deadline = None if client.within is None else self.now + client.within
-        request = InferRequest({}, (), client.rows, client.bucket, deadline, print, client.priority)
+        leave_by = None if client.waits is None else self.now + client.waits
+        request = InferRequest({}, (), client.rows, client.bucket, deadline, print, client.priority, leave_by=leave_by)
         request.arrived_ns = round(self.now * 1e9)
         outcome = Outcome(client)
         self.outcomes.append(outcome)

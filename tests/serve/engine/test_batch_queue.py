@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.engine.batch_queue import Batch, BatchQueue, FullError
+from serve.engine.latency_model import CONFIDENT
+from serve.engine.pace import Pace
 from tests.serve.engine.waiting import Request, offer, queue, take
 
 
@@ -142,6 +144,41 @@ def test_a_request_that_would_miss_its_deadline_in_the_delay_does_not_wait() -> 
     assert q.take(2.0) is not None, "11 s come before 12 s"
 
 
+def test_a_request_is_late_once_it_has_waited_for_as_long_as_it_may_however_long_the_batch_takes() -> None:
+    q = queue(levels=2)
+    q.pace = Pace(q.limits)
+    for _ in range(CONFIDENT):
+        q.pace.observe("a", 2, 100.0)
+    requests = [Request(leave_by=5.0), Request(leave_by=7.0), Request(leave_by=6.0, priority=1)]
+    offer_all(q, requests)
+    first = take(q, 4.0)
+    assert (first.requests, first.late) == (requests, [])
+    offer_all(q, requests)
+    assert q.take_late(4.9) == []
+    assert q.take_late(5.0) == requests[:1]
+    batch = take(q, 6.0)
+    assert (batch.requests, batch.late) == (requests[1:2], requests[2:])
+
+
+def test_a_request_that_leaves_in_time_for_a_batch_that_begins_later_is_late_by_its_deadline_alone() -> None:
+    q = queue()
+    requests = [Request(leave_by=2.0), Request(deadline=2.0), Request(deadline=4.0)]
+    offer_all(q, requests)
+    batch = q.take(1.0, begins=3.0)
+    assert batch is not None
+    assert (batch.requests, batch.late) == ([requests[0], requests[2]], [requests[1]])
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_request_that_would_have_to_leave_within_the_delay_does_not_wait(paced: bool) -> None:
+    q = queue(max_delay_s=10.0)
+    q.pace = Pace(q.limits) if paced else None
+    offer(q, Request(leave_by=11.0), 0.0)
+    assert (q.take(0.0), q.next_due(0.0)) == (None, 10.0)
+    offer(q, Request(leave_by=9.0), 1.0)
+    assert take(q, 1.0).rows == 2
+
+
 def test_a_removed_request_frees_its_place() -> None:
     q = queue(max_waiting=2)
     first, second, third = Request(), Request(), Request()
@@ -217,10 +254,11 @@ steps = st.lists(
                 deadline=st.one_of(st.none(), ms),
                 priority=st.integers(0, LEVELS - 1),
                 patience=st.one_of(st.none(), ms),
+                leave_by=st.one_of(st.none(), ms),
                 size=st.integers(0, 5),
             ),
         ),
-        st.tuples(st.just("take"), ms),
+        st.tuples(st.sampled_from(["take", "make room"]), ms),
         st.tuples(st.just("remove"), st.integers(0, 50)),
     ),
     max_size=60,
@@ -232,13 +270,17 @@ def place(request: Request, now: float) -> int:
     return 2 * request.priority + (request.patience is not None and request.patience <= now)
 
 
+def is_late(request: Request, now: float) -> bool:
+    return any(bound is not None and bound <= now for bound in (request.deadline, request.leave_by))
+
+
 def checked(batch: Batch[Request], waiting: list[Request], now: float) -> list[Request]:
     """All that the batch took from those that waited, after checking that it might."""
     taken = [*batch.requests, *batch.late]
     assert sum(r.rows for r in batch.requests) == batch.rows <= 8
     assert {r.bucket for r in taken} == {batch.bucket}
-    assert all(r.deadline is None or r.deadline > now for r in batch.requests)
-    assert all(r.deadline is not None and r.deadline <= now for r in batch.late)
+    assert not any(is_late(r, now) for r in batch.requests)
+    assert all(is_late(r, now) for r in batch.late)
     assert all(any(r is w for w in waiting) for r in taken)
     lines = [[r for r in waiting if r.bucket == batch.bucket and place(r, now) == number] for number in range(2 * LEVELS)]
     for line in lines[::2]:  # those whose patience has ended stand in the order in which it was noticed
@@ -277,6 +319,12 @@ def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
             due = q.next_due(now)
             assert (due is None) == (not left)
             assert due is None or now < due <= now + delay
+        elif kind == "make room" and isinstance(value, float):
+            now = round(now + value, 3)
+            late = q.take_late(now)
+            left = [r for r in accepted if all(r is not g for g in gone)]
+            assert sorted(map(id, late)) == sorted(id(r) for r in left if is_late(r, now))
+            gone += late
         elif isinstance(value, int) and value < len(accepted):
             expected = all(accepted[value] is not g for g in gone)
             assert q.remove(accepted[value]) is expected

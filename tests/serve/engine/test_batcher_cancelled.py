@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+
+import pytest
 
 from serve.engine.errors import DeadlineExceededError
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -57,6 +60,29 @@ def test_an_expired_request_is_answered_without_being_computed() -> None:
         await answers.all(3)
         assert isinstance(answers.error(1), DeadlineExceededError)
         assert backend.batches == [[100], [2]]
+        await model.batcher.drain()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("target", [None, 60.0])
+def test_a_request_that_waited_for_as_long_as_it_may_is_told_so_and_not_computed(target: float | None) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend, latency_target_s=target)
+        await hold_first(backend, model.batcher, answers)
+        request = answers.request(1)
+        request.leave_by = request.arrived_ns / 1e9 + 0.000_001
+        model.batcher.submit(request)
+        backend.release.set()
+        await answers.all(2)
+        assert isinstance(answers.error(1), DeadlineExceededError)
+        assert re.fullmatch(
+            r"the request waited \d+\.\d ms in the queue, longer than its timeout allows; it was not computed: send "
+            "it again later, or with a longer timeout",
+            str(answers.error(1)),
+        )
+        assert backend.batches == [[100]]
         await model.batcher.drain()
 
     run(scene)

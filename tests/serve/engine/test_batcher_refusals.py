@@ -74,7 +74,7 @@ def test_what_cannot_be_answered_within_the_target_is_refused_at_the_door() -> N
             model.batcher.submit(answers.request(151, deadline=time.monotonic() + 5))
         assert model.statistics.totals.failures == {"overloaded": 2}
         running.likely_end_s = time.monotonic()
-        model.batcher.submit(answers.request(152))
+        model.batcher.submit(answers.request(152, leave_by=time.monotonic() + 60))
         backend.release.set()
         await answers.all(3)
         assert answers.value(152) == 153

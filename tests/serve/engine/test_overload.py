@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +95,15 @@ def test_a_deadline_that_no_empty_server_could_meet_says_so() -> None:
     assert "the deadline leaves 2.0 ms, less than the model takes for this request alone" in str(outcome.error)
 
 
+def test_who_may_wait_for_less_than_a_batch_takes_is_answered_by_a_free_instance() -> None:
+    # Batches of 60 ms on two instances, and 40 ms in the queue: of two clients none ever has to wait.
+    clients = [Client(at=0.03 * n, waits=0.04) for n in range(100)]
+    warm = [Client(at=0.001 * n, within=9.0) for n in range(30)]  # what batches cost is known
+    simulation = Simulation(BatchLimits(max_rows=1), linear(0.06, 0.0), instances=2)
+    outcomes = simulation.run(warm + [replace(client, at=3.0 + client.at) for client in clients])
+    assert {o.kind for o in outcomes[len(warm) :]} == {"answered"}
+
+
 def test_waiting_pays_where_batches_are_dear_and_requests_come_fast() -> None:
     # 20 ms a batch whatever its size, and bursts of 8 in 4 ms every 60 ms: one batch a burst beats two.
     bursts = [Client(at=0.06 * burst + 0.0005 * n) for burst in range(60) for n in range(8)]
@@ -132,6 +143,7 @@ clients = st.builds(
     Client,
     at=st.integers(0, 400).map(lambda n: n / 1000),
     within=st.one_of(st.none(), st.integers(1, 60).map(lambda n: n / 1000)),
+    waits=st.one_of(st.none(), st.integers(1, 30).map(lambda n: n / 1000)),
     rows=st.integers(1, 8),
     bucket=st.sampled_from("ab"),
     priority=st.integers(0, 1),
@@ -157,7 +169,12 @@ def test_whatever_comes_each_gets_one_answer_and_none_waits_beyond_its_bound(
     assert [o.client for o in outcomes] == come, "no request is lost"
     assert all(len(o.ends) == 1 for o in outcomes), "each is answered once"
     assert all(1 <= rows <= 8 for _, rows in simulation.batches)
-    assert all(o.client.within is not None or target is not None for o in outcomes if o.kind in {"late", "refused"})
+    bounded = [o for o in outcomes if o.client.within is not None or target is not None]
+    assert all(o in bounded for o in outcomes if o.kind == "refused" or (o.kind == "late" and o.client.waits is None))
+    for outcome in outcomes:
+        if outcome.kind == "late" and outcome not in bounded:
+            assert outcome.client.waits is not None
+            assert outcome.took >= outcome.client.waits - 1e-9, "nobody is dropped before his time"
     assert all(foresees or o.kind != "refused" for o in outcomes)
     for outcome in outcomes:
         if outcome.kind == "cancelled":

@@ -16,6 +16,7 @@ class Request:
     deadline: float | None = None
     priority: int = 0
     patience: float | None = None
+    leave_by: float | None = None
     size: int = 0
     arrived_ns: int = 0
     line: object = None

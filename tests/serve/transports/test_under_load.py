@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
+from serve.engine.latency_model import CONFIDENT
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
@@ -35,7 +36,7 @@ def held_request(value: float) -> pb.ModelInferRequest:
     return request
 
 
-def test_a_deadline_that_passes_in_the_queue_is_not_computed(transport: MakeTransport) -> None:
+def test_a_request_that_waits_longer_than_its_timeout_allows_is_not_computed(transport: MakeTransport) -> None:
     backend = HeldBackend(held=True)
     with running_server(lambda: [held_model(backend)], transport) as server, grpc.insecure_channel(server.address) as channel:
         stub = infer_stub(channel)
@@ -49,10 +50,38 @@ def test_a_deadline_that_passes_in_the_queue_is_not_computed(transport: MakeTran
         with pytest.raises(grpc.RpcError) as refused:
             expired.result(20)
         assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "not computed" in refused.value.details()
+        assert "in the queue, longer than its timeout allows; it was not computed" in refused.value.details()
         assert np.frombuffer(good.result(20).raw_output_contents[0], np.float32).tolist() == [4]
         occupying.result(20)
         assert backend.batches == [[1], [3]]
+
+
+def test_a_queue_policys_timeout_bounds_the_wait_and_not_the_answer(transport: MakeTransport) -> None:
+    backend = HeldBackend(held=True)
+    text = "max_batch_size: 8 dynamic_batching { default_queue_policy { default_timeout_microseconds: 30000000 } }"
+    config = text_format.Parse(text, ModelConfig())
+    with (
+        running_server(lambda: [held_model(backend, config=config)], transport) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        stub = infer_stub(channel)
+        occupying = stub.future(held_request(1), timeout=20)
+        assert backend.entered.wait(20)
+        batcher = server.core.models()[0].batcher
+
+        def learn_that_batches_take_minutes() -> None:
+            pace = batcher._queue.pace
+            assert pace is not None
+            for _ in range(CONFIDENT):
+                pace.observe((1,), 1, 300.0)
+
+        server.call(learn_that_batches_take_minutes)
+        answers = [stub.future(held_request(value)) for value in (2, 3)]
+        wait_until_waiting(server, 2)
+        backend.release.set()
+        for answer in [occupying, *answers]:
+            answer.result(20)
+        assert backend.batches == [[1], [2, 3]]
 
 
 def test_a_client_that_goes_away_frees_its_place(transport: MakeTransport) -> None:
