@@ -6,6 +6,7 @@ Everything here happens on the event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -29,6 +30,7 @@ from serve.engine.supervision import Results, seconds_of
 TURN_S, LONGEST_TURN_S = 0.002, 0.02
 # Fewer requests than these wait for one more look at the sockets, which costs less than starting another batch for them.
 FEW = 8
+SHUTTING_DOWN = "the model is shutting down; send the request to another replica"
 
 
 class Batcher:
@@ -60,6 +62,7 @@ class Batcher:
         self._latest_size = 1  # requests in the batch that started last
         self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
         self._drained: asyncio.Event | None = None
+        self._is_down = False  # no copy is up, and the latest try to load one anew has failed
         # Nothing until they are needed: foresight by the first request with a deadline, a share where there are slots.
         self._shedding: Shedding | None = None
         self._share: Share | None = None
@@ -87,12 +90,12 @@ class Batcher:
         """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
 
         Raises:
-            UnavailableError: the batcher is draining.
+            UnavailableError: the batcher is draining, or all copies are broken and cannot be loaded anew.
             QueueFullError: the queue has reached its bound, or (OverloadedError) the request cannot be answered in time.
             DeadlineExceededError: it could not be, even if nobody else waited.
         """
-        if self._drained is not None:
-            away = UnavailableError("the model is shutting down; send the request to another replica")
+        if self._drained is not None or self._is_down:
+            away = self._down_error() if self._drained is None else UnavailableError(SHUTTING_DOWN)
             self._statistics.failed(request.arrived_ns, away)
             raise away
         if request.deadline is not None or self._has_target:
@@ -252,16 +255,23 @@ class Batcher:
     # Copies that break and come back
 
     def _instance_changed(self, instance: Instance) -> None:
+        self._is_down = not any(other.is_up for other in self._instances)
         if instance.is_up:
             self._free.sort_in(instance)
             self._dispatch()
-        elif not any(other.is_up for other in self._instances):
+        elif self._is_down:
             self._fail_all_waiting()
 
+    def _down_error(self) -> UnavailableError:
+        next_try_s = min(instance.next_try_s() for instance in self._instances)
+        when = f"is in {math.ceil(next_try_s)} s" if next_try_s else "is under way"
+        return UnavailableError(
+            f"the model failed and cannot be loaded anew just now (the next try {when}); try again later, or on another replica"
+        )
+
     def _fail_all_waiting(self) -> None:
-        """No copy is up, and one could not be loaded anew: nobody is to wait for who knows how long."""
-        error = UnavailableError("the model failed and cannot be loaded anew just now; try again later, or on another replica")
-        now = time.monotonic()
+        """Nobody is to wait for who knows how long."""
+        error, now = self._down_error(), time.monotonic()
         while (batch := self._queue.take(now, hurry=True)) is not None:
             self._fail_late(batch.late, now)
             for request in batch.requests:

@@ -97,6 +97,10 @@ class Instance:
         """That it has: the one that runs, and the next."""
         return len(self._jobs)
 
+    def next_try_s(self) -> float:
+        """Seconds until it is loaded anew; 0 while that goes on. To be asked while it is not up."""
+        return 0.0 if self._timer is None else max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+
     def run(self, requests: list[InferRequest], finished: Finished) -> None:
         """Start a batch, after the one that runs if one does.
 

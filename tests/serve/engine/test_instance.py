@@ -22,6 +22,7 @@ from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 
 WAIT_S = 20.0
+DOWN = "the model failed and cannot be loaded anew just now (the next try {}); try again later, or on another replica"
 
 
 class Fragile:
@@ -280,13 +281,44 @@ def test_while_nothing_can_be_loaded_requests_fail_rather_than_wait() -> None:
         broken = Fragile()
         broken._lost = True
         scene = Scene([broken], refuse_twice)
-        assert (
-            await scene.ask(1, 2)
-            == ["the model failed and cannot be loaded anew just now; try again later, or on another replica"] * 2
-        )
+        assert await scene.ask(1, 2) == [DOWN.format("is in 1 s")] * 2
         assert scene.instances[0].fault == "model.onnx: the device is busy"
         await scene.up_again()
         assert await scene.ask(3) == [4]
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_between_two_tries_requests_are_refused_at_once_and_told_when_the_next_one_is() -> None:
+    async def test() -> None:
+        tries, let_load = 0, threading.Event()
+
+        def refuse_once() -> Backend:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                scene.instances[0]._wait_s = 3600.0  # as after many tries
+                raise ModelLoadError("model.onnx: not found")
+            assert let_load.wait(WAIT_S)
+            return Fragile()
+
+        broken = Fragile()
+        broken._lost = True
+        scene = Scene([broken], refuse_once)
+        (instance,) = scene.instances
+        assert await scene.ask(1) == [DOWN.format("is in 3600 s")]
+        with pytest.raises(UnavailableError) as refused:
+            scene.submit(2)
+        assert str(refused.value) == DOWN.format("is in 3600 s")
+        assert scene.statistics.totals.failures == {"unavailable": 2}
+        instance._cancel_timer()
+        instance._bring_back(asyncio.get_running_loop())  # as the timer does
+        with pytest.raises(UnavailableError, match="the next try is under way"):
+            scene.submit(4)
+        let_load.set()
+        await scene.up_again()
+        assert await scene.ask(5) == [6]
         await scene.batcher.drain()
 
     run(test)
