@@ -113,12 +113,13 @@ class PrecisionGuard:
 
     def _judge(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> Verdict | None:
         # perf_analyzer sends random bytes, so that nearly every request of its is here and must cost little.
-        if len(requests) == 1 and _from_inputs(inputs, next(parts(requests, batched=self._batched))):
+        places = list(parts(requests, inputs, batched=self._batched))
+        if len(requests) == 1 and _from_inputs(inputs, places[0]):
             self._tally.bad_inputs({name: 1 for name, is_bad in self._checks if is_bad(outputs[name])})
             return None
-        innocent = self._innocent(requests, inputs, outputs)
+        # One that was computed alone has finite inputs, or it would not be here.
+        innocent = [0] if places[0] is ... else self._innocent(requests, inputs, outputs)
         bad: dict[int, dict[str, int]] = {}
-        places = list(parts(requests, batched=self._batched))
         for index in innocent:
             part = places[index]
             counts = {name: count for name, _ in self._checks if (count := count_non_finite(outputs[name][part]))}
@@ -139,8 +140,6 @@ class PrecisionGuard:
 
     def _innocent(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> list[int]:
         """The requests with bad outputs whose inputs are finite. What comes in comes out: the others are only counted."""
-        if not self._batched:
-            return [0]  # the one that there is has finite inputs, or it would not be here
         ends = list(accumulate([request.rows for request in requests]))
         guilty = [False] * len(requests)
         for array in inputs.values():

@@ -68,7 +68,7 @@ class Shadow:
         if worker is None:
             self._tally.shadow_dropped()
             return
-        part = random.choice(list(parts(requests, batched=self._batched)))  # noqa: S311  (a sample, no secret)
+        part = random.choice(list(parts(requests, inputs, batched=self._batched)))  # noqa: S311  (a sample, no secret)
         worker.submit(self._run, _copy(inputs, part), _copy(outputs, part))
 
     def stop(self) -> None:

@@ -22,7 +22,7 @@ TWIN_VALUE = 7.0
 
 
 class Constant:
-    """A twin that answers `value` in "y" and 3 in "n", one per row; fails where x is 13.
+    """A twin that answers `value` in "y" and 3 in "n", `rows_each` per row; fails where x is 13.
 
     Attributes:
         rows: of each run.
@@ -31,9 +31,10 @@ class Constant:
     provider = "test"
     precision = "fp32"
 
-    def __init__(self, value: float = TWIN_VALUE) -> None:
+    def __init__(self, value: float = TWIN_VALUE, *, rows_each: int = 1) -> None:
         self.rows: list[int] = []
         self._value = value
+        self._rows_each = rows_each
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         return np.dtype(np.float32)
@@ -43,7 +44,8 @@ class Constant:
         self.rows.append(len(x))
         if (x == 13).any():
             raise ValueError("thirteen")
-        return {"y": np.full((len(x), 2), self._value, np.float32), "n": np.full((len(x), 1), 3, np.int64)}
+        rows = len(x) * self._rows_each
+        return {"y": np.full((rows, 2), self._value, np.float32), "n": np.full((rows, 1), 3, np.int64)}
 
 
 def guard_of(policy: Policy, twin: Constant | None = None, *, batched: bool = True) -> PrecisionGuard:
@@ -133,6 +135,23 @@ def test_a_model_without_a_batch_dimension_is_answered_whole() -> None:
     verdict = guard_of(Policy.FALLBACK, Constant(), batched=False).after(requests, inputs, outputs)
     assert verdict is not None
     assert verdict.outputs["y"].tolist() == [[7, 7]] * 2
+
+
+def test_a_request_computed_alone_is_judged_by_all_rows_that_it_gets() -> None:
+    (request,), inputs, _ = batch(1)
+    _, _, outputs = batch(3, bad=(2,))  # as models answer that find boxes
+    verdict = guard_of(Policy.REJECT).after([request], inputs, outputs)
+    assert verdict is not None
+    assert str(verdict.rejected[0]).startswith("output 'y' holds 1 of 6 values that are NaN or infinite")
+
+
+def test_a_request_computed_alone_is_answered_anew_with_all_its_rows() -> None:
+    (request,), inputs, _ = batch(1)
+    _, _, outputs = batch(3, bad=(2,))
+    twin = Constant(rows_each=3)
+    verdict = guard_of(Policy.FALLBACK, twin).after([request], inputs, outputs)
+    assert verdict is not None
+    assert (verdict.outputs["y"].tolist(), verdict.rejected) == ([[7, 7]] * 3, {})
 
 
 def test_what_fp32_finds_infinite_too_is_the_models_own_answer() -> None:
