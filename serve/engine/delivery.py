@@ -25,7 +25,6 @@ class Delivery:
         self._queue = queue
         self._statistics = statistics
         self._computed: deque[tuple[Results, int]] = deque()  # batches with their rows
-        self._replayed: set[InferRequest] = set()  # those whose copy broke, until they have an answer
 
     def add(self, results: Results, rows: int) -> None:
         """What became of a batch of `rows` rows, for `deliver`."""
@@ -47,14 +46,11 @@ class Delivery:
 
     def fail(self, request: InferRequest, error: InferenceError) -> None:
         """Give a request an error."""
-        self._replayed.discard(request)
         self._statistics.failed(request.arrived_ns, error)
         request.finish(error)
 
     def _answer(self, computed: Answered, rows: int) -> None:
         requests = computed.requests
-        if self._replayed:
-            self._replayed.difference_update(requests)
         self._statistics.batch_done(computed.times, [request.arrived_ns for request in requests], rows)
         for request, answer in zip(requests, computed.answers, strict=True):
             request.finish(answer)
@@ -63,7 +59,7 @@ class Delivery:
         """Queue what was lost with its copy once more; what was so before fails, as it may be what breaks copies."""
         queued = False
         for request in lost.requests:
-            if request.cancelled or request in self._replayed:
+            if request.cancelled or request.replayed:
                 self.fail(request, lost.error)
                 continue
             try:
@@ -71,6 +67,6 @@ class Delivery:
             except FullError:
                 self.fail(request, lost.error)
             else:
-                self._replayed.add(request)
+                request.replayed = True
                 queued = True
         return queued

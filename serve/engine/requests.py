@@ -32,6 +32,7 @@ class InferRequest:
         arrived_ns: time.monotonic_ns() of the arrival.
         size: bytes it holds until it is computed.
         cancelled: the client has gone; nobody waits for the answer.
+        replayed: its copy of the model broke, and it was queued once more.
         line: the queue's own mark, where the request waits.
         response_parameters: what the answer says of itself beside its outputs; None for nothing.
     """
@@ -48,6 +49,7 @@ class InferRequest:
     size: int = 0
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     cancelled: bool = False
+    replayed: bool = False
     line: object = None
     response_parameters: dict[str, str | int | float | bool] | None = None
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -61,6 +64,19 @@ def test_what_was_lost_with_its_copy_is_tried_once_more_and_no_third_time() -> N
     scene.delivery.add([Lost([b], SORRY)], 1)
     assert not scene.delivery.deliver()
     assert scene.given == [("a", "0"), ("b", "send it again")]
+
+
+def test_what_is_cancelled_while_it_waits_for_its_second_try_is_forgotten() -> None:
+    scene = Scene()
+    request = scene.request("a")
+    scene.delivery.add([Lost([request], SORRY)], 1)
+    assert scene.delivery.deliver()
+    request.cancelled = True
+    assert scene.queue.remove(request)
+    alive = weakref.ref(request.inputs["x"])
+    del request
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("why", ["cancelled", "full"])
