@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,12 @@ def read_config(path: Path) -> DeclaredConfig:
         config = text_format.Parse(text, ModelConfig())
     except text_format.ParseError as error:
         raise ModelLoadError(f"{path}: {error}; expected a ModelConfig in protobuf's text format") from None
-    says_batch_size = re.search(r"^\s*max_batch_size\b", text, re.MULTILINE) is not None
-    return DeclaredConfig(message=config, source=path, says_batch_size=says_batch_size)
+    return DeclaredConfig(message=config, source=path, says_batch_size=bool(config.max_batch_size) or _says_zero(text))
+
+
+def _says_zero(text: str) -> bool:
+    """Whether a valid text, which gives no other max_batch_size, gives a 0: only what is written replaces the 1 here."""
+    return text_format.Merge(text, ModelConfig(max_batch_size=1)).max_batch_size == 0
 
 
 def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name: str, defaults: Defaults) -> ModelConfig:

@@ -73,9 +73,16 @@ def test_a_written_zero_is_no_batching_and_a_missing_one_is_the_default(tmp_path
     assert complete(tmp_path, "max_batch_size: 0").max_batch_size == 0
     assert complete(tmp_path, 'name: "m"').max_batch_size == 16
     assert complete(tmp_path, 'name: "m"', FIXED).max_batch_size == 0
+    assert complete(tmp_path, '# max_batch_size: 0\nparameters { key: "max_batch_size: 0" }').max_batch_size == 16
     unbatched = complete(tmp_path, "max_batch_size: 0")
     assert list(unbatched.input[0].dims) == [-1, 3, -1]
     assert batch_limits(unbatched, Defaults()).max_rows == 1
+
+
+@pytest.mark.parametrize("before", ["", 'name: "m" ', 'parameters { key: "a" } ', "version_policy { all {} }, "])
+@pytest.mark.parametrize(("written", "size"), [("max_batch_size: 8", 8), ("max_batch_size: 0", 0), ("max_batch_size : 0x0", 0)])
+def test_a_batch_size_counts_wherever_it_stands(tmp_path: Path, before: str, written: str, size: int) -> None:
+    assert complete(tmp_path, before + written).max_batch_size == size
 
 
 @pytest.mark.parametrize(
