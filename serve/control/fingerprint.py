@@ -31,10 +31,17 @@ def _below(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, in
         name = f"{prefix}{entry.name}"
         if entry.name.startswith("."):
             continue
-        if not entry.is_dir():
+        if not _is_folder(entry):
             yield from _entry(Path(entry.path), name)
         elif depth > 1:
             yield from _below(Path(entry.path), f"{name}/", depth - 1)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a link that leads to itself
+        return False
 
 
 def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int]]:

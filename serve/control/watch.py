@@ -54,8 +54,15 @@ class RepositoryWatch:
                 for name in self._changed(after):
                     if before.get(name) == after.get(name):
                         self._settle(name, after)
-                        await follow(name, name in after)
+                        await self._follow(follow, name, name in after)
                 before = after
+
+    async def _follow(self, follow: Follow, name: str, there: bool) -> None:
+        """The watch outlives what goes wrong with one change: there will be others."""
+        try:
+            await follow(name, there)
+        except Exception:
+            logger.exception("%s: a change could not be followed; it is tried again when the files change", name)
 
     def _changed(self, look: Look) -> list[str]:
         return sorted(name for name in look.keys() | self._known.keys() if look.get(name) != self._known.get(name))
@@ -73,6 +80,11 @@ class RepositoryWatch:
         except ModelLoadError as error:
             if not self._lost:
                 logger.warning("%s; what is loaded goes on serving", error)
+            self._lost = True
+            return None
+        except Exception:
+            if not self._lost:
+                logger.exception("%s: cannot be looked at; what is loaded goes on serving", self._path)
             self._lost = True
             return None
         self._lost = False

@@ -32,6 +32,53 @@ def test_a_fingerprint_sees_what_is_written_and_not_what_is_hidden(tmp_path: Pat
     assert fingerprint(tmp_path / "absent") == ()
 
 
+def test_a_link_that_leads_to_itself_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"a")
+    (tmp_path / "loop").symlink_to("loop")
+    assert [entry[0] for entry in fingerprint(tmp_path)] == ["model.onnx"]
+
+
+def test_the_watch_outlives_what_nobody_foresaw(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "1").mkdir(parents=True)
+    followed: list[str] = []
+    looks = 0
+
+    class Fails(LoaderThread):
+        """The second and the third look go wrong."""
+
+        async def run(self, function: Callable[..., object], *arguments: object) -> object:  # type: ignore[override]  # (as is)
+            nonlocal looks
+            looks += 1
+            if looks in {2, 3}:
+                raise ZeroDivisionError("nobody foresaw this")
+            return function(*arguments)
+
+    async def work() -> None:
+        done = asyncio.Event()
+        watch = RepositoryWatch(tmp_path, Fails(), interval_s=0, settle_s=0)
+        await watch.remember()
+        for name in ("a", "b"):
+            (tmp_path / name / "1" / "model.onnx").write_bytes(b"new")
+
+        async def follow(name: str, there: bool) -> None:
+            followed.append(name)
+            if name == "a":
+                raise ZeroDivisionError("nor this")
+            done.set()
+
+        watching = asyncio.create_task(watch.run(follow))
+        await asyncio.wait_for(done.wait(), 20)
+        watching.cancel()
+
+    asyncio.run(work())
+    assert followed == ["a", "b"]
+    assert caplog.messages == [
+        f"{tmp_path}: cannot be looked at; what is loaded goes on serving",
+        "a: a change could not be followed; it is tried again when the files change",
+    ]
+
+
 def test_files_that_are_still_being_written_wait(tmp_path: Path) -> None:
     file = tmp_path / "mlp" / "1" / "model.onnx"
     file.parent.mkdir(parents=True)
