@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
 from serve.engine.errors import ModelLoadError
 
+MAX_LEVELS = 1000  # each has a line of its own in the queue
+
 
 @dataclass(frozen=True, kw_only=True)
 class LevelPolicy:
@@ -86,9 +88,13 @@ def queue_policy(config: ModelConfig) -> QueuePolicy:
     """What a model's configuration asks for.
 
     Raises:
-        ModelLoadError: its priorities contradict each other.
+        ModelLoadError: its priorities contradict each other, or are too many.
     """
     batching = config.dynamic_batching
+    if batching.priority_levels > MAX_LEVELS:
+        raise ModelLoadError(
+            f"model {config.name!r}: priority_levels is {batching.priority_levels}, expected at most {MAX_LEVELS}"
+        )
     levels = max(1, batching.priority_levels)
     default_level = batching.default_priority_level or levels
     strange = sorted(level for level in batching.priority_queue_policy if not 1 <= level <= levels)

@@ -62,8 +62,10 @@ def test_a_priority_that_the_model_lacks_is_its_default(priority: int) -> None:
         ),
         ("priority_queue_policy { key: 2 value {} }", "priority_queue_policy has a level 2, expected 1 to priority_levels"),
         ("priority_levels: 2 priority_queue_policy { key: 0 value {} }", "priority_queue_policy has a level 0"),
+        (f"priority_levels: {2**64 - 1}", f"priority_levels is {2**64 - 1}, expected at most 1000"),
+        ("priority_levels: 1001", "priority_levels is 1001, expected at most 1000"),
     ],
 )
-def test_priorities_that_contradict_each_other_are_refused(batching: str, text: str) -> None:
+def test_priorities_that_contradict_each_other_or_are_too_many_are_refused(batching: str, text: str) -> None:
     with pytest.raises(ModelLoadError, match=f"model 'm': {text}"):
         policy(batching)
