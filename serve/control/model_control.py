@@ -48,7 +48,7 @@ class ModelControl:
         self._thread = LoaderThread()
         self._switch = Switch(core, loader, self._thread)
         self._locks: dict[str, asyncio.Lock] = {}
-        self._uploads: dict[str, tempfile.TemporaryDirectory[str]] = {}
+        self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         core.control = self
 
@@ -79,8 +79,9 @@ class ModelControl:
         for task in self._tasks:
             task.cancel()
         self._thread.stop()
-        for upload in self._uploads.values():
-            upload.cleanup()
+        for uploads in self._uploads.values():
+            for upload in uploads:
+                upload.cleanup()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model by request; see `InferenceCore.load`."""
@@ -109,17 +110,12 @@ class ModelControl:
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         async with self._lock(name):
             upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
+            if upload is not None:
+                self._uploads.setdefault(name, []).append(upload)
             try:
                 await self._load_from(self._path if upload is None else Path(upload.name), name, config)
-            except InferenceError:
-                if upload is not None:
-                    upload.cleanup()
-                raise
-            before = self._uploads.pop(name, None)
-            if upload is not None:
-                self._uploads[name] = upload
-            if before is not None:
-                before.cleanup()
+            finally:
+                self._drop_uploads(name)
 
     async def _load_from(self, path: Path, name: str, config: str | None) -> None:
         try:
@@ -138,9 +134,22 @@ class ModelControl:
     async def _unload(self, name: str) -> None:
         async with self._lock(name):
             await self._switch.take_out(name)
-            upload = self._uploads.pop(name, None)
-            if upload is not None:
+            self._drop_uploads(name)
+
+    def _drop_uploads(self, name: str) -> None:
+        """Delete what came with load requests, but for what a version serves from: it may have to be loaded anew from there.
+
+        Where only some versions of a load were refused, versions of it and of the one before serve side by side.
+        """
+        paths = [model.path for model in self._core.models() if model.name == name and model.path is not None]
+        kept = []
+        for upload in self._uploads.pop(name, []):
+            if any(path.is_relative_to(upload.name) for path in paths):
+                kept.append(upload)
+            else:
                 upload.cleanup()
+        if kept:
+            self._uploads[name] = kept
 
     async def _follow(self, name: str, there: bool) -> None:
         """The repository has changed."""

@@ -17,6 +17,7 @@ from serve.control.options import ControlMode
 from serve.engine.errors import InvalidArgumentError
 from tests.models import save_mlp
 from tests.serve.control.controlled import ask, controlled_server
+from tests.serve.running_server import RunningServer
 
 
 @pytest.fixture
@@ -34,12 +35,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def client(tmp_path: Path, temporary: Path) -> Iterator[triton.InferenceServerClient]:
+def server(tmp_path: Path, temporary: Path) -> Iterator[RunningServer]:
     (tmp_path / "repository").mkdir()
-    with (
-        controlled_server(tmp_path / "repository", ControlMode.EXPLICIT, uploads=True) as server,
-        triton.InferenceServerClient(server.address) as client,
-    ):
+    with controlled_server(tmp_path / "repository", ControlMode.EXPLICIT, uploads=True) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.address) as client:
         yield client
 
 
@@ -86,6 +90,25 @@ def test_what_cannot_be_served_leaves_nothing_behind(
         client.load_model("new", config=config, files=files)
     assert client.is_model_ready("new")
     assert len(list(temporary.iterdir())) == 1
+
+
+def test_an_upload_stays_while_a_version_serves_from_it(
+    server: RunningServer, client: triton.InferenceServerClient, model: bytes, temporary: Path
+) -> None:
+    every = '{"version_policy": {"all": {}}}'
+    client.load_model("new", config=every, files={"file:3/model.onnx": model})
+    with pytest.raises(InferenceServerException, match="model 'new' was refused: new/2/model.onnx"):
+        client.load_model("new", config=every, files={"file:1/model.onnx": model, "file:2/model.onnx": b"junk"})
+    served = server.call(lambda: server.core.versions("new"))
+    assert [version.version for version in served] == [1, 3]
+    for version in served:
+        assert version.path is not None
+        assert version.path.read_bytes() == model
+    assert len(list(temporary.iterdir())) == 2
+    client.load_model("new", config=every, files={"file:1/model.onnx": model})
+    assert len(list(temporary.iterdir())) == 1
+    client.unload_model("new")
+    assert list(temporary.iterdir()) == []
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[./\\a1~\0 ]{0,12}", fullmatch=True))
