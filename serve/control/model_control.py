@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from serve.control.loader import Loader
 from serve.control.loader_thread import LoaderThread
@@ -47,7 +48,8 @@ class ModelControl:
         self._options = options
         self._thread = LoaderThread()
         self._switch = Switch(core, loader, self._thread)
-        self._locks: dict[str, asyncio.Lock] = {}
+        # A lock is there while someone holds it or waits for it: clients choose the names.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         core.control = self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import shutil
 from collections.abc import Iterator
@@ -220,6 +222,19 @@ def test_names_that_lead_elsewhere_are_refused(client: triton.InferenceServerCli
     assert (code, "is not valid, expected the name of a folder in the repository" in text) == ("INVALID_ARGUMENT", True)
     with pytest.raises(InferenceServerException, match="is not valid, expected the name of a folder"):
         client.unload_model(name)
+
+
+def test_names_of_no_model_leave_nothing_behind(client: triton.InferenceServerClient) -> None:
+    before = locks()
+    for number in range(20):
+        assert refusal(client, f"nope{number}")[0] == "NOT_FOUND"
+    assert locks() <= before + 1
+
+
+def locks() -> int:
+    """How many locks this process holds."""
+    gc.collect()
+    return sum(isinstance(found, asyncio.Lock) for found in gc.get_objects())
 
 
 def test_a_link_out_of_the_repository_is_refused(client: triton.InferenceServerClient, repository: Path) -> None:
