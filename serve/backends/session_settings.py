@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from serve.engine.own_parameters import own_parameter
 
 # https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html: handed on as they are.
 SESSION_KEYS = ("session.", "optimization.", "mlas.", "ep.")
+MAX_THREADS = 1024  # they are started at once, and each has a stack
 SWITCH = {"0": False, "false": False, "1": True, "true": True}
 
 
@@ -76,9 +78,12 @@ def _count(parameters: Mapping[str, str], key: str, path: Path) -> int | None:
     value = parameters.get(key)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit()):
-        raise ModelLoadError(f"{path}: parameter {key!r} is {value!r}, expected a whole number of 0 (one a core) or more")
-    return int(value)
+    number = re.fullmatch("0*([0-9]{1,4})", value)
+    if number is None or int(number[1]) > MAX_THREADS:
+        raise ModelLoadError(
+            f"{path}: parameter {key!r} is {value!r}, expected a whole number of 0 (one a core) to {MAX_THREADS}"
+        )
+    return int(number[1])
 
 
 def _switch(parameters: Mapping[str, str], key: str, path: Path, *, default: bool) -> bool:

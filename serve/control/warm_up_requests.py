@@ -13,6 +13,7 @@ import numpy as np
 from protos.model_config_pb2 import ModelWarmup
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_repository import LoadedVersion
+from serve.engine.named_files import require_file_name
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
@@ -148,8 +149,7 @@ def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
 
 def _from_file(spec: TensorSpec, shape: tuple[int, ...], folder: Path, name: str, where: str) -> Array:
     dtype = spec.datatype.array_dtype
-    if Path(name).name != name:
-        raise ModelLoadError(f"{where} has input_data_file {name!r}, expected a file name without folders")
+    require_file_name(name, f"{where} has input_data_file")
     if dtype.hasobject:
         raise ModelLoadError(f"{where} is of type {spec.datatype.wire}, which is not read from files; use random_data")
     try:

@@ -19,6 +19,8 @@ from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
 
+MAX_COPIES = 1000  # in one instance group; each has a thread
+
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
@@ -157,11 +159,13 @@ def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, 
 
 def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
     declared = list(entry.dims)
+    if min(declared, default=0) < ANY_SIZE:
+        raise ModelLoadError(f"{where} has dims {declared}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
     if entry.HasField("reshape"):
         declared = list(entry.reshape.shape)
-        if ANY_SIZE in {*entry.dims, *declared} or math.prod(entry.dims) != math.prod(declared):
+        if min([*entry.dims, *declared], default=1) < 1 or math.prod(entry.dims) != math.prod(declared):
             raise ModelLoadError(
-                f"{where} has dims {list(entry.dims)} and reshape {declared}, expected fixed sizes, equally many"
+                f"{where} has dims {list(entry.dims)} and reshape {declared}, expected fixed sizes, equally many, of 1 or more"
             )
     if entry.data_type != spec.datatype.config:
         given = BY_CONFIG[entry.data_type].config_name if entry.data_type in BY_CONFIG else "no data_type"
@@ -192,10 +196,20 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
 
 
 def instances(config: ModelConfig) -> list[tuple[str, int]]:
-    """One entry per copy of the model to load: ("gpu" | "cpu" | "auto", device)."""
+    """One entry per copy of the model to load: ("gpu" | "cpu" | "auto", device).
+
+    Raises:
+        ModelLoadError: a group has a number of copies or a device that cannot be.
+    """
     kinds = {ModelInstanceGroup.KIND_GPU: "gpu", ModelInstanceGroup.KIND_CPU: "cpu"}
     copies: list[tuple[str, int]] = []
     for group in config.instance_group:
+        if not 0 <= group.count <= MAX_COPIES:
+            raise ModelLoadError(
+                f"model {config.name!r}: instance_group has count {group.count}, expected 1 to {MAX_COPIES}, or 0 for 1"
+            )
+        if min(group.gpus, default=0) < 0:
+            raise ModelLoadError(f"model {config.name!r}: instance_group has gpus {list(group.gpus)}, expected 0 or more")
         kind = kinds.get(group.kind, "auto")
         for device in group.gpus or [0]:
             copies += [(kind, device)] * max(1, group.count)

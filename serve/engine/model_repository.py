@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,10 +27,13 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.joining import Joining
 from serve.engine.model import Model
 from serve.engine.model_kinds import KINDS, asked_kinds
+from serve.engine.named_files import require_file_name, require_inside
 from serve.engine.own_parameters import check_own_parameters
 from serve.engine.pauses import pause
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.loading import make_guard
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.pbtxt"
 
@@ -110,16 +114,6 @@ def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) ->
     for files in versions:
         require_inside(path, files.model)
     return versions
-
-
-def require_inside(root: Path, path: Path) -> None:
-    """Check that a path is inside a folder once every link in it is followed.
-
-    Raises:
-        ModelLoadError: it is not.
-    """
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise ModelLoadError(f"{path}: is a link out of the repository, expected what lies in it; copy it there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +219,7 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
         name = output.label_filename
         if not name:
             continue
-        if Path(name).name != name:
-            raise ModelLoadError(f"{declared.source}: label_filename is {name!r}, expected a file name without folders")
+        require_file_name(name, f"{declared.source}: label_filename is")
         try:
             labels[output.name] = (declared.source.parent / name).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -264,6 +257,9 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
         if (found := next((path / name for name in names if (path / name).is_file()), None)) is not None
     }
     chosen = _chosen(declared.message, sorted(present))
+    missing = sorted(set(declared.message.version_policy.specific.versions) - present.keys())
+    if missing:
+        logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
     if not chosen:
         raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
     return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]
@@ -272,8 +268,7 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
 def _file_names(declared: DeclaredConfig) -> list[str]:
     """What the model file of a version may be called, the first that is there counts."""
     name = declared.message.default_model_filename
-    if Path(name).name != name:
-        raise ModelLoadError(f"{declared.source}: default_model_filename is {name!r}, expected a file name without folders")
+    require_file_name(name, f"{declared.source}: default_model_filename is")
     # A configuration that asks for what is not served is refused once the file has been read, with a better text.
     return [name] if name else [kind.file_name for kind in asked_kinds(declared.message) or KINDS]
 

@@ -38,6 +38,13 @@ def text(value: str) -> str:
     return value
 
 
+def path(value: str) -> str:
+    """A file's path; where it leads is for its reader to judge."""
+    if "\0" in value:
+        raise ValueError("expected a path without NUL characters")
+    return value
+
+
 def one_of(*choices: str) -> Parse:
     """One word of several."""
 
@@ -81,7 +88,7 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
     "halfserve.cuda_graphs": OwnParameter(parse=switch),
     "halfserve.degraded_not_ready": OwnParameter(parse=switch),
     "halfserve.drift_threshold": OwnParameter(parse=number(0.0, above=True)),
-    "halfserve.fp32_twin": OwnParameter(parse=text),
+    "halfserve.fp32_twin": OwnParameter(parse=path),
     "halfserve.latency_target_ms": OwnParameter(parse=number(0, above=True)),
     "halfserve.max_compute_s": OwnParameter(parse=number(0.0, above=True)),
     "halfserve.nodes": OwnParameter(parse=text, reported=True),

@@ -139,6 +139,11 @@ def test_cuda_graphs(text: str, graphs: bool) -> None:
     ("text", "message"),
     [
         (parameter("intra_op_thread_count", "-1"), "'intra_op_thread_count' is '-1', expected a whole number of 0"),
+        (
+            parameter("intra_op_thread_count", "1025"),
+            "'intra_op_thread_count' is '1025', expected a whole number of 0 .* to 1024",
+        ),
+        (parameter("inter_op_thread_count", "9" * 5000), "expected a whole number of 0 .* to 1024"),
         (parameter("inter_op_thread_count", "two"), "'inter_op_thread_count' is 'two', expected a whole number of 0"),
         (parameter("execution_mode", "parallel"), "'execution_mode' is 'parallel', expected '0' or '1'"),
         (parameter("halfserve.optimization_level", "most"), "'most', expected one of 'all', 'extended', 'basic', 'disabled'"),

@@ -120,6 +120,10 @@ def test_data_is_made_up_as_described(tmp_path: Path, data: str, least: int) -> 
     [
         (WARM_UP.format(""), "model_warmup 'w' input 'x' has no data, expected zero_data, random_data or input_data_file"),
         (WARM_UP.format('input_data_file: "../x"'), "has input_data_file '../x', expected a file name without folders"),
+        (
+            WARM_UP.format('input_data_file: "a\\000b"'),
+            r"has input_data_file 'a\\x00b', expected a file name without folders or NUL",
+        ),
         (WARM_UP.format('input_data_file: "x"'), "cannot read warmup/x: No such file or directory"),
         (WARM_UP.format('input_data_file: "short"'), "warmup/short has 3 bytes, expected 128 \\(one row\\)"),
         (WARM_UP.format("zero_data: true").replace("64", "63"), "has shape \\[1, 63\\], expected \\[-1, 64\\]"),

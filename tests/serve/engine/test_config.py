@@ -105,6 +105,14 @@ def test_a_batch_size_counts_wherever_it_stands(tmp_path: Path, before: str, wri
             r"'y' has dims \[11\], the model has \[10\]",
         ),
         ('max_batch_size: 4 output [{name: "y" data_type: TYPE_FP32 dims: [-1, 10]}]', "dims are without the batch dimension"),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [3, -5]}]',
+            r"input 'x' has dims \[3, -5\], expected sizes of 0 or more, or -1 for any size",
+        ),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-2, -2] reshape {shape: [4]}}]',
+            r"input 'x' has dims \[-2, -2\], expected sizes of 0 or more",
+        ),
     ],
 )
 def test_what_contradicts_the_model_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -146,9 +154,17 @@ def test_clients_see_what_the_config_shows(tmp_path: Path) -> None:
     assert narrowed.outputs[0].shape == (-1, 10)
 
 
-@pytest.mark.parametrize("reshape", ["reshape {shape: [2]}", "reshape {shape: [-1]}"])
-def test_a_reshape_that_changes_the_count_is_refused(tmp_path: Path, reshape: str) -> None:
-    text = f'max_batch_size: 4 input [{{name: "x" data_type: TYPE_FP32 dims: [1] {reshape}}}]'
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "dims: [1] reshape {shape: [2]}",
+        "dims: [1] reshape {shape: [-1]}",
+        "dims: [0] reshape {shape: [0]}",
+        "dims: [4] reshape {shape: [-2, -2]}",
+    ],
+)
+def test_a_reshape_that_changes_the_count_is_refused(tmp_path: Path, sizes: str) -> None:
+    text = f'max_batch_size: 4 input [{{name: "x" data_type: TYPE_FP32 {sizes}}}]'
     with pytest.raises(ModelLoadError, match="expected fixed sizes, equally many"):
         complete(tmp_path, text, SCALARS)
 
@@ -157,3 +173,16 @@ def test_instances_follow_the_groups(tmp_path: Path) -> None:
     assert instances(complete(tmp_path, None)) == [("auto", 0)]
     groups = "instance_group [{ count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [0, 1] }]"
     assert instances(complete(tmp_path, groups)) == [("cpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)]
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("count: -3", "model 'm': instance_group has count -3, expected 1 to 1000, or 0 for 1"),
+        ("count: 2147483647", "instance_group has count 2147483647, expected 1 to 1000"),
+        ("gpus: [0, -3]", r"model 'm': instance_group has gpus \[0, -3\], expected 0 or more"),
+    ],
+)
+def test_copies_and_devices_that_cannot_be_are_refused(tmp_path: Path, group: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        instances(complete(tmp_path, f"instance_group {{ {group} }}"))

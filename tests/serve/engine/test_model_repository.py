@@ -45,6 +45,12 @@ def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected
     assert found(root) == [("mlp", version) for version in expected]
 
 
+def test_versions_that_are_asked_for_and_missing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_versions(tmp_path, "1", config="version_policy { specific { versions: [9, 1, 7] } }")
+    assert found(root) == [("mlp", 1)]
+    assert caplog.messages == [f"{root / 'mlp'}: version_policy asks for versions that are not there: 7, 9"]
+
+
 def test_what_is_no_model_is_passed_over(tmp_path: Path) -> None:
     write_versions(tmp_path, "1", name=".half-written")
     write_versions(tmp_path, "1", "0", "draft", name="good")
@@ -70,6 +76,10 @@ def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
         (
             lambda root: write_versions(root, "1", config='default_model_filename: "../../etc/passwd"'),
             "a file name without folders",
+        ),
+        (
+            lambda root: write_versions(root, "1", config='default_model_filename: "a\\000b"'),
+            "without folders or NUL characters",
         ),
         (lambda root: write_versions(root, "1", config='default_model_filename: "other.onnx"'), "none of its version folders"),
         (lambda root: write_versions(root, "1", config="version_policy { specific { versions: [4] } }"), "none of its version"),
@@ -125,6 +135,7 @@ def test_labels_lie_beside_the_configuration(tmp_path: Path) -> None:
     [
         ("none.txt", "cannot read the labels 'none.txt': No such file or directory"),
         ("../1/x.txt", "label_filename is '../1/x.txt', expected a file name without folders"),
+        ("a\\000b", r"label_filename is 'a\\x00b', expected a file name without folders or NUL characters"),
     ],
 )
 def test_labels_that_cannot_be_read_are_refused(tmp_path: Path, name: str, text: str) -> None:

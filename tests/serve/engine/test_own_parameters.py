@@ -62,6 +62,7 @@ def test_what_the_server_reports_may_be_sent_back_to_it() -> None:
         ({"warmup": "off"}, r"m/config.pbtxt: parameter 'halfserve.warmup' is not known; did you mean 'halfserve.warm_up'\?"),
         ({"": "1"}, "parameter 'halfserve.' is not known; "),
         ({"qqqqqqqq": "1"}, "parameter 'halfserve.qqqqqqqq' is not known; known are halfserve."),
+        ({"fp32_twin": "a\0b"}, r"parameter 'halfserve.fp32_twin' is 'a\\x00b', expected a path without NUL characters"),
         ({"warm_up": "maybe"}, "m/config.pbtxt: parameter 'halfserve.warm_up' is 'maybe', expected 'on' or 'off'"),
     ],
 )
