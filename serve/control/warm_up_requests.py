@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from protos.model_config_pb2 import ModelWarmup
+from serve.engine.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_repository import LoadedVersion
-from serve.engine.named_files import require_file_name
+from serve.engine.named_files import named_file
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
@@ -102,7 +102,8 @@ def _filled(spec: TensorSpec, shape: tuple[int, ...], value: int) -> Array:
 
 
 def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
-    where = f"{version.files.config.source}: model_warmup {warm_up.name!r}"
+    declared = version.files.config
+    where = f"{declared.source}: model_warmup {warm_up.name!r}"
     batched = version.config.max_batch_size > 0
     rows = max(1, warm_up.batch_size)
     if rows > max(1, version.config.max_batch_size):
@@ -111,15 +112,14 @@ def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
     if set(warm_up.inputs) != names:
         given, expected = (", ".join(map(repr, sorted(which))) for which in (warm_up.inputs, names))
         raise ModelLoadError(f"{where} has inputs {given or 'of no name'}, expected {expected}")
-    folder = version.files.config.source.parent / WARM_UP_FOLDER
     inputs = {}
     for spec in version.interface.inputs:
-        row = _row(spec, warm_up.inputs[spec.name], folder, f"{where} input {spec.name!r}", batched=batched)
+        row = _row(spec, warm_up.inputs[spec.name], declared, f"{where} input {spec.name!r}", batched=batched)
         inputs[spec.name] = np.repeat(row[None], rows, axis=0) if batched else row
     return WarmUpRequest(what=f"model_warmup {warm_up.name!r}", rows=rows, inputs=inputs, times=max(1, warm_up.count))
 
 
-def _row(spec: TensorSpec, given: Any, folder: Path, where: str, *, batched: bool) -> Array:
+def _row(spec: TensorSpec, given: Any, declared: DeclaredConfig, where: str, *, batched: bool) -> Array:
     """What one row of an input is to hold, without the batch dimension."""
     shape = tuple(given.dims)
     mismatch = spec.mismatch((1, *shape) if batched else shape)
@@ -133,7 +133,7 @@ def _row(spec: TensorSpec, given: Any, folder: Path, where: str, *, batched: boo
         case "random_data":
             return _random(spec, shape)
         case "input_data_file":
-            return _from_file(spec, shape, folder, given.input_data_file, where)
+            return _from_file(spec, shape, declared, given.input_data_file, where)
         case _:
             raise ModelLoadError(f"{where} has no data, expected zero_data, random_data or input_data_file")
 
@@ -147,13 +147,13 @@ def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     return random.standard_normal(shape).astype(dtype)
 
 
-def _from_file(spec: TensorSpec, shape: tuple[int, ...], folder: Path, name: str, where: str) -> Array:
+def _from_file(spec: TensorSpec, shape: tuple[int, ...], declared: DeclaredConfig, name: str, where: str) -> Array:
     dtype = spec.datatype.array_dtype
-    require_file_name(name, f"{where} has input_data_file")
+    path = named_file(declared, name, f"{where} has input_data_file", folder=WARM_UP_FOLDER)
     if dtype.hasobject:
         raise ModelLoadError(f"{where} is of type {spec.datatype.wire}, which is not read from files; use random_data")
     try:
-        data = (folder / name).read_bytes()
+        data = path.read_bytes()
     except OSError as error:
         raise ModelLoadError(f"{where}: cannot read {WARM_UP_FOLDER}/{name}: {error.strerror}") from None
     expected = math.prod(shape) * dtype.itemsize

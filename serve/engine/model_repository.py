@@ -27,7 +27,7 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.joining import Joining
 from serve.engine.model import Model
 from serve.engine.model_kinds import KINDS, asked_kinds
-from serve.engine.named_files import require_file_name, require_inside
+from serve.engine.named_files import named_file, require_file_name, require_inside
 from serve.engine.own_parameters import check_own_parameters
 from serve.engine.pauses import pause
 from serve.engine.precision_guard.guard import PrecisionGuard
@@ -212,16 +212,16 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
     """The class names that a configuration's label files hold, one a line, by the output's name.
 
     Raises:
-        ModelLoadError: a file is missing, unreadable, or not beside the configuration.
+        ModelLoadError: a file is missing, unreadable, not beside the configuration, or a link out of the repository.
     """
     labels = {}
     for output in declared.message.output:
         name = output.label_filename
         if not name:
             continue
-        require_file_name(name, f"{declared.source}: label_filename is")
+        path = named_file(declared, name, f"{declared.source}: label_filename is")
         try:
-            labels[output.name] = (declared.source.parent / name).read_text(encoding="utf-8").splitlines()
+            labels[output.name] = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None

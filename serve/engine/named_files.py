@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serve.engine.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
 
 
@@ -19,6 +20,25 @@ def require_file_name(name: str, what: str) -> None:
     """
     if Path(name).name != name or "\0" in name:
         raise ModelLoadError(f"{what} {name!r}, expected a file name without folders or NUL characters")
+
+
+def named_file(declared: DeclaredConfig, name: str, what: str, *, folder: str = "") -> Path:
+    """A file that a configuration names, in the folder of its model.
+
+    Args:
+        declared: the configuration.
+        name: of the file.
+        what: of whom it is, as the beginning of an error's text: "config.pbtxt: label_filename is".
+        folder: in the model's, where the file lies.
+
+    Raises:
+        ModelLoadError: the name leads elsewhere, or a link does so.
+    """
+    require_file_name(name, what)
+    model_folder = declared.source.parent
+    path = model_folder / folder / name
+    require_inside(model_folder.parent, path)
+    return path
 
 
 def require_inside(root: Path, path: Path) -> None:

@@ -140,6 +140,15 @@ def test_a_description_that_does_not_fit_is_refused(tmp_path: Path, config: str,
         tried_out(tmp_path, config)
 
 
+def test_data_may_not_be_a_link_out_of_the_repository(tmp_path: Path) -> None:
+    root = save(save_mlp, tmp_path / "repository")
+    (tmp_path / "row.bin").write_bytes(bytes(128))
+    (root / "m" / "warmup").mkdir()
+    (root / "m" / "warmup" / "row.bin").symlink_to(tmp_path / "row.bin")
+    with pytest.raises(ModelLoadError, match=r"m/warmup/row.bin: is a link out of the repository"):
+        tried_out(root, WARM_UP.format('input_data_file: "row.bin"'))
+
+
 def test_a_model_that_cannot_run_is_refused(tmp_path: Path) -> None:
     save(save_picky, tmp_path)
     assert rows(tried_out(tmp_path)) == [1, 32]

@@ -3,9 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.upcast import upcast_to_fp32
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
 from serve.engine.errors import ModelLoadError
@@ -147,4 +149,40 @@ def test_labels_that_are_no_text_are_refused(tmp_path: Path) -> None:
     root = write_versions(tmp_path, "1", config=labelled("names.txt"))
     (root / "mlp" / "names.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ModelLoadError, match="cannot read the labels 'names.txt': it is not UTF-8 text"):
+        load(root)
+
+
+def test_labels_may_be_a_link_in_the_repository_and_not_out_of_it(tmp_path: Path) -> None:
+    root = write_versions(tmp_path / "repository", "1", config=labelled("names.txt"))
+    (tmp_path / "secret").write_text("of another\n")
+    names = root / "mlp" / "names.txt"
+    names.symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelLoadError, match="mlp/names.txt: is a link out of the repository, expected what lies in it"):
+        load(root)
+    names.unlink()
+    (root / "shared.txt").write_text("cat\ndog\n")
+    names.symlink_to(root / "shared.txt")
+    assert load(root).labels == {"y": ["cat", "dog"]}
+
+
+def test_a_configuration_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1")
+    (root / "mlp" / "config.pbtxt").symlink_to("config.pbtxt")
+    with pytest.raises(ModelLoadError, match="config.pbtxt: (is a link that leads to itself|cannot be read)"):
+        find_models(root)
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_weights_that_are_a_link_out_of_the_repository_are_refused(tmp_path: Path, half: bool) -> None:
+    root = write_versions(tmp_path / "repository", "1")
+    path = root / "mlp" / "1" / "model.onnx"
+    model = onnx.load(path)
+    if not half:
+        upcast_to_fp32(model)
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    weights = path.with_name("weights.bin")
+    load(root)
+    weights.rename(tmp_path / "weights.bin")
+    weights.symlink_to(tmp_path / "weights.bin")
+    with pytest.raises(ModelLoadError, match="symbolic link|escapes model directory"):
         load(root)
