@@ -7,13 +7,14 @@ fp32 throughout is as fast as an fp32 model there and closer to the truth than h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
+from serve.backends.type_attributes import TypeAttributes, nodes_below
+
 FP32 = TensorProto.FLOAT
 HALF_TYPES = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
-# Integer attributes that hold a tensor type, over all operators of the standard and of ONNX Runtime's own domain.
-TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
 
 
 def half_types(model: ModelProto) -> frozenset[int]:
@@ -30,26 +31,38 @@ def upcast_to_fp32(model: ModelProto) -> None:
             _upcast_tensor(sparse.values)
         for value in (*graph.input, *graph.output, *graph.value_info):
             _upcast_type(value.type)
+    types = TypeAttributes(model.functions)
     for function in model.functions:
         for value in function.value_info:
             _upcast_type(value.type)
         for default in function.attribute_proto:
-            _upcast_attribute(default)
+            _upcast_attribute(default, types.of_calls(function))
     for node in _nodes(model):
         for attribute in node.attribute:
-            _upcast_attribute(attribute)
+            _upcast_attribute(attribute, types.of(node))
 
 
 def _types(model: ModelProto) -> Iterator[int]:
     for graph in _graphs(model):
         yield from (t.data_type for t in graph.initializer)
+        yield from (sparse.values.data_type for sparse in graph.sparse_initializer)
         yield from (v.type.tensor_type.elem_type for v in (*graph.input, *graph.output))
+    types = TypeAttributes(model.functions)
+    for function in model.functions:
+        for default in function.attribute_proto:
+            yield from _types_in(default, types.of_calls(function))
     for node in _nodes(model):
         for attribute in node.attribute:
-            if attribute.name in TYPE_ATTRIBUTES:
-                yield attribute.i
-            elif attribute.HasField("t"):  # to ask for what is not there takes longer
-                yield attribute.t.data_type
+            yield from _types_in(attribute, types.of(node))
+
+
+def _types_in(attribute: AttributeProto, types: AbstractSet[str]) -> Iterator[int]:
+    if attribute.name in types:
+        yield attribute.i
+    elif attribute.HasField("t"):  # to ask for what is not there takes longer
+        yield attribute.t.data_type
+    elif attribute.HasField("sparse_tensor"):
+        yield attribute.sparse_tensor.values.data_type
 
 
 def _graphs(model: ModelProto) -> Iterator[GraphProto]:
@@ -62,23 +75,20 @@ def _graphs(model: ModelProto) -> Iterator[GraphProto]:
 
 
 def _nodes(model: ModelProto) -> Iterator[NodeProto]:
-    pending = [list(model.graph.node), *(list(function.node) for function in model.functions)]
-    while pending:
-        for node in pending.pop():
-            yield node
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    pending.append(list(attribute.g.node))
-                pending += [list(graph.node) for graph in attribute.graphs]
+    return nodes_below(model.graph.node, *(function.node for function in model.functions))
 
 
-def _upcast_attribute(attribute: AttributeProto) -> None:
-    if attribute.name in TYPE_ATTRIBUTES and attribute.i in HALF_TYPES:
+def _upcast_attribute(attribute: AttributeProto, types: AbstractSet[str]) -> None:
+    if attribute.name in types and attribute.i in HALF_TYPES:
         attribute.i = FP32
     if attribute.HasField("t"):
         _upcast_tensor(attribute.t)
     for tensor in attribute.tensors:
         _upcast_tensor(tensor)
+    if attribute.HasField("sparse_tensor"):
+        _upcast_tensor(attribute.sparse_tensor.values)
+    for sparse in attribute.sparse_tensors:
+        _upcast_tensor(sparse.values)
     if attribute.HasField("tp"):
         _upcast_type(attribute.tp)
     for proto in attribute.type_protos:

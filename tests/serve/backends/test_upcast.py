@@ -117,3 +117,50 @@ def test_the_default_of_a_functions_type_attribute_is_upcast() -> None:
     upcast_to_fp32(model)
     (y,) = session(model).run(None, {"x": np.array([1.0], np.float32)})
     assert y.dtype == np.float32
+
+
+FUNCTIONS = """
+  <domain: "local", opset_import: ["" : 20]>
+  Convert <target> (v) => (w) { w = Cast <to: int = @target> (v) }
+  <domain: "local", opset_import: ["" : 20, "local" : 1]>
+  Inner <kind: int = 10> (v) => (w) { w = local.Convert <target: int = @kind> (v) }
+  <domain: "local", opset_import: ["" : 20]>
+  Scaled <to> (v) => (w) { f = Constant <value_int: int = @to> () g = CastLike (f, v) w = Mul (v, g) }
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [("local.Convert <target: int = 10> (x)", 3.0), ("local.Inner (x)", 3.0), ("local.Inner <kind: int = 10> (x)", 3.0)],
+)
+def test_a_type_that_reaches_a_cast_through_functions_is_upcast(call: str, expected: float) -> None:
+    head = '<ir_version: 9, opset_import: ["" : 20, "local" : 1]>'
+    model = onnx.parser.parse_model(f"{head} agraph (float[n] x) => (float16[n] y) {{ h = {call} y = Add (h, h) }} {FUNCTIONS}")
+    assert half_types(model) == {FP16}
+    upcast_to_fp32(model)
+    assert not half_types(model)
+    (y,) = session(model).run(None, {"x": np.array([1.5], np.float32)})
+    assert (y.dtype, y.tolist()) == (np.dtype(np.float32), [expected])
+
+
+def test_a_number_that_a_function_takes_is_not_mistaken_for_a_type() -> None:
+    head = '<ir_version: 9, opset_import: ["" : 20, "local" : 1]>'
+    call = "y = local.Scaled <to: int = 10> (x)"
+    model = onnx.parser.parse_model(f"{head} agraph (float16[n] x) => (float16[n] y) {{ {call} }} {FUNCTIONS}")
+    upcast_to_fp32(model)
+    (y,) = session(model).run(None, {"x": np.array([1.5], np.float32)})
+    assert y.tolist() == [15.0]
+
+
+def test_a_sparse_constant_is_upcast() -> None:
+    values = numpy_helper.from_array(np.array([3], np.float16), "values")
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(np.array([1], np.int64), "indices"), [2])
+    nodes = [helper.make_node("Constant", [], ["c"], sparse_value=sparse), helper.make_node("Add", ["x", "c"], ["y"])]
+    x, y = (helper.make_tensor_value_info(name, FP16, [2]) for name in ("x", "y"))
+    model = helper.make_model(
+        helper.make_graph(nodes, "sparse", [x], [y]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
+    upcast_to_fp32(model)
+    assert not half_types(model)
+    (answer,) = session(model).run(None, {"x": np.array([1.5, 2], np.float32)})
+    assert (answer.dtype, answer.tolist()) == (np.dtype(np.float32), [1.5, 5.0])
