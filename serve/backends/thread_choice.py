@@ -17,6 +17,7 @@ from serve.backends.probe_child import ones
 from serve.engine.backend import Placement
 
 QUICK_S = 200e-6
+QUICK_BYTES = 1 << 26  # of inputs: no memory delivers more in that time, and a batch of millions of rows may not fit into it
 RUNS = 5
 # Larger models are not quick, and to open them twice takes its time.
 SMALL_FILE_BYTES = 4 << 20
@@ -39,6 +40,9 @@ def is_quick(session: ort.InferenceSession, rows: int) -> bool:
         return False
     batched = all(value.shape and not isinstance(value.shape[0], int) for value in inputs)
     if not batched and any(not isinstance(size, int) for value in inputs for size in value.shape):
+        return False
+    row = {value.name: ones(value) for value in inputs}
+    if rows * sum(array.nbytes for array in row.values()) > QUICK_BYTES:
         return False
     return _quickest_s(session, {value.name: ones(value, rows) for value in inputs}) <= QUICK_S
 

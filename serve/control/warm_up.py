@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests
+from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests, too_large
 from serve.engine.backend import Backend
 from serve.engine.batch import Answered, run_batch
 from serve.engine.device_faults import InstanceLostError
@@ -31,12 +31,19 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return
     declared = declared_requests(version)
+    like = declared[0] if declared else None
+    left_out = too_large(version, like)
+    if left_out:
+        sizes = ", ".join(map(str, left_out))
+        logger.warning(
+            "%s: batches of %s were not tried out: they could take all memory that is available", _name(version), sizes
+        )
     until = time.monotonic() + budget_s
     for backend in version.backends:
         for request in declared:
             for _ in range(request.times):
                 _try(version, backend, request)
-        for request in sized_requests(version, declared[0] if declared else None):
+        for request in sized_requests(version, like):
             if request.rows > 1 and time.monotonic() > until:
                 logger.warning("%s: %s and more were not tried out in %g s", _name(version), request.what, budget_s)
                 break

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from protos.model_config_pb2 import ModelWarmup
+from serve.control.memory_check import available_bytes
 from serve.engine.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_repository import LoadedVersion
@@ -17,6 +18,7 @@ from serve.engine.named_files import named_file
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
+MEMORY_SHARE = 0.25  # for inputs and outputs: what a model needs in between is not known
 WARM_UP_FOLDER = "warmup"  # of a model folder; holds the files that model_warmup names
 
 
@@ -37,6 +39,10 @@ class WarmUpRequest:
     inputs: Mapping[str, Array]
     times: int = 1
     binding: bool = True
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of one row of an input."""
+        return self.inputs[name].nbytes // self.rows
 
     def to_model(self, version: LoadedVersion) -> InferRequest:
         """The request as a backend takes it; nobody waits for its answer."""
@@ -61,7 +67,8 @@ def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
 
 
 def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:
-    """One batch of a single row, one of the largest size, and one of every size that the batcher prefers.
+    """One batch of a single row, one of the largest size, and one of every size that the batcher prefers; `too_large` ones
+    are left out.
 
     Args:
         version: the model version.
@@ -69,9 +76,11 @@ def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterat
             index, length and divisor, and sizes that the model leaves open are 1.
     """
     batched = version.config.max_batch_size > 0
-    sizes = dict.fromkeys([1, *version.limits.targets, *version.limits.padded_rows]) if batched else {1: None}
     guessed = like is None and any(ANY_SIZE in _own_shape(spec, batched=batched) for spec in version.interface.inputs)
-    for rows in sizes:
+    left_out = too_large(version, like)
+    for rows in _sizes(version):
+        if rows in left_out:
+            continue
         inputs = {}
         for spec in version.interface.inputs:
             if like is None:
@@ -82,6 +91,33 @@ def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterat
         yield WarmUpRequest(
             what=f"a batch of {rows}" if batched else "a request", rows=rows, inputs=inputs, binding=not guessed
         )
+
+
+def too_large(version: LoadedVersion, like: WarmUpRequest | None) -> list[int]:
+    """Sizes of batches, in rows, whose inputs and outputs would take more than MEMORY_SHARE of the memory that is available.
+
+    Args:
+        version: the model version.
+        like: as for `sized_requests`.
+    """
+    available = available_bytes()
+    if available is None:
+        return []
+    given = sum(_row_bytes(spec, version) if like is None else like.row_bytes(spec.name) for spec in version.interface.inputs)
+    row_bytes = given + sum(_row_bytes(spec, version) for spec in version.interface.outputs)
+    return [rows for rows in _sizes(version) if rows * row_bytes > available * MEMORY_SHARE]
+
+
+def _sizes(version: LoadedVersion) -> list[int]:
+    if not version.config.max_batch_size:
+        return [1]
+    return list(dict.fromkeys([1, *version.limits.targets, *version.limits.padded_rows]))
+
+
+def _row_bytes(spec: TensorSpec, version: LoadedVersion) -> int:
+    """At least; where sizes are open, each counts as 1."""
+    own = _own_shape(spec, batched=version.config.max_batch_size > 0)
+    return math.prod(1 if size == ANY_SIZE else size for size in own) * spec.datatype.array_dtype.itemsize
 
 
 def _own_shape(spec: TensorSpec, *, batched: bool) -> tuple[int, ...]:

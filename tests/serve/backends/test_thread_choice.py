@@ -95,3 +95,10 @@ def test_a_loaded_model_answers_the_same_either_way(tmp_path: Path, monkeypatch:
         backend = load_backend(path, ON_CPU, ModelConfig())
         answers.append(backend.run({"x": np.ones(3, np.float32)})["y"].tolist())
     assert answers == [[2.0] * 3] * 2
+
+
+def test_a_batch_of_gigabytes_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = session(save_mlp(tmp_path / "m.onnx"))
+    monkeypatch.setattr(thread_choice, "QUICK_S", 1e9)
+    assert is_quick(opened, 8)
+    assert not is_quick(opened, 2_000_000_000)

@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.control import warm_up_requests
 from serve.control.warm_up import warm_up
 from serve.engine.backend import Backend, Placement
 from serve.engine.config import Defaults
@@ -84,6 +85,27 @@ def test_every_size_of_batch_is_tried_on_every_copy(tmp_path: Path, config: str,
 def test_when_time_is_up_one_row_has_been_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert rows(tried_out(save(save_mlp, tmp_path), budget_s=0)) == [1]
     assert caplog.messages == ["m/1: a batch of 32 and more were not tried out in 0 s"]
+
+
+def test_a_batch_that_could_take_all_memory_is_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: 4 * 8 * (64 + 10) * 2)
+    config = "max_batch_size: 2000000000 dynamic_batching { preferred_batch_size: [8, 9] }"
+    assert rows(tried_out(save(save_mlp, tmp_path), config)) == [1, 8]
+    assert caplog.messages == ["m/1: batches of 2000000000, 9 were not tried out: they could take all memory that is available"]
+    monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: None)
+    assert rows(tried_out(tmp_path, "max_batch_size: 9")) == [1, 9]
+
+
+def test_described_rows_count_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    fp32 = TensorProto.FLOAT
+    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "n"])])
+    describe = 'model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP32 dims: 99 zero_data: true } } }'
+    monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: 4 * 4 * 100 * 8)
+    assert rows(tried_out(tmp_path, f"max_batch_size: 8 {describe}")) == [1, 1, 8]
+    assert rows(tried_out(tmp_path, f"max_batch_size: 9 {describe}")) == [1, 1]
 
 
 def test_a_model_without_batches_is_run_as_it_is(tmp_path: Path) -> None:
