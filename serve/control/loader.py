@@ -44,14 +44,12 @@ class Loader:
         Raises:
             ModelLoadError: it cannot be served; the text says why.
         """
-        ignored = ignored_settings(files.config.message)
-        if ignored:
-            logger.warning("%s: no effect here: %s", files.config.source, ", ".join(ignored))
         try:
             verdict = check_certificate(files.model)
             require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
             pause()
             version = load_version(files, self.runtime, self.placement, self.defaults)
+            _report_ignored(version)
             _report_certificate(version, verdict)
             pause()
             began = time.monotonic()
@@ -61,6 +59,13 @@ class Loader:
         except MemoryError:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
         return replace(version, short_s=short_s)
+
+
+def _report_ignored(version: LoadedVersion) -> None:
+    declared = version.files.config
+    ignored = ignored_settings(declared.message, version.interface.kind)
+    if ignored:
+        logger.warning("%s: no effect here: %s", declared.source, ", ".join(ignored))
 
 
 def _report_certificate(version: LoadedVersion, verdict: str | None) -> None:

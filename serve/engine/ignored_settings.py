@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 from google.protobuf.message import Message
 
 from protos.model_config_pb2 import ModelConfig
+from serve.engine.model_kinds import ONNX, ModelKind
 
 # What this server acts on, by path; anything else in a config.pbtxt is kept, shown to clients and named in a warning.
 # "*" stands for whatever is below.
@@ -23,20 +25,42 @@ HONOURED = frozenset(
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
     }
 )
+# What ONNX Runtime alone acts on: settings by path, parameters by key, and by how their keys begin.
+ONNX_ONLY = frozenset({"optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators"})
+ONNX_ONLY_PARAMETERS = frozenset(
+    {
+        *("halfserve.optimization_level", "halfserve.cuda_graphs"),
+        *("inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern"),
+        *("memory.enable_memory_arena_shrinkage", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
+        "do_copy_in_default_stream",
+    }
+)
+ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
 
 
-def ignored_settings(config: ModelConfig) -> list[str]:
-    """Paths of the settings in a config.pbtxt that this server does not act on, for a warning."""
-    return sorted(set(_ignored(config, "")))
+def ignored_settings(config: ModelConfig, kind: ModelKind) -> list[str]:
+    """Paths of the settings in a config.pbtxt that this server does not act on, for a warning.
+
+    Args:
+        config: as read.
+        kind: of the model file.
+    """
+    if kind is ONNX:
+        return sorted(set(_ignored(config, "", frozenset())))
+    keys = (key for key in config.parameters if key in ONNX_ONLY_PARAMETERS or key.startswith(ONNX_ONLY_PREFIXES))
+    return sorted({*_ignored(config, "", ONNX_ONLY), *(f"parameters.{key}" for key in keys)})
 
 
-def _ignored(message: Message, prefix: str) -> Iterator[str]:
+def _ignored(message: Message, prefix: str, dropped: AbstractSet[str]) -> Iterator[str]:
     for field, value in message.ListFields():
         path = f"{prefix}{field.name}"
+        if path in dropped:
+            yield path
+            continue
         if path in HONOURED or f"{path}.*" in HONOURED:
             continue
         if not any(known.startswith(f"{path}.") for known in HONOURED):
             yield path
             continue
         for part in value if field.is_repeated else [value]:
-            yield from _ignored(part, f"{path}.")
+            yield from _ignored(part, f"{path}.", dropped)

@@ -6,12 +6,13 @@ import pytest
 from google.protobuf import text_format
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.accelerators import CUDA_DEFAULTS
+from serve.backends.accelerators import CUDA_DEFAULTS, CUDA_PARAMETERS
 from serve.backends.optimization_level import OptimizationLevel
-from serve.backends.session_settings import SessionSettings, read_settings
+from serve.backends.session_settings import SESSION_KEYS, SessionSettings, read_settings
 from serve.engine.backend import Placement
 from serve.engine.errors import ModelLoadError
-from serve.engine.ignored_settings import ignored_settings
+from serve.engine.ignored_settings import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
+from serve.engine.model_kinds import ONNX
 from tests.models import save_mlp
 from tests.serve.backends.loading import load_backend
 
@@ -28,8 +29,13 @@ def accelerator(text: str) -> str:
 
 def settings(text: str) -> SessionSettings:
     config = text_format.Parse(text, ModelConfig())
-    assert ignored_settings(config) == [], "what is read is not called ignored"
+    assert ignored_settings(config, ONNX) == [], "what is read is not called ignored"
     return read_settings(config, MODEL)
+
+
+def test_what_a_session_takes_is_known_to_be_onnx_runtimes_own() -> None:
+    assert ONNX_ONLY_PREFIXES == SESSION_KEYS
+    assert CUDA_PARAMETERS.keys() <= ONNX_ONLY_PARAMETERS
 
 
 def test_an_empty_configuration_leaves_everything_to_the_server() -> None:

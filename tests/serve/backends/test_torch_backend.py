@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ from torch.export import Dim
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.runtimes import Runtimes
 from serve.backends.torch_backend import TorchBackend, TorchRuntime
+from serve.control.loader import Loader
 from serve.engine.backend import ModelInterface, Placement
 from serve.engine.config import DeclaredConfig, Defaults, complete_config
 from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from serve.engine.model_repository import find_models
 from tests.serve.backends.torch_programs import BATCH, Twice, save_program
 
 ON_CPU = Placement(use_gpu=False)
@@ -138,6 +141,16 @@ def test_a_program_exported_for_several_rows_only_is_not_batched(tmp_path: Path)
     shapes = {"x": {0: Dim("batch", min=2)}}
     interface, _ = load(save_program(tmp_path / "m.pt2", Twice(), torch.zeros(4, 1), dynamic_shapes=shapes))
     assert not interface.batched
+
+
+def test_settings_of_onnx_runtime_are_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_program(tmp_path / "m" / "1" / "model.pt2", Twice(), torch.ones(2, 1), dynamic_shapes=BATCH)
+    config = tmp_path / "m" / "config.pbtxt"
+    config.write_text('parameters { key: "execution_mode" value { string_value: "1" } }')
+    loader = Loader(runtime=Runtimes(), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0)
+    loader.load(*find_models(tmp_path))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"{config}: no effect here: parameters.execution_mode"]
 
 
 def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:

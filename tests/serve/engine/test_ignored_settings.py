@@ -4,13 +4,14 @@ from google.protobuf import text_format
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.ignored_settings import ignored_settings
+from serve.engine.model_kinds import ONNX, TORCH_EXPORT
 
 
 def test_settings_without_effect_are_named() -> None:
     config = text_format.Parse(
         "optimization { eager_batching: true } response_cache { enable: true } max_batch_size: 2", ModelConfig()
     )
-    assert ignored_settings(config) == ["optimization.eager_batching", "response_cache"]
+    assert ignored_settings(config, ONNX) == ["optimization.eager_batching", "response_cache"]
 
 
 def test_settings_without_effect_inside_others_are_named_too() -> None:
@@ -19,8 +20,32 @@ def test_settings_without_effect_inside_others_are_named_too() -> None:
         default_queue_policy { max_queue_size: 9 default_timeout_microseconds: 5 } }
       instance_group [{ count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU host_policy: "numa" }]
       parameters { key: "team" value { string_value: "vision" } } version_policy { all {} }"""
-    assert ignored_settings(text_format.Parse(text, ModelConfig())) == [
+    assert ignored_settings(text_format.Parse(text, ModelConfig()), ONNX) == [
         "dynamic_batching.preserve_ordering",
         "input.optional",
         "instance_group.host_policy",
+    ]
+
+
+def test_what_onnx_runtime_alone_acts_on_has_no_effect_on_torch_programs() -> None:
+    text = """max_batch_size: 8
+      optimization { graph { level: 1 } cuda { graphs: true }
+        execution_accelerators { gpu_execution_accelerator { name: "cuda" } } }
+      parameters { key: "execution_mode" value { string_value: "1" } }
+      parameters { key: "halfserve.optimization_level" value { string_value: "basic" } }
+      parameters { key: "halfserve.cuda_graphs" value { string_value: "on" } }
+      parameters { key: "halfserve.warm_up" value { string_value: "off" } }
+      parameters { key: "intra_op_thread_count" value { string_value: "2" } }
+      parameters { key: "session.set_denormal_as_zero" value { string_value: "1" } }
+      parameters { key: "team" value { string_value: "vision" } }"""
+    config = text_format.Parse(text, ModelConfig())
+    assert ignored_settings(config, ONNX) == []
+    assert ignored_settings(config, TORCH_EXPORT) == [
+        "optimization.cuda.graphs",
+        "optimization.execution_accelerators",
+        "optimization.graph.level",
+        "parameters.execution_mode",
+        "parameters.halfserve.cuda_graphs",
+        "parameters.halfserve.optimization_level",
+        "parameters.session.set_denormal_as_zero",
     ]
