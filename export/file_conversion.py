@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from export.certificate.certificate import BudgetExceeded, Certificate
+from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from export.conversion_targets import Target
 from export.errors import ExportError
 from export.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
@@ -147,7 +147,8 @@ def convert_verified(
                 certificate = _verified(attempt, arrays, verification, target.model_name, progress)
             except BudgetExceeded as error:
                 stack.close()
-                if not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
+                nothing_to_mend = not anything_compared(error.certificate.outputs)
+                if nothing_to_mend or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
                     raise
                 found = _searched(opened, options, arrays, verification, error, progress)
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -117,8 +118,8 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether there are outputs, and all of them are within the budget."""
-        return bool(self.outputs) and not self.violations
+        """Whether outputs were compared, and all of them are within the budget."""
+        return anything_compared(self.outputs) and not self.violations
 
     def to_json(self) -> dict[str, Any]:
         """The certificate as JSON's own types; NaN and infinities are strings, which JSON's numbers cannot be."""
@@ -138,6 +139,12 @@ class Certificate:
     def to_bytes(self) -> bytes:
         """The certificate as a JSON file."""
         return (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode()
+
+
+def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
+    """Whether outputs hold an element that was compared; where some are floating, one of those, which float16 can harm."""
+    floating = [verdict for verdict in outputs if verdict.figures.floating]
+    return any(verdict.figures.elements for verdict in floating or outputs)
 
 
 class BudgetExceeded(ExportError):  # noqa: N818  (named by what happened; the base class says that it is an error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir
 
-from export.certificate.certificate import OutputVerdict
+from export.certificate.certificate import OutputVerdict, anything_compared
 from export.errors import ExportError
 from export.model_file import ModelFile, open_model
 from export.onnx_fp16.convert import convert
@@ -167,7 +167,7 @@ class Trials:
         texts += [str(risk) for risk in risks]
         return Trial(
             blocked=blocked,
-            passed=bool(judged.verdicts) and not texts,
+            passed=anything_compared(judged.verdicts) and not texts,
             outputs=judged.verdicts,
             violations=tuple(texts),
             report=report,

@@ -13,7 +13,7 @@ def advice(certificate: Certificate, steep: Steepness) -> str:
     """The worst offence, how many more there are, and what to do, in one line."""
     offences = certificate.violations
     if not offences:
-        return "no output could be compared, so nothing is proved; give samples for which the model answers with tensors"
+        return "no output holds a number that was compared, so nothing is proved; give samples that the model answers with some"
     more = f" (and {len(offences) - 1} more over budget)" if len(offences) > 1 else ""
     if all(NOTHING_FINITE in offence for offence in offences):
         return f"{offences[0]}{more}"

@@ -49,7 +49,7 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
     """What is over budget, each in words with its value and its limit; empty when all is within.
 
     Of integers, booleans and texts only the agreement is judged, unless `max_abs_error` is given. An output without elements is
-    within every budget.
+    within every budget; that some output has elements is asked of the certificate.
     """
     broken: list[str] = []
     if figures.elements == 0:

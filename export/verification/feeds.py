@@ -51,6 +51,10 @@ def make_feeds(wanted: Sequence[Input], given: Inputs, batch_size: int) -> Feeds
     if isinstance(given, Sequence) and given and all(isinstance(entry, Mapping) for entry in given):
         batches = tuple(_checked(wanted, _by_name(wanted, batch)) for batch in given)
         counts = [next((len(array) for array in batch.values() if array.ndim), 1) for batch in batches]
+        if 0 in counts and _is_batched(wanted):
+            raise ExportError(
+                f"batch {counts.index(0)} of the samples is empty; expected at least 1 sample in each: leave it out"
+            )
         return Feeds(batches=batches, samples=sum(counts), resizable=_is_resizable(wanted))
     arrays = _by_name(wanted, given)
     if not _is_batched(wanted):

@@ -61,6 +61,8 @@ def judge(
             broken = (text,) if len(differing) > (1 - budget.min_agreement) * len(expected) else ()
         if pairs:
             figures = _figures(output, pairs)
+            if not figures.elements:
+                notes.append(f"output {output.name!r} ({execution}) is empty on every sample, so nothing of it was compared")
             plot = plot_of(pairs, figures.scale) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
             verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))

@@ -78,6 +78,19 @@ def test_what_only_the_search_finds_close_enough_is_explained_and_not_written(so
     assert not (tmp_path / "out.onnx").exists()
 
 
+def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -> None:
+    text = (
+        "g (float[n] x) => (float[m] y) { l = Constant<value_float = 9.0>() k = Greater(x, l) c = Compress(x, k) y = Relu(c) }"
+    )
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}'), tmp_path / "in.onnx")
+    verification = Verification(samples=lambda _: [np.ones(4, np.float32)], budget=Budget())
+    target = FileTarget(path=tmp_path / "out.onnx")
+    with pytest.raises(BudgetExceeded, match="no output holds a number that was compared, so nothing is proved") as caught:
+        convert_verified(tmp_path / "in.onnx", target, options=Options(), verification=verification, progress=lambda _: None)
+    assert not isinstance(caught.value, SearchFailed)
+    assert not target.path.exists()
+
+
 @pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (1.0, False)])
 def test_another_reference_may_be_given(offset: float, passes: bool, source: Path, tmp_path: Path) -> None:
     reference = Sums(onnx.load(source), offset).eval()

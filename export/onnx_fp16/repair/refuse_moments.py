@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph_walk import all_nodes
+from export.onnx_fp16.graph_walk import FLOAT, all_nodes
 from export.onnx_fp16.repair.edits import (
     Maker,
     axes_of,
@@ -86,7 +86,7 @@ def _norm_at(root: onnx_ir.Node) -> _Norm | None:
     source = mean.inputs[0]
     size = source.shape[-1] if source is not None and source.shape is not None and len(source.shape) else None
     nodes = (quotient, deviation, *inverses, root, *parts)
-    if source is None or not isinstance(size, int) or is_kept(mean, *nodes):
+    if source is None or source.dtype != FLOAT or not isinstance(size, int) or is_kept(mean, *nodes):
         return None
     return _Norm(source, size, epsilon, mean, quotient, inverses, nodes)
 

@@ -112,6 +112,16 @@ def test_the_verdict_is_the_outputs(full: Certificate) -> None:
     assert not replace(full, outputs=()).passed
 
 
+def test_what_compared_nothing_does_not_pass(full: Certificate) -> None:
+    number = full.outputs[0]
+    nothing = replace(number, figures=compare(np.zeros((0, 4)), np.zeros((0, 4))))
+    count = replace(number, figures=compare(np.zeros(1, int), np.zeros(1, int)))
+    assert not replace(full, outputs=(nothing,)).passed
+    assert not replace(full, outputs=(nothing, count)).passed  # no number that float16 could have changed
+    assert replace(full, outputs=(nothing, number)).passed
+    assert replace(full, outputs=(count,)).passed
+
+
 def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate], bytes]:
     def content(certificate: Certificate) -> bytes:
         data = certificate.to_json()

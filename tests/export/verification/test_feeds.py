@@ -52,6 +52,14 @@ def test_batches_can_be_given_as_they_are_and_differ_in_length() -> None:
     assert feeds.samples == 3
 
 
+def test_a_batch_without_samples_is_refused() -> None:
+    given = [{"x": np.zeros((count, 3))} for count in (2, 0)]
+    with pytest.raises(ExportError, match="batch 1 of the samples is empty; expected at least 1 sample in each: leave it out"):
+        make_feeds([X], given, 32)
+    rows, columns = takes("x", FLOAT, "rows", 3), takes("y", FLOAT, "columns")
+    assert make_feeds([rows, columns], [{"x": np.zeros((0, 3)), "y": np.ones(4)}], 32).batches
+
+
 def test_a_fixed_batch_leaves_a_remainder_out() -> None:
     feeds = make_feeds([takes("x", FLOAT, 2, 3)], np.zeros((5, 3)), 32)
     assert ([len(batch["x"]) for batch in feeds.batches], feeds.samples, feeds.resizable) == ([2, 2], 4, False)

@@ -65,9 +65,10 @@ def test_other_shapes_mean_another_model() -> None:
         judge([Y], "runtime", [[SEEN, SEEN]], [[SEEN]], Budget())
 
 
-def test_outputs_without_elements_are_no_offence() -> None:
-    (verdict,) = judge([BOXES], "runtime", [[np.zeros((0, 4))]], [[np.zeros((0, 4))]], Budget()).verdicts
-    assert verdict.violations == ()
+def test_outputs_without_elements_are_no_offence_but_are_told() -> None:
+    judged = judge([BOXES], "runtime", [[np.zeros((0, 4))]], [[np.zeros((0, 4))]], Budget())
+    assert judged.verdicts[0].violations == ()
+    assert judged.notes == ("output 'boxes' (runtime) is empty on every sample, so nothing of it was compared",)
 
 
 def test_tiny_outputs_are_judged_in_steps_that_float16_has() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from export.onnx_fp16.repair.refuse_moments import RefuseMoments
-from tests.export.onnx_fp16.models import parse
+from tests.export.onnx_fp16.models import FLOAT16, parse
 from tests.export.onnx_fp16.repair.same import answers, operators, repaired, same, untouched
 
 BODY = """m = ReduceMean (x, last) q = Mul (x, x) s = ReduceMean (q, last) z = Mul (m, m) v = Sub (s, z) e = Add (v, eps)
@@ -70,6 +71,13 @@ def test_what_the_model_gives_out_is_not_taken_away(shown: str) -> None:
 def test_what_is_no_layer_norm_stays(old: str, new: str) -> None:
     assert old in BODY
     untouched(model(BODY.replace(old, new)), RefuseMoments())
+
+
+@pytest.mark.parametrize("kind", [FLOAT16, onnx.TensorProto.DOUBLE, onnx.TensorProto.BFLOAT16])
+def test_what_is_not_float32_stays(kind: int) -> None:
+    inside = re.sub(r"\bx\b", "w", BODY).replace("eps", "k")
+    body = f"w = Cast <to = {kind}> (x) k = Cast <to = {kind}> (eps) {inside} o = Cast <to = 1> (y)"
+    untouched(model(body, outputs="float[4, 16] o"), RefuseMoments())
 
 
 def test_an_older_opset_has_no_such_operator() -> None:
