@@ -18,6 +18,7 @@ from export.file_tensors import map_tensors
 from export.file_window import FileWindow
 from export.large_tensors import LARGE_BYTES, DamagedFileError, without_large_tensors
 from export.model_checks import HEAD_BYTES, no_model, require_sound
+from export.sparse_weights import densify
 
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
 
@@ -105,12 +106,16 @@ class ModelFile:
         return whole
 
     def to_ir(self) -> onnx_ir.Model:
-        """A fresh `onnx_ir.Model`; what it does leaves this one as it is.
+        """A fresh `onnx_ir.Model`, with dense weights only; what it does leaves this one as it is.
 
         Tensors that lie in files are `FileTensor`s with absolute paths, mapped one by one as they are read.
+
+        Raises:
+            ExportError: A sparse weight cannot be made dense.
         """
         copied = onnx.ModelProto()
         copied.CopyFrom(self.outline)
+        densify(copied)
         model = onnx_ir.from_proto(copied)
         if self.path is not None:
             map_tensors(model, self._folder)

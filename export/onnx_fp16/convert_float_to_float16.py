@@ -11,7 +11,7 @@ import onnx_ir
 from export.errors import ExportError
 from export.model_file import open_model
 from export.onnx_fp16.convert import convert
-from export.onnx_fp16.sparse import densify
+from export.sparse_weights import densify
 
 
 def convert_float_to_float16(

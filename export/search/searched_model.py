@@ -13,6 +13,7 @@ from export.onnx_fp16.graph_walk import all_graphs, bodies, is_float
 from export.onnx_fp16.prepare import prepare, repair_model
 from export.onnx_fp16.reporting import float_nodes
 from export.onnx_fp16.settings import Settings
+from export.sparse_weights import densify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,9 @@ def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -
     Raises:
         ExportError: It is no sound ONNX model, too large for one message, or cannot be prepared.
     """
-    original = open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto
+    original = onnx.ModelProto()
+    original.CopyFrom(open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto)
+    densify(original)
     prepared = onnx_ir.from_proto(original)
     if settings.repair:
         repair_model(prepared, settings)

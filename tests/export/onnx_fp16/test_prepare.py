@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir
@@ -7,8 +9,10 @@ import pytest
 
 from export.errors import ExportError
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.onnx_fp16.model_files import convert_file
 from export.onnx_fp16.passes import PassError, run_passes
 from export.onnx_fp16.report import Repair
+from export.sparse_weights import densify
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, normal, ops, parse, reasons, run
 
 FUNCTIONS = """
@@ -69,6 +73,25 @@ def test_sparse_constants_become_dense() -> None:
     model.graph.node.insert(0, node)
     model.graph.node[1].CopyFrom(onnx.helper.make_node("Add", ["x", "w"], ["y"]))
     np.testing.assert_array_equal(run(convert_float_to_float16(model), x=np.zeros(4, np.float32))[0], [0, 1.5, 0, 2.5])
+
+
+def test_sparse_weights_and_constants_of_files_become_dense(tmp_path: Path) -> None:
+    model = parse("g (float[4] x) => (float[4] y) { a = Add (x, w) y = Add (a, c) }")
+    model.graph.sparse_initializer.append(sparse([1, 3], [4]))
+    model.graph.node.insert(0, onnx.helper.make_node("Constant", [], ["c"], sparse_value=sparse([0, 2], [4])))
+    onnx.save(model, tmp_path / "in.onnx")
+    convert_file(tmp_path / "in.onnx", tmp_path / "out.onnx")
+    converted = onnx.load(tmp_path / "out.onnx")
+    onnx.checker.check_model(converted, full_check=True)
+    np.testing.assert_array_equal(run(converted, x=np.zeros(4, np.float32))[0], [1.5, 1.5, 2.5, 2.5])
+
+
+def test_a_sparse_weight_in_a_data_file_is_refused() -> None:
+    model = parse("g (float[4] x) => (float[4] y) { y = Add (x, w) }")
+    model.graph.sparse_initializer.append(sparse([1, 3], [4]))
+    model.graph.sparse_initializer[0].values.data_location = onnx.TensorProto.EXTERNAL
+    with pytest.raises(ExportError, match="sparse tensor 'w' lies in a data file, expected it in the model: save the model in"):
+        densify(model)
 
 
 def test_a_sparse_weight_that_does_not_fit_is_an_error() -> None:

@@ -19,6 +19,7 @@ from export.search.smallest_fp32_set import find_fp32_nodes
 from export.verification.budget import Budget
 from export.verification.metrics import compare
 from export.verification.simulate import round_every_node
+from tests.export.onnx_fp16.models import parse
 from tests.export.search.nets import Net, planted, samples
 
 BUDGET = Budget(max_scaled_error=0.02, min_agreement=0)
@@ -117,6 +118,16 @@ def test_the_same_set_every_time_and_the_model_untouched() -> None:
 def test_an_ir_model_is_taken_too() -> None:
     model = planted(3, {1: "overflow"})
     assert search(onnx_ir.from_proto(model)) == search(model)
+
+
+def test_a_model_with_sparse_weights_is_searched() -> None:
+    model = parse("g (float[n, 4] x) => (float[n, 4] y) { far = Mul (x, w) back = Div (far, w) y = Relu (back) }")
+    values = helper.make_tensor("w", TensorProto.FLOAT, [4], [6e4] * 4)
+    places = helper.make_tensor("i", TensorProto.INT64, [4], range(4))
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [4]))
+    found = search(model, inputs=np.full((2, 4), 2, np.float32))
+    assert found.passed
+    assert set(found.node_block_list) == {"far", "back"}
 
 
 def test_each_kept_node_says_where_it_comes_from_and_what_it_costs() -> None:

@@ -12,41 +12,35 @@ from export.errors import ExportError
 from export.proto_walk import all_graphs, all_nodes
 
 
-def densify(model: onnx.ModelProto) -> bool:
+def densify(model: onnx.ModelProto) -> None:
     """Write sparse initializers and sparse constants as dense ones, in place.
 
     ONNX's own inference has no operator that takes a sparse tensor, and ONNX Runtime makes them dense when it loads a model.
 
-    Returns:
-        Whether there were any.
-
     Raises:
-        ExportError: A sparse tensor's indices do not fit its shape.
+        ExportError: A sparse tensor's indices do not fit its shape, or its numbers lie in a data file.
     """
-    found = False
     for graph in all_graphs(model):
-        for sparse in graph.sparse_initializer:
-            graph.initializer.append(_dense(sparse))
-            found = True
+        graph.initializer.extend(_dense(sparse) for sparse in graph.sparse_initializer)
         del graph.sparse_initializer[:]
     for node in all_nodes(model):
-        found |= _densify_attributes(node.attribute)
-    return found
+        _densify_attributes(node.attribute)
 
 
-def _densify_attributes(attributes: Iterable[onnx.AttributeProto]) -> bool:
-    found = False
+def _densify_attributes(attributes: Iterable[onnx.AttributeProto]) -> None:
     for attribute in attributes:
         if attribute.type == onnx.AttributeProto.SPARSE_TENSOR and attribute.name == "sparse_value":
             dense = _dense(attribute.sparse_tensor)
             attribute.Clear()
             attribute.name, attribute.type = "value", onnx.AttributeProto.TENSOR
             attribute.t.CopyFrom(dense)
-            found = True
-    return found
 
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
+    if any(part.data_location == onnx.TensorProto.EXTERNAL for part in (sparse.values, sparse.indices)):
+        raise ExportError(
+            f"sparse tensor {sparse.values.name!r} lies in a data file, expected it in the model: save the model in one file"
+        )
     values, indices, shape = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices), tuple(sparse.dims)
     dense = np.zeros(shape, values.dtype)
     try:
