@@ -46,11 +46,12 @@ def adversarial_cases(
         wanted: The model's inputs.
         feeds: The user's batches.
         resizable: Whether batches of any size can be run; then there are a batch of one and one of duplicates, and other
-            cases have one or two rows.
+            cases have one or two rows. Where an array has no dimension at all, there are no rows to choose from.
         longest: Sizes of dynamic dimensions, by name, up to which the samples are repeated along them.
     """
     if not feeds or not feeds[0]:
         return []
+    resizable = resizable and all(array.ndim for array in feeds[0].values())
     base = {name: array[:ROWS] if resizable else array for name, array in feeds[0].items()}
     ranges = {value.name: _Range.of([feed[value.name] for feed in feeds]) for value in wanted}
     masks = {value.name for value in wanted if is_mask(value, feeds)}
@@ -72,8 +73,13 @@ def adversarial_cases(
 
 
 def is_mask(value: Input, feeds: Sequence[Feed]) -> bool:
-    """Whether an input masks something: booleans, integers of 0 and 1 only, or floats up to 0 or 1 whose name says mask."""
+    """Whether an input masks something: booleans, integers of 0 and 1 only, or floats up to 0 or 1 whose name says mask.
+
+    Scalars mask nothing: they are flags and counts.
+    """
     arrays = [feed[value.name] for feed in feeds]
+    if not all(array.ndim for array in arrays):
+        return False
     if value.dtype == np.bool_:
         return True
     if np.issubdtype(value.dtype, np.integer):
@@ -171,7 +177,7 @@ def _lengthened(name: str, array: Array, axis: int, size: int) -> Array:
 
 def _as_given(array: Array, like: Array) -> Array:
     with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, like.dtype)
+        return np.array(array, like.dtype, order="C")  # (np.ascontiguousarray would give a scalar a dimension)
 
 
 def _same(one: Feed, other: Feed) -> bool:

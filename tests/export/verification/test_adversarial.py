@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from export.verification.adversarial import FACTORS, ROWS, Case, adversarial_cases, is_mask
 from export.verification.interface import Input
@@ -82,6 +82,16 @@ def test_what_masks_is_told_by_values_and_names() -> None:
     assert not is_mask(IDS, [{"ids": np.array([[1, 2]])}])
     assert not is_mask(X, [{"x": np.array([[0.0, 1.0]])}])
     assert is_mask(Input(name="b", elem_type=TensorProto.BOOL, dims=(1,)), [{"b": np.array([True])}])
+    assert not is_mask(Input(name="b", elem_type=TensorProto.BOOL, dims=()), [{"b": np.array(True)}])
+
+
+@pytest.mark.parametrize("flag", [np.array(True), np.array(1), np.array(0.5, np.float32)])
+@pytest.mark.parametrize("resizable", [False, True])
+def test_scalars_stay_scalars(flag: Array, resizable: bool) -> None:
+    takes = Input(name="flag", elem_type=helper.np_dtype_to_tensor_dtype(flag.dtype), dims=None if resizable else ())
+    cases = adversarial_cases([X, takes], [{"x": np.ones((3, 2), np.float32), "flag": flag}], resizable=resizable)
+    assert {"zeros", "tiny"} <= by_name(cases).keys()
+    assert {(case.feed["x"].shape, case.feed["flag"].shape) for case in cases} == {((3, 2), ())}
 
 
 def test_the_longest_sequence_repeats_the_samples_and_counts_positions_on() -> None:
