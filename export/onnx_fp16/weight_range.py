@@ -66,6 +66,8 @@ class WeightRange:
     def _visit_node(self, node: onnx_ir.Node) -> None:
         if node.op_type == "ConstantOfShape" and not node.domain:
             self._visit_fill(node)
+        if node.op_type == "Pad" and not node.domain:
+            self._visit_padding(node)
         for index, value in enumerate(node.inputs):
             if value is None or not is_float(value) or self._plan.wanted(node, index) is not FLOAT16:
                 continue
@@ -84,9 +86,20 @@ class WeightRange:
             return
         value = node.outputs[0]
         self.scans[value] = scan(fill.as_tensor())
-        reason = _unfit_reason(value, self.scans[value])
+        reason = _unfit_reason(_constant(value), self.scans[value])
         if reason is not None and not self._may_saturate(value):
             self._unfit[value] = reason
+            self._plan.keep(node, reason)
+
+    def _visit_padding(self, node: onnx_ir.Node) -> None:
+        """Before opset 11 the number that a Pad fills with is an attribute; a float16 Pad would round it."""
+        number, mode = node.attributes.get("value"), node.attributes.get("mode")
+        filled = mode is None or mode.as_string() == "constant"
+        if number is None or not filled or not is_float(node.outputs[0]):
+            return
+        reason = _unfit_reason(f"the padding of {node.name!r}", scan(onnx_ir.tensor([number.as_float()], FLOAT)))
+        if reason is not None:
+            self._unfit[node.outputs[0]] = reason
             self._plan.keep(node, reason)
 
     def _known(self, value: onnx_ir.Value | None) -> str | None:
@@ -96,7 +109,7 @@ class WeightRange:
         if value in self._unfit:
             return self._unfit[value]
         known = self.scan_of(value)
-        return None if known is None else _unfit_reason(value, known)
+        return None if known is None else _unfit_reason(_constant(value), known)
 
     def scan_of(self, value: onnx_ir.Value) -> WeightScan | None:
         """What is known of a weight; None where the value is no weight."""
@@ -145,9 +158,13 @@ def _only_masks(value: onnx_ir.Value) -> bool:
     return True
 
 
-def _unfit_reason(value: onnx_ir.Value, known: WeightScan) -> str | None:
+def _constant(value: onnx_ir.Value) -> str:
+    return f"constant {value.name!r}"
+
+
+def _unfit_reason(what: str, known: WeightScan) -> str | None:
     if known.overflows:
-        return f"constant {value.name!r} reaches {known.largest:.3g}; float16 ends at 65504"
+        return f"{what} reaches {known.largest:.3g}; float16 ends at 65504"
     if known.vanishes:
-        return f"constant {value.name!r} is at most {known.largest:.3g}; float16 rounds that to zero"
+        return f"{what} is at most {known.largest:.3g}; float16 rounds that to zero"
     return None

@@ -104,7 +104,7 @@ def _rewrite(graph: onnx.GraphProto, outer: _Types, scopes: Iterator[int]) -> No
         types.guess(node)
         for body in bodies:
             _rewrite(body, types, scopes)
-        if bodies or node.op_type in MOVERS or not any(types.is_half(name) for name in node.input):
+        if bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
             nodes.append(node)
         else:
             nodes += rounder.around(node)
@@ -137,6 +137,12 @@ class _Rounder:
         yield wide
         for index, name in rounded:
             yield helper.make_node("Cast", [wide.output[index]], [name], to=TensorProto.FLOAT16)
+
+
+def _only_moves(node: onnx.NodeProto) -> bool:
+    """Whether a node cannot round. A Pad of an opset before 11 can: the number it fills with is a float32 attribute."""
+    holds_number = node.op_type == "Pad" and any(attribute.name == "value" for attribute in node.attribute)
+    return node.op_type in MOVERS and not holds_number
 
 
 def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:

@@ -80,6 +80,22 @@ def test_a_fill_beyond_the_range_is_kept() -> None:
     assert set(reasons(halve(model)[1])) == {"f", "y"}
 
 
+@pytest.mark.parametrize(
+    ("attributes", "kept"),
+    [
+        ("value: float = 1e6", {"p", "y"}),
+        ("value: float = -1e-9", {"p", "y"}),
+        ("value: float = 2.0", set()),
+        ('value: float = 1e6, mode = "edge"', set()),
+    ],
+)
+def test_the_number_that_an_old_pad_fills_with_is_a_constant(attributes: str, kept: set[str]) -> None:
+    body = f"p = Pad <pads = [0, 0, 0, 2], {attributes}> (x) y = Mul (p, k)"
+    model = parse(f"g (float[2, 3] x) => (float[2, 5] y) {{ {body} }}", opset=9, ir=4, k=0.5)
+    judged(model, {"x": normal(2, 3)})
+    assert set(reasons(halve(model)[1])) == kept
+
+
 def test_the_ledger_counts_what_rounding_did() -> None:
     weights = [1.0, 1e-9, -2e-8, 1e-6, 6e4, 0.0]
     _, report = halve(parse("g (float[6] x) => (float[6] y) { y = Mul (x, w) }", w=weights))

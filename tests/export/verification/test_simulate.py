@@ -49,6 +49,15 @@ def test_the_runtime_alone_hides_an_overflow() -> None:
     assert not np.isfinite(run(round_every_node(model), X)).all()
 
 
+def test_the_number_that_an_old_pad_fills_with_is_rounded() -> None:
+    model = parser.parse_model("""<ir_version: 4, opset_import: ["": 9]> g (float16[N, 1] x) => (float16[N, 2] y) {
+        p = Pad <pads = [0, 0, 0, 1], value: float = 1e6> (x)
+        c = Constant <value = float {0.001}> ()  k = Cast <to = 10> (c)  y = Mul (p, k)
+    }""")
+    assert np.isfinite(run(model, X)).all(), "or else the runtime has a float16 Pad, and this is no test any more"
+    assert np.isposinf(run(round_every_node(model), X)[:, 1]).all()
+
+
 def test_the_given_model_stays_as_it_is() -> None:
     model = chain(["Add"], 1.0)
     before = serialize(model)
