@@ -12,7 +12,7 @@ from typing import Any
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict, Plot
 from export.errors import ExportError
 from export.verification.accumulators import Risk
-from export.verification.budget import Budget
+from export.verification.budget import NO_HEADROOM, Budget
 from export.verification.metrics import Figures
 from export.verification.probe import Probe
 
@@ -73,7 +73,7 @@ class Certificate:
         levels: How each optimisation level takes the model.
         adversarial: Figures on samples at the edge of the user's.
         headroom: How many times larger than the user's samples inputs may grow before something breaks, as far as was tried;
-            None where nothing floating goes in.
+            None where it was not measured: nothing floating goes in, or no larger input could be judged.
         accumulators: In which type the runtime that the certificate is for sums: "float32", or "float16", and then `risks`
             are over budget.
         risks: Nodes in which a sum outgrows float16 although the result does not.
@@ -110,8 +110,9 @@ class Certificate:
             if line.factor is None:
                 place = f"output {line.output!r} " if line.output else ""
                 found += [f"{place}on {line.case} ({line.execution}): {text}" for text in line.violations]
-        if self.headroom is not None and self.headroom < self.budget.min_headroom:
-            found.append(f"headroom {self.headroom:g} (least {self.budget.min_headroom:g})")
+        if (self.headroom or 1.0) < self.budget.min_headroom:
+            measured = NO_HEADROOM if self.headroom is None else f"headroom {self.headroom:g}"
+            found.append(f"{measured} (least {self.budget.min_headroom:g})")
         if self.accumulators == "float16":
             found += [str(risk) for risk in self.risks]
         return found

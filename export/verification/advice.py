@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from export.certificate.certificate import Certificate
-from export.verification.budget import NOTHING_FINITE
+from export.verification.budget import NO_HEADROOM, NOTHING_FINITE
 from export.verification.steepness import Steepness
 
 MEANS = "--block-node, --block-op of halfserve convert, --keep-fp32 of halfserve export"
@@ -15,7 +15,7 @@ def advice(certificate: Certificate, steep: Steepness) -> str:
     if not offences:
         return "no output holds a number that was compared, so nothing is proved; give samples that the model answers with some"
     more = f" (and {len(offences) - 1} more over budget)" if len(offences) > 1 else ""
-    if all(NOTHING_FINITE in offence for offence in offences):
+    if all(NOTHING_FINITE in offence or NO_HEADROOM in offence for offence in offences):
         return f"{offences[0]}{more}"
     return f"{offences[0]}{more}; {_way_out(certificate, steep)}"
 

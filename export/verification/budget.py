@@ -12,6 +12,7 @@ from export.weight_ledger import FP16_SMALLEST_NORMAL
 if TYPE_CHECKING:
     from export.verification.metrics import Figures
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
+NO_HEADROOM = "headroom was not measured, as no floating input could be made larger: give other samples, or ask for none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,9 +88,11 @@ def verify(
 
     Raises:
         BudgetExceeded: With the worst offence and what to do; the certificate is in it.
-        ExportError: A model cannot be read, opened or run on the samples, or the two do not answer alike.
+        ExportError: A model cannot be read, opened or run on the samples, or the two do not answer alike; or a headroom is asked
+            for without adversarial samples.
     """
     budget = budget or Budget()
+    _require_measurable(budget, adversarial=adversarial)
     opened = candidate if isinstance(candidate, ModelFile) else open_model(candidate)
     wanted = inputs_of(opened.outline)
     feeds = make_feeds(wanted, inputs, batch_size)
@@ -122,6 +124,13 @@ def verify(
     if not certificate.passed:
         raise BudgetExceeded(advice(certificate, steep), certificate)
     return certificate
+
+
+def _require_measurable(budget: Budget, *, adversarial: bool) -> None:
+    if budget.min_headroom > 1 and not adversarial:
+        raise ExportError(
+            f"a headroom of {budget.min_headroom:g} is asked for, which adversarial samples measure: leave them on, or ask for 1"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

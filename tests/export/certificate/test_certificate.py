@@ -80,6 +80,9 @@ def test_edge_cases_headroom_and_sums_count_where_the_budget_says_so(full: Certi
     broken = AdversarialVerdict(case="zeros", execution="rounded", output="y", violations=("1 of 2 values are NaN",))
     assert replace(sound, adversarial=(broken,)).violations == ["output 'y' on zeros (rounded): 1 of 2 values are NaN"]
     assert replace(sound, budget=Budget(min_headroom=4)).violations == ["headroom 1 (least 4)"]
+    (text,) = replace(sound, budget=Budget(min_headroom=4), headroom=None).violations
+    assert text.startswith("headroom was not measured")
+    assert replace(sound, headroom=None).passed
     (text,) = replace(sound, accumulators="float16").violations
     assert text == "ReduceMean 'n': its sum of squares reaches inf inside, over float16's 65504"
 

@@ -44,6 +44,13 @@ def run(*arguments: object) -> int:
     return exited.value.code if isinstance(exited.value.code, int) else 0
 
 
+def test_headroom_without_adversarial_samples_is_refused(
+    pair: tuple[Path, Path], samples: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*pair, "--samples", samples, "--min-headroom", 4, "--no-adversarial") == 1
+    assert "adversarial samples measure: leave them on, or ask for 1" in " ".join(capfd.readouterr().err.split())
+
+
 def test_within_budget_is_a_table_and_exit_code_0(
     pair: tuple[Path, Path], samples: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

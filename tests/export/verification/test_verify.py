@@ -299,6 +299,19 @@ def test_edge_cases_have_lines_of_their_own_and_count() -> None:
     assert (without.adversarial, without.headroom) == ((), None)
 
 
+def test_a_headroom_that_cannot_be_measured_is_not_granted() -> None:
+    reference, inputs = models.mlp(), samples("mlp")
+    with pytest.raises(ExportError, match="a headroom of 4 is asked for, which adversarial samples measure: leave them on"):
+        verify(reference, mlp_as_fp16(), inputs, budget=Budget(min_headroom=4), adversarial=False)
+    text = '<ir_version: 8, opset_import: ["": 17]> g (int64[N,4] i) => (T[N,4] y) { f = Cast<to=NUMBER>(i)  y = Neg(f) }'
+    wide, half = (
+        onnx.parser.parse_model(text.replace("T[", f"{kind}[").replace("NUMBER", str(number)))
+        for kind, number in (("float", 1), ("float16", 10))
+    )
+    with pytest.raises(BudgetExceeded, match=r"headroom was not measured.* or ask for none \(least 4\)$"):
+        verify(wide, half, np.ones((2, 4), np.int64), budget=Budget(min_headroom=4))
+
+
 def test_a_fully_masked_row_that_becomes_nan_is_caught() -> None:
     text = """<ir_version: 8, opset_import: ["": 17]>
     g (T[batch,n] x, int64[batch,n] attention_mask) => (T[batch,n] y) {
