@@ -88,8 +88,8 @@ def verify(
 
     Raises:
         BudgetExceeded: With the worst offence and what to do; the certificate is in it.
-        ExportError: A model cannot be read, opened or run on the samples, or the two do not answer alike; or a headroom is asked
-            for without adversarial samples.
+        ExportError: A model cannot be read, opened or run on the samples, the two do not answer alike, or headroom is asked for
+            without adversarial samples.
     """
     budget = budget or Budget()
     _require_measurable(budget, adversarial=adversarial)
@@ -129,7 +129,7 @@ def verify(
 def _require_measurable(budget: Budget, *, adversarial: bool) -> None:
     if budget.min_headroom > 1 and not adversarial:
         raise ExportError(
-            f"a headroom of {budget.min_headroom:g} is asked for, which adversarial samples measure: leave them on, or ask for 1"
+            f"headroom of {budget.min_headroom:g} is asked for, which adversarial samples measure: leave them on or ask for 1"
         )
 
 

@@ -14,6 +14,8 @@ from export.onnx_fp16.reasons import KEEP
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
+FIRST_IR_WITH_WEIGHTS_OF_ITS_OWN = 4
+
 
 def is_op(node: onnx_ir.Node | None, *types: str) -> bool:
     """Whether a node is one of these of ONNX's own operators."""
@@ -97,6 +99,7 @@ class Maker:
 
     def __init__(self, model: onnx_ir.Model) -> None:
         self._main = model.graph
+        self._old_format = model.ir_version < FIRST_IR_WITH_WEIGHTS_OF_ITS_OWN
         graphs = [model.graph, *model.graph.subgraphs()]
         self._taken = {value.name for graph in graphs for value in (*graph.inputs, *graph.initializers.values())}
         for node in model.graph.all_nodes():
@@ -110,13 +113,20 @@ class Maker:
         return free
 
     def constant(self, stem: str, array: Array) -> onnx_ir.Value:
-        """A float32 (or int64) constant of the main graph, where bodies see it too."""
+        """A float32 (or int64) constant of the main graph, where bodies see it too.
+
+        Formats before IR 4 list every initializer as an input, which is no constant any more; there it is a Constant node.
+        """
         kind = np.float32 if np.issubdtype(array.dtype, np.floating) else array.dtype
         name = self.name(stem)
         tensor = onnx_ir.tensor(np.ascontiguousarray(array, kind).reshape(array.shape), name=name)
-        shape, dtype = onnx_ir.Shape(array.shape), onnx_ir.TensorType(tensor.dtype)
-        value = onnx_ir.Value(name=name, shape=shape, type=dtype, const_value=tensor)
-        self._main.register_initializer(value)
+        value = onnx_ir.Value(name=name, shape=onnx_ir.Shape(array.shape), type=onnx_ir.TensorType(tensor.dtype))
+        if self._old_format:
+            made = onnx_ir.node("Constant", [], {"value": tensor}, outputs=[value], name=self.name(f"{name}/constant"))
+            self._main.insert_before(self._main[0], made)
+        else:
+            value.const_value = tensor
+            self._main.register_initializer(value)
         return value
 
     def node(

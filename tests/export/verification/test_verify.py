@@ -301,7 +301,7 @@ def test_edge_cases_have_lines_of_their_own_and_count() -> None:
 
 def test_a_headroom_that_cannot_be_measured_is_not_granted() -> None:
     reference, inputs = models.mlp(), samples("mlp")
-    with pytest.raises(ExportError, match="a headroom of 4 is asked for, which adversarial samples measure: leave them on"):
+    with pytest.raises(ExportError, match="headroom of 4 is asked for, which adversarial samples measure: leave them on"):
         verify(reference, mlp_as_fp16(), inputs, budget=Budget(min_headroom=4), adversarial=False)
     text = '<ir_version: 8, opset_import: ["": 17]> g (int64[N,4] i) => (T[N,4] y) { f = Cast<to=NUMBER>(i)  y = Neg(f) }'
     wide, half = (

@@ -132,6 +132,18 @@ def test_weights_that_two_convolutions_share_are_copied() -> None:
     same(model, FoldBatchNorm(), {"x": np.random.default_rng(1).standard_normal((2, 4, 6, 6)).astype(np.float32)})
 
 
+def test_the_oldest_format_gets_no_initializer_that_is_not_an_input() -> None:
+    text = " ".join(
+        f"{name} = Constant <value = float[1] {{{number}.0}}> ()" for number, name in enumerate(statistics(1, 0), 1)
+    )
+    body = f"w = Constant <value = float[1, 1, 1, 1] {{3.0}}> () {text} c = Conv (x, w)"
+    norm = "y = BatchNormalization (c, scale, bias, mean, var)"
+    model = parse(f"g (float[2, 1, 6, 6] x) => (float[2, 1, 6, 6] y) {{ {body} {norm} }}", opset=9, ir=3)
+    after = same(model, FoldBatchNorm(), {"x": np.ones((2, 1, 6, 6), np.float32)})
+    assert operators(after) == ["Conv"]
+    assert len(after.graph.input) == 1
+
+
 def test_bodies_are_repaired_too() -> None:
     model = parse(
         """g (float[2, 4, 6, 6] x, bool c) => (float[2, 4, 6, 6] y) {
