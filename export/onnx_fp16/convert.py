@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir
 
+from export.format_opset import format_opset
 from export.onnx_fp16.block_lists import Known, require_known
 from export.onnx_fp16.casting import Caster
 from export.onnx_fp16.cleanup import drop_idle_casts
@@ -106,6 +107,4 @@ def _import_opset(model: onnx_ir.Model) -> None:
     """Import ONNX's own operators where a model of another domain alone got casts."""
     if "" in model.opset_imports or not any(node.domain == "" for node in all_nodes(model)):
         return
-    version = model.ir_version or onnx.IR_VERSION
-    fitting = [row[2] for row in onnx.helper.VERSION_TABLE if row[1] <= version]
-    model.opset_imports[""] = max(fitting, default=onnx.defs.onnx_opset_version())
+    model.opset_imports[""] = format_opset(model.ir_version or onnx.IR_VERSION)

@@ -55,10 +55,15 @@ class Signature:
 
 def signature_of(node: onnx_ir.Node, opsets: Mapping[str, int]) -> Signature | None:
     """The signature of a node's operator at the model's opset of its domain; None where nobody knows it."""
-    version = opsets.get(node.domain)
-    if version is None and node.domain == "":
+    return signature_named(node.domain, node.op_type, opsets)
+
+
+def signature_named(domain: str, op_type: str, opsets: Mapping[str, int]) -> Signature | None:
+    """The same for an operator by its names."""
+    version = opsets.get(domain)
+    if version is None and domain == "":
         version = opsets.get("ai.onnx")
-    return _signature(node.domain, node.op_type, version if version is not None else 1)
+    return _signature(domain, op_type, version if version is not None else 1)
 
 
 def first_opset_with_half(node: onnx_ir.Node, opsets: Mapping[str, int]) -> int | None:

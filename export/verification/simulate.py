@@ -19,7 +19,9 @@ import onnx
 from onnx import TensorProto, helper, inliner, shape_inference
 
 from export.errors import ExportError
+from export.format_opset import format_opset
 from export.verification.cuda_reductions import taken_apart
+from export.verification.element_types import ElementTypes
 
 # These move or convert values: they cannot round, so the runtime may do as it likes.
 _MOVERS = """
@@ -37,7 +39,7 @@ def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Functions are inlined; bodies of If, Loop and Scan round too. float32, float64, bfloat16 and integer nodes stay as they are.
     The types of values come from shape inference, or else from the model's own value_info; of a node that neither knows (one
-    of another domain), results have the type of its first floating input.
+    of another domain), they are guessed (`export.verification.element_types`). The copy imports ONNX's own operators always.
 
     Raises:
         ExportError: The model's functions cannot be inlined or its graph is not consistent, so it cannot be simulated.
@@ -48,41 +50,16 @@ def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
         typed = shape_inference.infer_shapes(inlined)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
-    _rewrite(typed.graph, _Types(), count())
+    opsets = {entry.domain: entry.version for entry in typed.opset_import}
+    _rewrite(typed.graph, ElementTypes(opsets), count())
+    if not opsets.keys() & {"", "ai.onnx"}:
+        typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # the casts are of these operators
     return typed
 
 
 def simulated_node(node: onnx.NodeProto) -> bool:
     """Whether a node of a rounded model computes in float32 in place of a float16 one."""
     return any(name.endswith(BEFORE_ROUNDING) for name in node.output)
-
-
-class _Types:
-    """Element types of the values that a graph sees: its own, and those of the graphs around it."""
-
-    def __init__(self, outer: dict[str, int] | None = None) -> None:
-        self._types = dict(outer or {})
-
-    def within(self, graph: onnx.GraphProto) -> _Types:
-        inner = _Types(self._types)
-        for value in [*graph.input, *graph.output, *graph.value_info]:
-            kind = value.type.WhichOneof("value")
-            if kind is not None:
-                inner._types[value.name] = value.type.tensor_type.elem_type if kind == "tensor_type" else TensorProto.UNDEFINED
-        for initializer in graph.initializer:
-            inner._types[initializer.name] = initializer.data_type
-        return inner
-
-    def guess(self, node: onnx.NodeProto) -> None:
-        """Give results of unknown type that of the node's first floating input; those of a known one keep theirs."""
-        floats = (TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.BFLOAT16)
-        first = next((self._types[name] for name in node.input if self._types.get(name) in floats), None)
-        for name in node.output:
-            if name and first is not None:
-                self._types.setdefault(name, first)
-
-    def is_half(self, name: str) -> bool:
-        return self._types.get(name) == TensorProto.FLOAT16
 
 
 def _take_apart(graph: onnx.GraphProto, model: onnx.ModelProto, numbers: Iterator[int]) -> None:
@@ -95,7 +72,7 @@ def _take_apart(graph: onnx.GraphProto, model: onnx.ModelProto, numbers: Iterato
     graph.node.extend(nodes)
 
 
-def _rewrite(graph: onnx.GraphProto, outer: _Types, scopes: Iterator[int]) -> None:
+def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, scopes: Iterator[int]) -> None:
     types = outer.within(graph)
     rounder = _Rounder(types, next(scopes))
     nodes: list[onnx.NodeProto] = []
@@ -116,7 +93,7 @@ def _rewrite(graph: onnx.GraphProto, outer: _Types, scopes: Iterator[int]) -> No
 class _Rounder:
     """Puts casts around the nodes of one graph; the scope's number keeps names apart between a graph and its bodies."""
 
-    def __init__(self, types: _Types, scope: int) -> None:
+    def __init__(self, types: ElementTypes, scope: int) -> None:
         self._types = types
         self._scope = scope
         self._raised: set[str] = set()

@@ -11,6 +11,7 @@ from torch import nn
 
 from export.halving.to_half import to_half
 from export.to_onnx.export_onnx import export_onnx, serialize
+from export.verification.accumulators import with_checks
 from export.verification.metrics import Array
 from export.verification.simulate import round_every_node
 from tests.export import models
@@ -56,6 +57,31 @@ def test_the_number_that_an_old_pad_fills_with_is_rounded() -> None:
     }""")
     assert np.isfinite(run(model, X)).all(), "or else the runtime has a float16 Pad, and this is no test any more"
     assert np.isposinf(run(round_every_node(model), X)[:, 1]).all()
+
+
+def test_a_model_of_another_domain_alone_gets_casts_and_checks() -> None:
+    model = parser.parse_model("""<ir_version: 9, opset_import: ["com.microsoft": 1]> g (float16[N, 1] x) => (float16[N, 1] y) {
+        y = com.microsoft.Gelu (x)
+    }""")
+    rounded = round_every_node(model)
+    assert [node.op_type for node in rounded.graph.node] == ["Cast", "Gelu", "Cast"]
+    assert with_checks(rounded, products=True).risks == ()
+    assert np.abs(run(rounded, X).astype(float) - run(model, X)).max() <= 2.0**-10
+
+
+@pytest.mark.parametrize("zero", ["", ", z"])
+def test_integers_of_another_domain_are_no_float16(zero: str) -> None:
+    model = parser.parse_model(f"""<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]>
+    g (float16[N, 1] x) => (float16[N, 1] y) {{
+        c = Constant <value = float {{0.5}}> ()  s = Cast <to = 10> (c)  z = Constant <value = uint16 {{9}}> ()
+        q = com.microsoft.QuantizeLinear (x, s{zero})  d = com.microsoft.DequantizeLinear (q, s{zero})  y = Mul (d, s)
+    }}""")
+    rounded = round_every_node(model)
+    casts = [
+        node for node in rounded.graph.node if node.op_type == "Cast" and {*node.input, *node.output} & {"q", "q/as_float32_0"}
+    ]
+    assert casts == []
+    assert np.array_equal(run(rounded, X), run(model, X))
 
 
 def test_the_given_model_stays_as_it_is() -> None:
