@@ -50,7 +50,8 @@ class FoldBatchNorm:
     def ensures(self, model: onnx_ir.Model) -> None:
         """No BatchNorm with constants stands behind a linear operator of its own."""
         for node in all_nodes(model):
-            if _affine_of(node) is not None and _foldable(node) is not None:
+            affine = _affine_of(node)
+            if affine is not None and _foldable(node, affine) is not None:
                 raise ValueError(f"{node.name} was not folded")
 
 
@@ -74,15 +75,16 @@ def _affine_of(node: onnx_ir.Node) -> _Affine | None:
     return _Affine(factor, shift) if np.isfinite(factor).all() and np.isfinite(shift).all() else None
 
 
-def _foldable(node: onnx_ir.Node) -> onnx_ir.Node | None:
-    """The linear operator before a BatchNorm, if only the BatchNorm reads it and its weights are constant."""
+def _foldable(node: onnx_ir.Node, affine: _Affine) -> onnx_ir.Node | None:
+    """The linear operator before a BatchNorm, if only that reads it and its weights are constant and of the same channels."""
     source = node.inputs[0]
     if source is None or only_reader(source) is not node:
         return None
     linear = source.producer()
     if linear is None or not is_op(linear, *LINEAR) or linear.graph is not node.graph or is_kept(linear):
         return None
-    if array_of(linear.inputs[1]) is None:
+    weight = array_of(linear.inputs[1])
+    if weight is None or _channels(linear, weight) != affine.factor.size:
         return None
     bias = linear.inputs[2] if len(linear.inputs) > 2 else None
     if bias is not None and array_of(bias) is None:
@@ -93,18 +95,13 @@ def _foldable(node: onnx_ir.Node) -> onnx_ir.Node | None:
 
 
 def _folded(node: onnx_ir.Node, affine: _Affine, maker: Maker) -> str | None:
-    linear = _foldable(node)
-    if linear is None:
-        return None
-    weight = array_of(linear.inputs[1])
-    if weight is None:
-        return None
-    scaled = _scaled(linear, weight, affine.factor)
-    if scaled is None:
+    linear = _foldable(node, affine)
+    weight = array_of(linear.inputs[1]) if linear is not None else None
+    if linear is None or weight is None:
         return None
     bias = _bias(linear, affine)
     stem = linear.inputs[1].name if linear.inputs[1] is not None else linear.name
-    inputs = [linear.inputs[0], maker.constant(f"{stem}/folded", scaled)]
+    inputs = [linear.inputs[0], maker.constant(f"{stem}/folded", _scaled(linear, weight, affine.factor))]
     if is_op(linear, "MatMul"):
         made = maker.node("Gemm", [*inputs, maker.constant(f"{stem}/folded_bias", bias)], linear)
     else:
@@ -119,22 +116,35 @@ def _folded(node: onnx_ir.Node, affine: _Affine, maker: Maker) -> str | None:
     return f"folded into {linear.op_type} {linear.name!r} in float64 (factors up to {largest:.3g})"
 
 
-def _scaled(linear: onnx_ir.Node, weight: Array, factor: Array) -> Array | None:
-    """The weights with each output channel multiplied by its factor; None where the channels do not match."""
+def _channels(linear: onnx_ir.Node, weight: Array) -> int | None:
+    """How many output channels its weights have; None where they are no weights of such an operator."""
+    if is_op(linear, "Conv"):
+        return int(weight.shape[0])
+    if is_op(linear, "ConvTranspose"):
+        return int(weight.shape[1]) * _groups(linear)
+    return int(weight.shape[0 if _transposed(linear) else 1]) if weight.ndim == 2 else None
+
+
+def _scaled(linear: onnx_ir.Node, weight: Array, factor: Array) -> Array:
+    """The weights with each output channel multiplied by its factor."""
     if is_op(linear, "ConvTranspose"):  # [in, out / groups, ...]: the groups lie along the inputs
-        group = linear.attributes.get("group")
-        groups = 1 if group is None else group.as_int()
-        if weight.shape[1] * groups != factor.size:
-            return None
+        groups = _groups(linear)
         split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         by_group = factor.reshape(groups, 1, weight.shape[1], *[1] * (weight.ndim - 2))
         return np.asarray((split * by_group).reshape(weight.shape))
     if is_op(linear, "Conv"):
-        return weight * factor.reshape(-1, *[1] * (weight.ndim - 1)) if weight.shape[0] == factor.size else None
-    transposed = linear.attributes.get("transB")
-    if transposed is not None and transposed.as_int():
-        return weight * factor[:, None] if weight.shape[0] == factor.size else None
-    return weight * factor if weight.ndim == 2 and weight.shape[1] == factor.size else None
+        return weight * factor.reshape(-1, *[1] * (weight.ndim - 1))
+    return weight * factor[:, None] if _transposed(linear) else weight * factor
+
+
+def _groups(linear: onnx_ir.Node) -> int:
+    group = linear.attributes.get("group")
+    return 1 if group is None else group.as_int()
+
+
+def _transposed(linear: onnx_ir.Node) -> bool:
+    attribute = linear.attributes.get("transB")
+    return attribute is not None and bool(attribute.as_int())
 
 
 def _bias(linear: onnx_ir.Node, affine: _Affine) -> Array:

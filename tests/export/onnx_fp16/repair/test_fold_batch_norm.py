@@ -99,6 +99,15 @@ def test_with_nothing_to_fold_into_it_is_spelled_out_only_where_that_helps() -> 
     untouched(parse(text, **statistics(4, 0)), FoldBatchNorm())
 
 
+def test_a_stack_of_matrices_stays() -> None:
+    model = parse(
+        "g (float[8] x) => (float[2, 4] y) { h = MatMul (x, w) y = BatchNormalization (h, scale, bias, mean, var) }",
+        w=np.random.default_rng(0).standard_normal((2, 8, 4)),
+        **statistics(4, 1),
+    )
+    untouched(model, FoldBatchNorm())
+
+
 @pytest.mark.parametrize(
     "text",
     [
