@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import all_nodes
-from export.onnx_fp16.repair.edits import Maker, axes_of, drop, is_op, keeps_axes, only_reader, opset_of, take_place
+from export.onnx_fp16.repair.edits import Maker, axes_of, drop, is_kept, is_op, keeps_axes, only_reader, opset_of, take_place
 from export.onnx_fp16.report import Repair
 
 FIRST_OPSET = 13  # before, Softmax ran over all axes from its own on
@@ -57,6 +57,8 @@ def _is_softmax(quotient: onnx_ir.Node) -> bool:
         return False
     if not is_op(power, "Exp") or not is_op(total, "ReduceSum") or total.inputs[0] is not numerator:
         return False
+    if is_kept(quotient, total, power):
+        return False
     axes = axes_of(total)
     alone = {use.node for use in numerator.uses()} == {total, quotient} and not numerator.is_graph_output()
     together = power.graph is total.graph is quotient.graph
@@ -80,4 +82,4 @@ def _shifted(power: onnx_ir.Node, axis: int) -> tuple[onnx_ir.Value | None, tupl
     maximum = largest.producer() if largest is not None else None
     if maximum is None or not is_op(maximum, "ReduceMax") or maximum.inputs[0] is not source or axes_of(maximum) != [axis]:
         return argument, ()
-    return (source, (maximum, shift)) if keeps_axes(maximum) else (argument, ())
+    return (source, (maximum, shift)) if keeps_axes(maximum) and not is_kept(maximum, shift) else (argument, ())

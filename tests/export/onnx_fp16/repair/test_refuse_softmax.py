@@ -29,6 +29,17 @@ def test_a_shift_over_another_axis_stays_in_front() -> None:
     assert operators(same(model(text), RefuseSoftmax(), {"x": X})) == ["ReduceMax", "Sub", "Softmax"]
 
 
+@pytest.mark.parametrize(("name", "left"), [("e", None), ("t", None), ("y", None), ("m", ["ReduceMax", "Sub", "Softmax"])])
+def test_what_a_user_wants_in_float32_stays_as_it_is(name: str, left: list[str] | None) -> None:
+    shifted = model("m = ReduceMax (x, axes) s = Sub (x, m) e = Exp (s) t = ReduceSum (e, axes) y = Div (e, t)")
+    node = next(node for node in shifted.graph.node if node.name == name)
+    node.metadata_props.add(key="halfserve.keep", value="asked for")
+    if left is None:
+        untouched(shifted, RefuseSoftmax())
+    else:
+        assert operators(same(shifted, RefuseSoftmax(), {"x": X})) == left
+
+
 @pytest.mark.parametrize(
     "text",
     [
