@@ -8,12 +8,13 @@ from onnx_ir import AttributeType
 from export.onnx_fp16.control_flow import slots_of
 from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, bodies, constant_of, is_float
 from export.onnx_fp16.half_tensors import WeightScan, scan
-from export.onnx_fp16.op_sets import MOVERS
+from export.onnx_fp16.op_sets import ELEMENTWISE, MOVERS
 from export.onnx_fp16.plan import Plan
 
 # Against these a number beyond float16's range is as good as infinity, to which it is rounded.
 _COMPARING = frozenset({"Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min"})
 _MASKING = frozenset({"Add", "Where", "Min", "Max", "Cast", "Mul"}) | MOVERS
+_DISCRETE = frozenset({onnx_ir.DataType.BOOL, onnx_ir.DataType.INT32, onnx_ir.DataType.INT64, onnx_ir.DataType.UINT8})
 _SOFTMAX = frozenset({"LogSoftmax", "Softmax"})
 
 
@@ -152,9 +153,24 @@ def _only_masks(value: onnx_ir.Value) -> bool:
                 return False
             if node.op_type in _SOFTMAX or node.op_type == "Attention":
                 continue
-            if node.op_type not in _MASKING:
+            if node.op_type not in _MASKING or (node.op_type == "Mul" and not _is_discrete(node.inputs[1 - index])):
                 return False
             waiting += node.outputs
+    return True
+
+
+def _is_discrete(value: onnx_ir.Value | None) -> bool:
+    """Whether a value comes from booleans, integers and constants alone, as masks do. A factor of data masks nothing."""
+    waiting, seen = [value], set[onnx_ir.Value | None]()
+    while waiting:
+        current = waiting.pop()
+        if current is None or current in seen or constant_of(current) is not None or current.dtype in _DISCRETE:
+            continue
+        seen.add(current)
+        maker = current.producer()
+        if maker is None or maker.domain or maker.op_type not in ELEMENTWISE | MOVERS:
+            return False
+        waiting += maker.inputs
     return True
 
 

@@ -67,6 +67,22 @@ def test_the_same_mask_anywhere_else_may_not() -> None:
     assert set(reasons(halve(model)[1])) == {"s"}
 
 
+@pytest.mark.parametrize("kind", ["int64", "bool"])
+def test_a_mask_made_of_integers_may_saturate(kind: str) -> None:
+    mask = "k = Cast <to = 1> (i) h = Sub (one, k) p = Mul (h, low)"
+    model = parse(
+        f"g (float[2, 4] x, {kind}[2, 4] i) => (float[2, 4] y) {{ {mask} s = Add (x, p) y = Softmax (s) }}", one=1.0, low=-1e9
+    )
+    assert halve(model)[1].kept == ()
+
+
+def test_a_temperature_is_no_mask() -> None:
+    model = parse("g (float[2, 4] x) => (float[2, 4] y) { t = Mul (x, k) y = Softmax (t) }", k=1e6)
+    kept = reasons(halve(model)[1])
+    assert kept["t"] == "constant 'k' reaches 1e+06; float16 ends at 65504"
+    judged(model, {"x": np.array([[1e-6, 2e-6, 0, 0], [3e-6, 0, 1e-6, 0]], np.float32)})
+
+
 def test_infinities_and_nan_are_numbers_of_float16() -> None:
     model = parse("g (float[3] x) => (float[3] y) { y = Max (x, w) }", w=[-np.inf, np.nan, 1.0])
     converted = judged(model, {"x": normal(3)})
