@@ -6,13 +6,14 @@ node rounds. Casts that the model itself holds are never dropped, so they are wr
 are raised to float32, and its results are rounded back.
 
 Inside a node a sum is float32, as in ONNX Runtime's CUDA kernels: cuBLAS and cuDNN are called with float32 as compute type,
-and softmax and the norms accumulate in float32. Three reductions round inside there; they are taken apart first (see
-`export.verification.cuda_reductions`). For runtimes that sum in float16, see `export.verification.accumulators`.
+and softmax and the norms accumulate in float32. Three reductions and CumSum round inside there; they are taken apart (see
+`export.verification.cuda_reductions` and `export.verification.running_sums`). For runtimes that sum in float16, see
+`export.verification.accumulators`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 import onnx
@@ -22,6 +23,7 @@ from export.errors import ExportError
 from export.format_opset import format_opset
 from export.verification.cuda_reductions import taken_apart
 from export.verification.element_types import ElementTypes
+from export.verification.running_sums import constants_in, is_running_sum, running_sum
 
 # These move or convert values: they cannot round, so the runtime may do as it likes.
 _MOVERS = """
@@ -51,7 +53,7 @@ def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
     opsets = {entry.domain: entry.version for entry in typed.opset_import}
-    _rewrite(typed.graph, ElementTypes(opsets), count())
+    _rewrite(typed.graph, ElementTypes(opsets), {}, count())
     if not opsets.keys() & {"", "ai.onnx"}:
         typed.opset_import.append(helper.make_opsetid("", format_opset(typed.ir_version)))  # the casts are of these operators
     return typed
@@ -72,17 +74,19 @@ def _take_apart(graph: onnx.GraphProto, model: onnx.ModelProto, numbers: Iterato
     graph.node.extend(nodes)
 
 
-def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, scopes: Iterator[int]) -> None:
-    types = outer.within(graph)
+def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, int], scopes: Iterator[int]) -> None:
+    types, constants = outer.within(graph), {**known, **constants_in(graph)}
     rounder = _Rounder(types, next(scopes))
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         bodies = _bodies(node)
         types.guess(node)
         for body in bodies:
-            _rewrite(body, types, scopes)
+            _rewrite(body, types, constants, scopes)
         if bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
             nodes.append(node)
+        elif is_running_sum(node, constants):
+            nodes += running_sum(node, constants)
         else:
             nodes += rounder.around(node)
     del graph.node[:]
