@@ -6,8 +6,8 @@ cannot be seen in a node's inputs and outputs, so a rounded model (`export.verif
 number from each such node: the sum of magnitudes (or squares) of what the node adds up, an upper bound of every partial sum in
 every order. Norms, reductions and pools are cheap to ask; matrix products and convolutions cost as much again as the model.
 
-Softmax is not asked: with the largest value subtracted, its sum is at most the length of the axis. Nodes in bodies of If, Loop
-and Scan are not, since a body's values cannot leave it.
+Softmax is not asked: with the largest value subtracted, its sum is at most the length of the axis. What sums inside and cannot
+be asked is named: attention and recurrent layers, and nodes in bodies of If, Loop and Scan, whose values cannot leave them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from export.verification.simulate import BEFORE_ROUNDING, simulated_node
+from export.verification.simulate import BEFORE_ROUNDING, bodies_of, simulated_node
 from export.weight_ledger import FP16_MAX
 
 PREFIX = "halfserve/reach/"
@@ -57,10 +57,17 @@ class Checks:
     Attributes:
         model: The model; the added outputs, scalars of float32, come after its own.
         risks: For each added output, the risk it stands for; `reach` is still 0.
+        unasked: Nodes that sum inside and were not asked, each as its operator and name.
     """
 
     model: onnx.ModelProto
     risks: tuple[Risk, ...]
+    unasked: tuple[str, ...] = ()
+
+    def given_up(self, rounded: onnx.ModelProto) -> Checks:
+        """The rounded model itself, with no node asked."""
+        named = tuple(f"{risk.op_type} {risk.node!r}" for risk in self.risks)
+        return Checks(model=rounded, risks=(), unasked=(*named, *self.unasked))
 
     def over(self, reaches: Sequence[float]) -> list[Risk]:
         """The risks that are real, given the largest value of each added output; largest first."""
@@ -91,22 +98,29 @@ def with_checks(rounded: onnx.ModelProto, *, products: bool) -> Checks:
             continue
         what, sums = check
         maker = _Maker(node, opset, f"{PREFIX}{len(risks)}")
-        try:
-            sums(maker)
-        except _UnknownError:
-            continue
+        sums(maker)
         nodes += maker.nodes
         model.graph.output.append(helper.make_tensor_value_info(maker.result, TensorProto.FLOAT, []))
         module = next((entry.value for entry in node.metadata_props if entry.key == "halfserve.module"), None)
-        name = node.name or node.output[0].removesuffix(BEFORE_ROUNDING)
-        risks.append(Risk(node=name, op_type=node.op_type, what=what, reach=0.0, module=module))
+        risks.append(Risk(node=_name(node), op_type=node.op_type, what=what, reach=0.0, module=module))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    return Checks(model=model, risks=tuple(risks))
+    return Checks(model=model, risks=tuple(risks), unasked=tuple(_unasked(rounded.graph, products=products)))
 
 
-class _UnknownError(Exception):
-    """The bound cannot be written down without the rank of a value."""
+def _unasked(graph: onnx.GraphProto, *, products: bool) -> Iterator[str]:
+    for node in graph.node:
+        if simulated_node(node) and node.op_type in UNBOUNDED:
+            yield f"{node.op_type} {_name(node)!r}"
+        for body in bodies_of(node):
+            yield from _unasked(body, products=products)
+            for inner in body.node:
+                if simulated_node(inner) and _check_of(inner, products=products) is not None:
+                    yield f"{inner.op_type} {_name(inner)!r}"
+
+
+def _name(node: onnx.NodeProto) -> str:
+    return node.name or node.output[0].removesuffix(BEFORE_ROUNDING)
 
 
 class _Maker:
@@ -172,9 +186,10 @@ def _pool(maker: _Maker) -> None:
 
 def _products(maker: _Maker) -> None:
     """The product of magnitudes, without what is added after it."""
-    factors = [maker.add("Abs", [name]) for name in maker.node.input[:2]]
+    inputs = maker.node.input if maker.node.op_type == "Einsum" else maker.node.input[:2]
+    factors = [maker.add("Abs", [name]) for name in inputs]
     attributes = {name: abs(value) if name == "alpha" else value for name, value in maker.attributes.items() if name != "beta"}
-    maker.finish(maker.add(maker.node.op_type, factors, **attributes))
+    maker.finish(maker.add(maker.node.op_type, factors, domain=maker.node.domain, **attributes))
 
 
 def _square(maker: _Maker) -> str:
@@ -190,9 +205,10 @@ def _reduced_squares(maker: _Maker) -> None:
 
 def _normalized_squares(maker: _Maker) -> None:
     axis = int(maker.attributes.get("axis", -1))
-    if axis >= 0:
-        raise _UnknownError
-    maker.finish(maker.sum_over(_square(maker), range(axis, 0)))
+    if axis < 0:
+        maker.finish(maker.sum_over(_square(maker), range(axis, 0)))
+    else:
+        maker.finish(maker.sum_over(maker.add("Flatten", [_square(maker)], axis=axis), [1]))
 
 
 def _axis_squares(maker: _Maker) -> None:
@@ -215,7 +231,15 @@ def _named(operations: str, what: str, sums: Sums) -> Iterator[tuple[str, tuple[
         yield operation, (what, sums)
 
 
-PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "FusedMatMul"})
+# These sum inside too, of what no output of theirs shows.
+_UNBOUNDED = """
+    Attention DecoderMaskedMultiHeadAttention DecoderMaskedSelfAttention DeformConv DFT EmbedLayerNormalization FusedConv
+    FusedGemm GemmFastGelu GlobalLpPool GroupNorm GroupQueryAttention GRU LpPool LRN LSTM MatMulBnb4 MatMulNBits
+    MeanVarianceNormalization MultiHeadAttention NhwcConv PackedAttention PackedMultiHeadAttention QAttention RNN
+    SkipGroupNorm SkipLayerNormalization SkipSimplifiedLayerNormalization SparseAttention STFT TransposeMatMul
+"""
+UNBOUNDED = frozenset(_UNBOUNDED.split())
 CHECKS: dict[str, tuple[str, Sums]] = dict(
     [
         *_named("ReduceSum ReduceL1 CumSum", "sum of magnitudes", _magnitudes),
@@ -226,6 +250,6 @@ CHECKS: dict[str, tuple[str, Sums]] = dict(
         *_named("LpNormalization", "sum of squares", _axis_squares),
         *_named("InstanceNormalization", "sum of squares", _instance_squares),
         *_named("GroupNormalization", "sum of squares", _group_squares),
-        *_named("MatMul Gemm Conv ConvTranspose", "sum of products", _products),
+        *_named("MatMul Gemm Conv ConvTranspose Einsum FusedMatMul", "sum of products", _products),
     ]
 )

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from export.errors import ExportError
 from export.external_data import external_tensors, location_of
 from export.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
-from export.verification.accumulators import Checks, Risk, with_checks
+from export.verification.accumulators import Risk, with_checks
 from export.verification.children import CPU, CUDA, Answer, Children, StagedFeed, Value
 from export.verification.simulate import round_every_node
 
@@ -33,10 +33,11 @@ MAPPABLE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A candidate's answers with every node rounded, and the sums that outgrow float16 in it."""
+    """A candidate's answers with every node rounded, the sums that outgrow float16 in it, and nodes not asked for theirs."""
 
     answer: Answer
     risks: tuple[Risk, ...]
+    unasked: tuple[str, ...]
 
 
 def on_disk(model: ModelFile, children: Children) -> Path:
@@ -69,15 +70,14 @@ def run_simulated(
     answer = _run_simulation(checks.model, candidate, children, batches)
     failed = answer.trouble is not None or any(isinstance(batch, str) for batch in answer.batches)
     if failed and checks.risks:  # a check may fail where the model does not, such as on an empty tensor
-        checks = Checks(model=rounded, risks=())
+        checks = checks.given_up(rounded)
         answer = _run_simulation(rounded, candidate, children, batches)
     reaches = [_reaches(batch[own:]) for batch in answer.batches[:usual] if not isinstance(batch, str)]
     largest = [max(column) for column in zip(*reaches, strict=True)]
     cut = tuple(batch if isinstance(batch, str) else batch[:own] for batch in answer.batches)
     risks = tuple(checks.over(largest)) if largest else ()
-    return Simulated(
-        answer=Answer(batches=cut, crash=answer.crash, refusal=answer.refusal, providers=answer.providers), risks=risks
-    )
+    answer = Answer(batches=cut, crash=answer.crash, refusal=answer.refusal, providers=answer.providers)
+    return Simulated(answer=answer, risks=risks, unasked=checks.unasked)
 
 
 def gpu_is_there() -> bool:

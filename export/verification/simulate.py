@@ -67,7 +67,7 @@ def simulated_node(node: onnx.NodeProto) -> bool:
 def _take_apart(graph: onnx.GraphProto, model: onnx.ModelProto, numbers: Iterator[int]) -> None:
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        for body in _bodies(node):
+        for body in bodies_of(node):
             _take_apart(body, model, numbers)
         nodes += taken_apart(node, model, numbers)
     del graph.node[:]
@@ -79,7 +79,7 @@ def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, in
     rounder = _Rounder(types, next(scopes))
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        bodies = _bodies(node)
+        bodies = bodies_of(node)
         types.guess(node)
         for body in bodies:
             _rewrite(body, types, constants, scopes)
@@ -126,7 +126,8 @@ def _only_moves(node: onnx.NodeProto) -> bool:
     return node.op_type in MOVERS and not holds_number
 
 
-def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+def bodies_of(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs that a node holds: branches of an If, the body of a Loop."""
     bodies: list[onnx.GraphProto] = []
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:

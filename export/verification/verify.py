@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
+UNASKED_SHOWN = 20
 
 
 class Report(Protocol):
@@ -81,7 +82,8 @@ def verify(
         adversarial: Whether to try samples at the edge of the given ones too (see `export.verification.adversarial`).
         longest: Sizes of dynamic dimensions, by name, that the model must bear; tried with `adversarial`.
         accumulators: In which type the target runtime sums. With "float16", sums that outgrow it are over budget, those inside
-            matrix products and convolutions too (see `export.verification.accumulators`).
+            matrix products and convolutions too, and a note names nodes whose sums have no bound (see
+            `export.verification.accumulators`).
         placement: Which provider runs what (`Placement.to_json`), for the certificate.
         cuda: Whether to run on a GPU; by default where one is there.
         notes: What else the certificate is to say, such as where the samples come from.
@@ -148,6 +150,9 @@ def _run(comparison: Comparison, children: Children, budget: Budget, *, products
     usual = len(comparison.expected)
     simulated = run_simulated(comparison.candidate, children, comparison.staged, usual=usual, products=products)
     answers, notes = {"rounded": simulated.answer, "runtime": runtime.answer}, []
+    if products and simulated.unasked:
+        more = f" and {len(simulated.unasked) - UNASKED_SHOWN} more" if len(simulated.unasked) > UNASKED_SHOWN else ""
+        notes.append(f"no bound is known for the sums inside {', '.join(simulated.unasked[:UNASKED_SHOWN])}{more}")
     if gpu_is_there() if cuda is None else cuda:
         on_gpu = comparison.on_cuda()
         if on_gpu is not None:

@@ -28,6 +28,8 @@ CASES = {
     "r = ReduceSumSquare<axes=[-1]>(x)": SQUARES.sum(-1).max(),
     "r = ReduceL2<axes=[-1], keepdims=0>(x)": SQUARES.sum(-1).max(),
     "r = LayerNormalization(x, scale)": SQUARES.sum(-1).max(),
+    "r = LayerNormalization<axis=2>(x, scale)": SQUARES.sum(-1).max(),
+    "r = LayerNormalization<axis=1>(x, scale)": SQUARES.sum((1, 2)).max(),
     "r = LpNormalization<axis=1>(x)": SQUARES.sum(1).max(),
     "r = InstanceNormalization(x, six, six)": SQUARES.sum(-1).max(),
     "r = GlobalAveragePool(x)": np.abs(WIDE).sum(-1).max(),
@@ -36,6 +38,8 @@ CASES = {
 }
 PRODUCTS = {
     "r = MatMul(x, w)": (np.abs(WIDE) @ np.abs(W.astype(float))).max(),
+    'r = Einsum<equation="abc, cd -> abd">(x, w)': (np.abs(WIDE) @ np.abs(W.astype(float))).max(),
+    "r = com.microsoft.FusedMatMul<alpha=-2.0>(x, w)": 2 * (np.abs(WIDE) @ np.abs(W.astype(float))).max(),
     "r = Conv<pads=[0,0]>(x, kernel, bias)": max(
         (np.abs(WIDE[:, None, :, i : i + 3]) * np.abs(KERNEL.astype(float))).sum((2, 3)).max() for i in range(6)
     ),
@@ -44,7 +48,9 @@ PRODUCTS = {
 
 def checked(text: str, *, products: bool = False) -> Checks:
     model = parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": 17]> g (float16[N,6,8] x) => (r) {{ {text} }}'.replace("(r)", "(float16[] r)")
+        f'<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g (float16[N,6,8] x) => (r) {{ {text} }}'.replace(
+            "(r)", "(float16[] r)"
+        )
     )
     del model.graph.output[0].type.tensor_type.shape.dim[:]
     model.graph.output[0].type.tensor_type.ClearField("shape")
@@ -101,6 +107,37 @@ def test_sums_that_outgrow_float16_are_told_and_over_budget_where_the_runtime_su
     assert risk.reach == pytest.approx(x.sum(-1).max(), rel=1e-3)
     with pytest.raises(BudgetExceeded, match=r"ReduceMean 'y': its sum of magnitudes reaches 1.84e\+05 inside"):
         verify(reference, candidate, x, adversarial=False, cuda=False, accumulators="float16")
+
+
+RECURRENT = """<ir_version: 8, opset_import: ["": 17]> g (T[1, N, 2] x, bool f) => (T[1, 1, N, 1] y, T[1, N, 1] z) {
+    w = Constant <value = float[1, 1, 2] {0.1, 0.2}> ()  r = Constant <value = float[1, 1, 1] {0.1}> ()
+    wt = Cast <to = NUMBER> (w)  rt = Cast <to = NUMBER> (r)
+    y = RNN <hidden_size = 1> (x, wt, rt)
+    z = If (f) <
+        then_branch = a () => (T[1, N, 1] t) { t = ReduceSum <keepdims = 1> (x, last) },
+        else_branch = b () => (T[1, N, 1] e) { e = ReduceMean <axes = [-1]> (x) }
+    >
+}"""
+
+
+def test_nodes_whose_sums_have_no_bound_are_named() -> None:
+    reference, candidate = (
+        parser.parse_model(RECURRENT.replace("T[", f"{kind}[").replace("NUMBER", str(number)))
+        for kind, number in (("float", 1), ("float16", 10))
+    )
+    for model in (reference, candidate):
+        model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "last"))
+    inputs = {"x": np.ones((1, 3, 2), np.float32), "f": np.array(True)}
+    certificate = verify(reference, candidate, [inputs], adversarial=False, cuda=False, accumulators="float16")
+    assert certificate.notes == ("no bound is known for the sums inside RNN 'y', ReduceSum 't', ReduceMean 'e'",)
+    assert verify(reference, candidate, [inputs], adversarial=False, cuda=False).notes == ()
+
+
+def test_where_a_check_fails_no_node_is_said_to_be_asked() -> None:
+    checks, plain = checked("r = ReduceMean(x)"), onnx.ModelProto()
+    assert checks.unasked == ()
+    given_up = checks.given_up(plain)
+    assert (given_up.model, given_up.risks, given_up.unasked) == (plain, (), ("ReduceMean 'summing'",))
 
 
 def test_risks_come_largest_first() -> None:
