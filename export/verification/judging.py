@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,12 +61,23 @@ def judge(
             broken = (text,) if len(differing) > (1 - budget.min_agreement) * len(expected) else ()
         if pairs:
             figures = _figures(output, pairs)
-            if not figures.elements:
-                notes.append(f"output {output.name!r} ({execution}) is empty on every sample, so nothing of it was compared")
+            notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget))
             plot = plot_of(pairs, figures.scale) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
             verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))
     return Judged(verdicts=tuple(verdicts), notes=tuple(notes))
+
+
+def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
+    """What a verdict within budget does not say by itself."""
+    if not figures.elements:
+        yield "is empty on every sample, so nothing of it was compared"
+    relative = figures.floating and budget.max_abs_error is None
+    if relative and figures.max_abs_error > 0 and figures.scale < FP16_SMALLEST_NORMAL:
+        yield (
+            f"is at most {figures.scale:.2g}, where float16 has few digits or none: its error was judged beside "
+            f"{FP16_SMALLEST_NORMAL:.2g}; give max_abs_error for a limit of your own"
+        )
 
 
 def plot_of(pairs: Sequence[tuple[Array, Array]], scale: float) -> Plot | None:

@@ -73,8 +73,13 @@ def test_outputs_without_elements_are_no_offence_but_are_told() -> None:
 
 def test_tiny_outputs_are_judged_in_steps_that_float16_has() -> None:
     reference, candidate = np.array([3e-7, 1e-7]), np.array([2.4e-7, 1.2e-7])
-    (verdict,) = judge([Y], "rounded", [[reference]], [[candidate]], Budget()).verdicts
-    assert verdict.violations == ()
+    judged = judge([Y], "rounded", [[reference]], [[candidate]], Budget())
+    assert judged.verdicts[0].violations == ()
+    (note,) = judged.notes
+    assert note.startswith("output 'y' (rounded) is at most 3e-07, where float16 has few digits or none: its error was judged")
+    strict = judge([Y], "rounded", [[reference]], [[candidate]], Budget(max_abs_error=1e-8))
+    assert (strict.notes, len(strict.verdicts[0].violations)) == ((), 1)
+    assert judge([Y], "rounded", [[reference]], [[reference]], Budget()).notes == ()
 
 
 def test_the_plot_counts_every_error_and_shows_points_of_all_the_output() -> None:
