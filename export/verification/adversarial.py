@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from export.errors import ExportError
 from export.verification.children import Feed
 from export.verification.interface import Input
 from export.verification.metrics import Array
@@ -48,6 +49,9 @@ def adversarial_cases(
         resizable: Whether batches of any size can be run; then there are a batch of one and one of duplicates, and other
             cases have one or two rows. Where an array has no dimension at all, there are no rows to choose from.
         longest: Sizes of dynamic dimensions, by name, up to which the samples are repeated along them.
+
+    Raises:
+        ExportError: The longest batch does not fit in memory.
     """
     if not feeds or not feeds[0]:
         return []
@@ -88,13 +92,22 @@ def is_mask(value: Input, feeds: Sequence[Feed]) -> bool:
 
 
 def lengthened(wanted: Sequence[Input], feed: Feed, longest: Mapping[str, int]) -> Feed | None:
-    """The batch repeated along the named dimensions up to their longest size; None where no input has such a dimension."""
+    """The batch repeated along the named dimensions up to their longest size; None where no input has such a dimension.
+
+    Raises:
+        ExportError: It does not fit in memory.
+    """
     longer = dict(feed)
     for value in wanted:
         for axis, dim in enumerate(value.dims or ()):
             size = longest.get(dim) if isinstance(dim, str) else None
             if size is not None and longer[value.name].shape[axis]:
-                longer[value.name] = _lengthened(value.name, longer[value.name], axis, size)
+                try:
+                    longer[value.name] = _lengthened(value.name, longer[value.name], axis, size)
+                except (MemoryError, OverflowError, ValueError) as error:  # numpy's ValueError: more than it can count
+                    raise ExportError(
+                        f"input {value.name!r} with {size} along {dim!r} does not fit in memory; ask for a smaller size"
+                    ) from error
     return None if _same(longer, feed) else longer
 
 

@@ -36,7 +36,8 @@ def synthesize(model: ModelSource | ModelFile, *, dims: Mapping[str, int] | None
         seed: Of the random numbers.
 
     Raises:
-        ExportError: `dims` names a dimension that no input has, or an input has no shape or a type that cannot be made up.
+        ExportError: `dims` names a dimension that no input has, an input has no shape or a type that cannot be made up, or does
+            not fit in memory.
     """
     graph = (model if isinstance(model, ModelFile) else open_model(model)).outline.graph
     wanted = inputs_of(onnx.ModelProto(graph=onnx.GraphProto(input=graph.input, initializer=_names_only(graph))))
@@ -44,7 +45,7 @@ def synthesize(model: ModelSource | ModelFile, *, dims: Mapping[str, int] | None
     _require_known(wanted, dims)
     limits = dict(_index_limits(graph))
     generator = np.random.default_rng(seed)
-    return [_values(value, _shape(value, dims), limits.get(value.name), generator) for value in wanted]
+    return [_made(value, _shape(value, dims), limits.get(value.name), generator) for value in wanted]
 
 
 def _names_only(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
@@ -81,6 +82,13 @@ def _size(value: Input, axis: int, dim: int | str | None, dims: Mapping[str, int
     if axis == 0:
         return BATCH
     return SPATIAL if len(value.dims or ()) >= 4 and axis >= 2 else LENGTH
+
+
+def _made(value: Input, shape: list[int], limit: int | None, generator: np.random.Generator) -> Array:
+    try:
+        return _values(value, shape, limit, generator)
+    except (MemoryError, OverflowError, ValueError) as error:  # numpy's ValueError: more elements than it can count
+        raise ExportError(f"input {value.name!r} of shape {shape} does not fit in memory; ask for smaller sizes") from error
 
 
 def _values(value: Input, shape: list[int], limit: int | None, generator: np.random.Generator) -> Array:

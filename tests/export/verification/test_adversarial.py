@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper
 
+from export.errors import ExportError
 from export.verification.adversarial import FACTORS, ROWS, Case, adversarial_cases, is_mask
 from export.verification.interface import Input
 from export.verification.metrics import Array
@@ -99,6 +100,13 @@ def test_the_longest_sequence_repeats_the_samples_and_counts_positions_on() -> N
     cases = by_name(adversarial_cases([IDS, POSITIONS], [feed], resizable=True, longest={"length": 5}))
     assert cases["longest"].feed["ids"].tolist() == [[7, 8, 7, 8, 7]]
     assert cases["longest"].feed["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("size", [10**14, 2**62, 10**30])
+def test_a_length_beyond_memory_is_refused(size: int) -> None:
+    feed = {"ids": np.array([[7, 8]])}
+    with pytest.raises(ExportError, match=rf"input 'ids' with {size} along 'length' does not fit in memory; ask for a smaller"):
+        adversarial_cases([IDS], [feed], resizable=True, longest={"length": size})
 
 
 def test_a_model_of_fixed_sizes_keeps_them() -> None:

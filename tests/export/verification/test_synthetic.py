@@ -69,6 +69,12 @@ def test_sizes_that_no_input_has_are_refused(bert: onnx.ModelProto, dims: dict[s
         synthesize(bert, dims=dims)
 
 
+@pytest.mark.parametrize("size", [10**14, 2**62, 10**30])
+def test_sizes_beyond_memory_are_refused(bert: onnx.ModelProto, size: int) -> None:
+    with pytest.raises(ExportError, match=rf"of shape \[2, {size}\] does not fit in memory; ask for smaller sizes"):
+        synthesize(bert, dims={"seq": size})
+
+
 @pytest.mark.parametrize(
     ("elem_type", "shape", "message"),
     [
