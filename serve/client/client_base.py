@@ -104,9 +104,11 @@ class ClientBase:
     def _infer(
         self, model: str, inputs: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[Exchange[InferAnswer], Sending]:
+        self._check_usable()  # before the exchange takes shared memory, which a forked child has in common with its parent
         return infer(self._state, model, inputs, **_without_sending(options)), self._sent_with(options)
 
     def _infer_bound(self, model: BoundModel, inputs: Any, options: Mapping[str, Any]) -> tuple[Exchange[InferAnswer], Sending]:
+        self._check_usable()  # see _infer
         return bound_infer(self._state, model, inputs, _without_sending(options)), self._sent_with(options)
 
     def _streaming(self, timeout_s: float | None) -> tuple[Sending, float | None]:
@@ -157,7 +159,7 @@ class ClientBase:
                 code="FAILED_PRECONDITION",
             )
 
-    def _closed_meanwhile(self, error: Exception) -> Cancelled:
+    def _closed_meanwhile(self, error: Exception | str) -> Cancelled:
         return Cancelled(f"this client was closed during the call ({error}); make a new one")
 
     def _failure(self, error: Any, method: str, sending: Sending) -> InferenceClientError:

@@ -72,6 +72,24 @@ def test_large_tensors_go_there_by_themselves(sharing: RunningServer, connect: C
     assert connect(sharing.address).shared_regions() == {}
 
 
+def test_a_forked_child_leaves_the_memory_of_its_parent(
+    sharing: RunningServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(sharing.address, shared_memory=True)
+    large = np.ones((1, 40_000), np.float32)
+    model = client.model("echo_types")
+    client.infer("echo_types", echo_inputs(in_FP32=large))
+    held, process = {name: Path(FOLDER, name).read_bytes() for name in ours()}, os.getpid()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: process + 1)
+        with pytest.raises(InferenceClientError, match="does not survive a fork"):
+            client.infer("echo_types", echo_inputs(in_FP32=large * 2))
+        with pytest.raises(InferenceClientError, match="does not survive a fork"):
+            model.infer(echo_inputs(in_FP32=large * 2))
+    assert held
+    assert {name: Path(FOLDER, name).read_bytes() for name in ours()} == held
+
+
 def test_a_server_that_takes_none_gets_messages(server: RunningServer, connect: Connect) -> None:
     client, before = connect(server.address, shared_memory=True), ours()
     large = np.ones((1, 40_000), np.float32)
