@@ -26,7 +26,7 @@ class RetryPolicy:
     the server's own hint is waited for in addition.
 
     Attributes:
-        retries: repetitions of one call, 0 to 10.
+        retries: repetitions of one call, 0 to 10; waiting for a server takes none of them.
         initial_backoff_s: bound of the first pause, in seconds.
         max_backoff_s: bound of every pause, in seconds.
         multiplier: growth of the bound from one pause to the next, 1 or more.
@@ -52,9 +52,9 @@ class RetryPolicy:
                 f"{self.initial_backoff_s!r}, {self.max_backoff_s!r} and {self.multiplier!r}"
             )
 
-    def has_more(self, attempt: int, error: InferenceClientError) -> bool:
-        """Whether there may be a repetition `attempt`, counted from 0, after this error."""
-        return attempt < self.retries or (self.wait_for_server and _reached_nobody(error))
+    def spends(self, error: InferenceClientError) -> int:
+        """How many of the `retries` a repetition after this error takes: 0 or 1."""
+        return 0 if self.wait_for_server and _reached_nobody(error) else 1
 
     def pause_s(self, attempt: int, hint_s: float | None) -> float:
         """Seconds before repetition `attempt`, counted from 0."""
@@ -119,13 +119,14 @@ def is_safe(error: InferenceClientError, *, idempotent: bool) -> bool:
 
 
 def _attempts(call: Call, policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> Exchange[object]:
-    attempt = 0
+    attempt, spent = 0, 0
     while True:
         try:
             answer: object = yield call
         except InferenceClientError as error:
             pause_s = policy.pause_s(attempt, error.retry_after_s)
-            if not policy.has_more(attempt, error) or not is_safe(error, idempotent=call.idempotent):
+            spent += policy.spends(error)
+            if spent > policy.retries or not is_safe(error, idempotent=call.idempotent):
                 raise
             if not deadline.allows(pause_s):
                 raise

@@ -107,6 +107,14 @@ def test_waits_for_a_server_as_long_as_there_is_time() -> None:
         run(retried(ask(), policy, RetryBudget(), NEVER), [LOST, "never asked"])
 
 
+@pytest.mark.parametrize("error", [REFUSED, LOST])
+def test_waiting_for_a_server_leaves_the_retries(error: InferenceClientError) -> None:
+    gone, policy = ServerUnavailable("gone", repeat=Repeat.SAFE), RetryPolicy(retries=2, wait_for_server=True)
+    assert run(retried(ask(), policy, RetryBudget(), NEVER), [*[gone] * 5, error, gone, error, "yes"])[0] == 9
+    with pytest.raises(type(error)):
+        run(retried(ask(), policy, RetryBudget(), NEVER), [*[gone] * 5, *[error] * 3, "too late"])
+
+
 def test_pauses_of_an_exchange_stay() -> None:
     def waiting() -> Exchange[int]:
         yield Pause(7)
