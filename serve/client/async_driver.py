@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 
 from serve.client.calls import Answer, Call, Exchange, Pause
+from serve.client.cancellation import is_cancelled
 from serve.client.channel import method_path
 from serve.client.client_base import CLOSING_S, ClientBase, Sending
 from serve.client.errors import InferenceClientError
@@ -71,6 +72,11 @@ class AsyncDriver(ClientBase):
         except grpc.aio.UsageError as error:
             # What grpc says of a channel that another task has closed meanwhile.
             raise self._closed_meanwhile(error) from None
+        except asyncio.CancelledError:
+            # What it says to a call that was under way then.
+            if not self._closed or is_cancelled():
+                raise
+            raise self._closed_meanwhile("it was under way") from None
 
     def _new_rpc(self, call: Call) -> Any:
         rpc = self._open_channel().unary_unary(

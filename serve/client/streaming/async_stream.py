@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 
-from protos.inference_pb2 import ModelStreamInferResponse
+from protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
+from serve.client.cancellation import is_cancelled
 from serve.client.streaming.stream_order import StreamAnswer, StreamOrder
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
@@ -68,6 +69,8 @@ class AsyncStream:
 
     async def _next_event(self, timeout_s: float | None) -> Any:
         while True:
+            if not self._events.empty():
+                return self._events.get_nowait()  # never late, however long the caller took to ask for it
             try:
                 async with asyncio.timeout(self._order.patience_s(timeout_s)):
                     return await self._events.get()
@@ -75,6 +78,17 @@ class AsyncStream:
                 continue  # patience_s knows whether anything is late
 
     async def _write(self, call: Any) -> None:
+        requests = self._requests()
+        try:
+            async for request in requests:
+                await call.write(request)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the call has ended; the reader says why
+        finally:
+            await requests.aclose()
+
+    async def _requests(self) -> AsyncGenerator[ModelInferRequest]:
         try:
             inputs = _as_async(self._source)
             while True:
@@ -82,30 +96,39 @@ class AsyncStream:
                 try:
                     given = await anext(inputs)
                 except StopAsyncIteration:
-                    break
+                    return
                 request = self._order.request(given)
                 if request is None:
                     self._events.put_nowait(LOOK)
                 else:
-                    await call.write(request)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the call has ended; the reader says why
-        except Exception as error:  # noqa: BLE001  (raised again where the caller waits)
-            self._source_error = error
-        await call.done_writing()
+                    yield request
+        except GeneratorExit:
+            raise  # the call has ended
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise  # by the stream, not by its source
+            self._source_error = error  # raised again where the caller waits
 
     async def _read(self, call: Any) -> None:
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
                 self._events.put_nowait(response)
             if await call.code() is not grpc.StatusCode.OK:
-                raise grpc.aio.AioRpcError(
-                    await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-                )
+                self._events.put_nowait(await _error_of(call))
         except grpc.RpcError as error:
             self._events.put_nowait(error)
+        except asyncio.CancelledError:
+            # That of the call, when the client is closed, comes as grpc's own exception too.
+            if is_cancelled():
+                raise
+            self._events.put_nowait(await _error_of(call))
         finally:
             self._events.put_nowait(END)
+
+
+async def _error_of(call: Any) -> grpc.RpcError:
+    # Not initial_metadata(): a call that was cancelled before any came raises instead.
+    return grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), await call.trailing_metadata(), await call.details())
 
 
 async def _as_async(source: Source) -> AsyncIterator[Mapping[str, Any]]:

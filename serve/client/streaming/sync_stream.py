@@ -71,7 +71,9 @@ class SyncStream:
     def _next_event(self, timeout_s: float | None) -> Any:
         while True:
             try:
-                return self._events.get(timeout=self._order.patience_s(timeout_s))
+                # What has come is never late, however long the caller took to ask for it.
+                waits = self._events.empty()
+                return self._events.get(waits, self._order.patience_s(timeout_s) if waits else None)
             except queue.Empty:
                 continue  # patience_s knows whether anything is late
 
@@ -91,7 +93,9 @@ class SyncStream:
                     self._events.put(LOOK)
                 else:
                     yield request
-        except Exception as error:  # noqa: BLE001  (raised again in the caller's thread)
+        except GeneratorExit:
+            raise  # gRPC takes no more requests
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread; gRPC's would hang after it)
             self._source_error = error
 
     def _read(self, responses: Iterable[ModelStreamInferResponse]) -> None:

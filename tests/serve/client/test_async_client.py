@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
-from serve.client import AsyncInferenceClient, InferenceClient, InferenceClientError
+from serve.client import AsyncInferenceClient, Cancelled, InferenceClient, InferenceClientError
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.running_server import RunningServer
 
@@ -45,6 +45,21 @@ def test_cancelling_the_task_cancels_the_call_on_the_server(scripted: ScriptedSe
             assert await asyncio.to_thread(scripted.cancelled.wait, WAIT_S)
 
     asyncio.run(give_up())
+
+
+def test_closing_ends_the_calls_under_way(scripted: ScriptedServer) -> None:
+    scripted.answers["ModelInfer"] = [pb.ModelInferResponse()]
+    scripted.held.add("ModelInfer")
+
+    async def ask() -> None:
+        async with AsyncInferenceClient(scripted.address) as client:
+            task = asyncio.create_task(client.infer_message(pb.ModelInferRequest()))
+            assert await asyncio.to_thread(scripted.arrived.wait, WAIT_S)
+            await client.close()
+            with pytest.raises(Cancelled, match="this client was closed during the call"):
+                await task
+
+    asyncio.run(ask())
 
 
 def test_is_made_outside_of_a_loop(server: RunningServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +16,16 @@ from hypothesis import strategies as st
 from protos import inference_pb2 as pb
 from serve.client import (
     AsyncInferenceClient,
+    Cancelled,
     DeadlineExceeded,
+    InferenceClient,
     InferenceClientError,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServerUnavailable,
 )
+from serve.client.streaming import stream_order
 from serve.client.streaming.stream_order import StreamOrder
 from tests.serve.client.conftest import Connect
 from tests.serve.client.driving import metadata
@@ -106,6 +110,52 @@ def test_what_the_source_raises_comes_after_its_answers(server: RunningServer, c
         next(stream)
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_source_may_end_the_program(server: RunningServer, connect: Connect, kind: type[BaseException]) -> None:
+    def source() -> Iterator[dict[str, Any]]:
+        yield {"x": rows(1)}
+        raise kind("the list of images is wrong")
+
+    stream = connect(server.address).stream_infer("mlp", source())
+    assert next(stream).index == 0
+    with pytest.raises(kind, match="the list of images is wrong"):
+        next(stream)
+
+
+def test_a_source_whose_own_task_was_cancelled(server: RunningServer) -> None:
+    async def source() -> Any:
+        yield {"x": rows(1)}
+        image = asyncio.get_running_loop().create_future()
+        image.cancel()
+        await image
+
+    async def ask() -> None:
+        async with AsyncInferenceClient(server.address) as client:
+            stream = client.stream_infer("mlp", source())
+            assert (await anext(stream)).index == 0
+            with pytest.raises(asyncio.CancelledError):
+                await anext(stream)
+
+    asyncio.run(ask())
+
+
+def test_closing_the_client_ends_its_streams(scripted: ScriptedServer) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelStreamInfer"] = [streamed("0", 1)]
+    scripted.held.add("ModelStreamInfer")
+
+    async def ask() -> None:
+        async with AsyncInferenceClient(scripted.address) as client:
+            stream = client.stream_infer("m", [{"x": [[1, 2]]}] * 2)
+            first = asyncio.ensure_future(anext(stream))
+            assert await asyncio.to_thread(scripted.arrived.wait, WAIT_S)
+            await client.close()
+            with pytest.raises(Cancelled, match="was given up before"):
+                await first
+
+    asyncio.run(ask())
+
+
 def test_an_unknown_model_ends_the_stream(server: RunningServer, connect: Connect) -> None:
     with pytest.raises(ModelNotFound, match="nope"):
         list(connect(server.address).stream_infer("nope", [{"x": rows(1)}]))
@@ -161,6 +211,42 @@ def test_no_answer_in_time(scripted: ScriptedServer, connect: Connect) -> None:
     with pytest.raises(DeadlineExceeded, match="answered none of 2 requests of a stream within 0.1 s; allow more time"):
         list(stream)
     assert scripted.cancelled.wait(WAIT_S)
+
+
+class Clock:
+    """Stands for the module `time`: an hour passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_time_that_the_caller_takes_does_not_count(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stream_order, "time", clock)
+    with InferenceClient(server.address) as client:
+        stream = client.stream_infer("mlp", [{"x": rows(1)}] * 4)
+        assert next(stream).index == 0
+        next(thread for thread in threading.enumerate() if thread.name == "stream answers").join(WAIT_S)
+        clock.now += 3600
+        assert [answer.index for answer in stream] == [1, 2, 3]
+
+
+def test_time_that_an_asyncio_caller_takes_does_not_count(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stream_order, "time", clock)
+
+    async def ask() -> list[int]:
+        async with AsyncInferenceClient(server.address) as client:
+            stream = client.stream_infer("mlp", [{"x": rows(1)}] * 4)
+            first = await anext(stream)
+            await asyncio.wait([task for task in asyncio.all_tasks() if "AsyncStream._read" in repr(task)], timeout=WAIT_S)
+            clock.now += 3600
+            return [first.index, *[answer.index async for answer in stream]]
+
+    assert asyncio.run(ask()) == [0, 1, 2, 3]
 
 
 def test_time_that_the_source_takes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
