@@ -9,8 +9,8 @@ from typing import Any
 from protos import inference_pb2 as pb
 from serve.client.answer import InferAnswer, answer_of
 from serve.client.calls import Call, Exchange
-from serve.client.errors import InvalidRequest, ModelNotFound
-from serve.client.exchanges import model_metadata
+from serve.client.errors import AccessDenied, InvalidRequest, ModelNotFound, Unsupported
+from serve.client.exchanges import model_config, model_metadata
 from serve.client.messages import infer_request, output_arrays
 from serve.client.parameters import is_stateful
 from serve.client.sharing.shared_exchange import SharingRefused, ask_sharing, settle
@@ -26,12 +26,14 @@ class InferState:
 
     Attributes:
         metadata: (model, version) -> its metadata.
+        batching: (model, version) -> whether an output of the model has as many rows as its inputs.
         regions: shared memory that the caller has open.
         pool: shared memory for large tensors; None where the client does not use it on its own.
     """
 
     def __init__(self, *, shared_memory: bool = False) -> None:
         self.metadata: MetadataCache = {}
+        self.batching: dict[tuple[str, str], bool] = {}
         self.regions: tuple[SharedRegion, ...] = ()
         self.pool = SlabPool() if shared_memory else None
         self._lock = threading.Lock()
@@ -103,6 +105,7 @@ def infer(
             raise misfit.error from None
     except (InvalidRequest, ModelNotFound):
         state.metadata.pop(key, None)
+        state.batching.pop(key, None)
         raise
     metadata = yield from _fresh(state, key)
     try:
@@ -142,9 +145,10 @@ def _attempt(
         response: pb.ModelInferResponse = yield infer_call(request, idempotent=idempotent)
         return answer_of(response, output_arrays(response))
     sharing = sharing or SharedTensors((), None)
+    batching = yield from _batching(state, metadata, options["version"])
     failure: BaseException | None = None
     try:
-        request = _sharing_request(sharing, metadata, inputs, into, options)
+        request = _sharing_request(sharing, metadata, inputs, into, options, batching=batching)
         return (yield from ask_sharing(state.pool, sharing, infer_call(request, idempotent=idempotent)))
     except BaseException as error:
         failure = error
@@ -156,17 +160,33 @@ def _attempt(
     return (yield from _attempt(state, metadata, inputs, into, options, idempotent=idempotent))
 
 
+def _batching(state: InferState, metadata: pb.ModelMetadataResponse, version: str) -> Exchange[bool]:
+    """Whether rows that come in come out: metadata has the same -1 for a batch as for any other size."""
+    key, depends = (metadata.name, version), any(tensor.shape[:1] == [-1] for tensor in metadata.outputs)
+    if not depends or state.pool is None or not state.pool.is_on:
+        return False
+    if key not in state.batching:
+        try:
+            config = yield from model_config(*key)
+            state.batching[key] = config.max_batch_size > 0
+        except (Unsupported, AccessDenied):
+            state.batching[key] = False
+    return state.batching[key]
+
+
 def _sharing_request(
     sharing: SharedTensors,
     metadata: pb.ModelMetadataResponse,
     inputs: Mapping[str, Any],
     into: Mapping[str, Array],
     options: Mapping[str, Any],
+    *,
+    batching: bool,
 ) -> pb.ModelInferRequest:
     try:
-        sharing.place_outputs(into)
+        sharing.place_outputs(metadata, into)
         if not options.get("top_k"):
-            sharing.reserve_outputs(metadata, inputs, options.get("outputs"))
+            sharing.reserve_outputs(metadata, inputs, options.get("outputs"), batching=batching)
         return infer_request(metadata, inputs, find_place=sharing.find_place, into=sharing.into, **options)
     except InvalidRequest as error:
         raise _DoesNotFit(error) from None

@@ -13,7 +13,7 @@ from protos.datatypes import BY_WIRE
 from serve.client.errors import InferenceClientError, InvalidRequest
 from serve.client.sharing.places import Place
 from serve.client.sharing.shared_region import SharedRegion
-from serve.client.tensors import Array
+from serve.client.tensors import Array, datatype_named
 
 if TYPE_CHECKING:
     from protos.inference_pb2 import ModelMetadataResponse
@@ -131,14 +131,17 @@ class SharedTensors:
         np.copyto(np.frombuffer(slab.bytes_at(0, array.nbytes), array.dtype).reshape(array.shape), array)
         return Place(region=slab.name, offset=0, byte_size=array.nbytes)
 
-    def place_outputs(self, into: Mapping[str, Array]) -> None:
+    def place_outputs(self, metadata: ModelMetadataResponse, into: Mapping[str, Array]) -> None:
         """Let outputs be written into arrays of the caller.
 
         Raises:
-            InvalidRequest: an array does not lie in a region of this client.
+            InvalidRequest: an array does not lie in a region of this client, or has another dtype than the output.
         """
+        dtypes = {tensor.name: datatype_named(tensor.datatype).array_dtype for tensor in metadata.outputs}
         for name, array in into.items():
-            place = self._in_own(array)
+            place = self._in_own(array) if isinstance(array, np.ndarray) else None
+            if place is not None and array.dtype != dtypes.get(name, array.dtype):
+                raise InvalidRequest(f"the array for output {name!r} has the dtype {array.dtype}, expected {dtypes[name]}")
             if place is None:
                 raise InvalidRequest(
                     f"the array for output {name!r} does not lie in shared memory of this client; make it with "
@@ -147,12 +150,19 @@ class SharedTensors:
             self.into[name] = place
 
     def reserve_outputs(
-        self, metadata: ModelMetadataResponse, inputs: Mapping[str, Any], wanted: Collection[str] | None
+        self, metadata: ModelMetadataResponse, inputs: Mapping[str, Any], wanted: Collection[str] | None, *, batching: bool
     ) -> None:
-        """Let large outputs whose size is known be written into the pool's regions."""
+        """Let large outputs whose size is known be written into the pool's regions.
+
+        Args:
+            metadata: the model's.
+            inputs: name -> array.
+            wanted: names of outputs; None for all.
+            batching: whether outputs have as many rows as the inputs.
+        """
         if self._pool is None:
             return
-        rows = _rows(metadata, inputs)
+        rows = _rows(metadata, inputs) if batching else None
         for tensor in metadata.outputs:
             itemsize = BY_WIRE[tensor.datatype].itemsize if tensor.datatype in BY_WIRE else None
             shape = [rows if position == 0 and size == -1 else size for position, size in enumerate(tensor.shape)]

@@ -28,6 +28,7 @@ LARGE = np.ones(100_000, np.float32)
 
 def state_with(datatype: str, *, shared_memory: bool = False) -> InferState:
     state = InferState(shared_memory=shared_memory)
+    state.batching["m", ""] = True
     state.metadata["m", ""] = metadata(datatype)
     return state
 
@@ -151,6 +152,23 @@ def test_a_server_that_was_started_again_is_told_of_the_memory_anew() -> None:
     answers = [None, None, ModelNotFound("not registered"), None, None, pb.ModelInferResponse()]
     called, _ = drive(ask(state, LARGE), answers)
     assert called == [*["SystemSharedMemoryRegister"] * 2, "ModelInfer", *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+
+
+@pytest.mark.parametrize(
+    ("said", "reserved"),
+    [
+        (pb.ModelConfigResponse(), False),
+        (Unsupported("no"), False),
+        (pb.ModelConfigResponse(config={"max_batch_size": 2}), True),
+    ],
+)
+def test_room_is_made_for_outputs_of_batching_models(said: Any, reserved: bool) -> None:
+    state = state_with("FP32", shared_memory=True)
+    state.batching.clear()
+    memory = [None] * (2 if reserved else 1)
+    called, _ = drive(ask(state, LARGE), [said, *memory, pb.ModelInferResponse()])
+    assert called == ["ModelConfig", *["SystemSharedMemoryRegister"] * len(memory), "ModelInfer"]
+    assert drive(ask(state, LARGE), [pb.ModelInferResponse()])[0] == ["ModelInfer"]
 
 
 def test_an_output_that_the_server_does_not_say_is_shared() -> None:

@@ -9,13 +9,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from serve.client import InferenceClientError, InvalidRequest, SharedRegion, Unsupported
 from serve.client.sharing import shared_tensors
 from serve.client.sharing.shared_region import FOLDER
 from serve.client.sharing.shared_tensors import SlabPool
+from tests.models import save_model
 from tests.serve.client.conftest import Connect
-from tests.serve.running_server import RunningServer
+from tests.serve.conftest import load_repository
+from tests.serve.running_server import RunningServer, running_server
 
 
 def ours() -> set[str]:
@@ -121,6 +124,28 @@ def test_an_output_needs_an_array_of_the_region(sharing: RunningServer, connect:
             client.infer("mlp", inputs, into={"z": region.array(10, np.float16)})
         with pytest.raises(InvalidRequest, match="an output of 20 bytes does not fit its 18 bytes"):
             client.infer("mlp", inputs, into={"y": region.array(9, np.float16)})
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+def test_an_output_needs_an_array_of_its_dtype(sharing: RunningServer, connect: Connect, dtype: Any) -> None:
+    client = connect(sharing.address)
+    with client.shared_region(4096) as region:
+        into = {"y": region.array((1, 10), dtype)}
+        with pytest.raises(InvalidRequest, match=f"output 'y' has the dtype {np.dtype(dtype)}, expected float16"):
+            client.infer("mlp", {"x": np.ones((1, 64), np.float16)}, into=into)
+
+
+@pytest.mark.parametrize("max_batch_size", [0, 4])
+def test_outputs_may_have_other_rows_than_inputs(tmp_path: Path, connect: Connect, max_batch_size: int) -> None:
+    path = tmp_path / "model"
+    nodes = [helper.make_node("Concat", ["x", "x"], ["y"], axis=1 if max_batch_size else 0)]
+    tensors = [(name, TensorProto.FLOAT, ["n", "m"]) for name in "xy"]
+    save_model(path / "1" / "model.onnx", nodes, tensors[:1], tensors[1:])  # type: ignore[arg-type]  # (as in tests.models)
+    (path / "config.pbtxt").write_text(f"max_batch_size: {max_batch_size}")
+    with running_server(lambda: load_repository(tmp_path), shared_memory=True) as running:
+        client = connect(running.address, shared_memory=True)
+        x = np.random.default_rng(0).standard_normal((2, 40_000)).astype(np.float32)
+        np.testing.assert_array_equal(client.infer("model", {"x": x})["y"], np.concatenate([x, x], 1 if max_batch_size else 0))
 
 
 def test_arrays_of_all_the_bytes_fit() -> None:
