@@ -94,7 +94,7 @@ class RequestPlan:
         return [request.SerializeToString() for request in self.requests()]
 
     def requests(self) -> list[ModelInferRequest]:
-        """Requests to be sent in turn; the same ones at every call.
+        """Requests to be sent in turn; the same ones at every call, and for the same model in another datatype.
 
         Given rows are taken in order and from the start again, so that a file of a hundred images makes a hundred different
         requests of one row.
@@ -103,9 +103,8 @@ class RequestPlan:
             BenchmarkArgumentError: the batch size or a shape does not fit the model, or a variable dimension was not chosen.
         """
         self._check()
-        generator = np.random.default_rng(SEED)
         count = self._distinct()
-        pools = {tensor.name: self._pool(tensor.name, tensor.datatype, count, generator) for tensor in self.metadata.inputs}
+        pools = {tensor.name: self._pool(tensor.name, tensor.datatype, count) for tensor in self.metadata.inputs}
         requests = []
         for index in range(count):
             inputs = {name: self._take(pool, index) for name, pool in pools.items()}
@@ -151,14 +150,15 @@ class RequestPlan:
             return array.nbytes // (math.ceil(len(array) / self.batch_size) if self.max_batch_size else 1)
         return self.batch_size * math.prod(self._row_shape(name)) * (datatype.itemsize or RANDOM_STRING_BYTES)
 
-    def _pool(self, name: str, wire: str, count: int, generator: np.random.Generator) -> Array:
+    def _pool(self, name: str, wire: str, count: int) -> Array:
         """The rows that requests take from: [rows, *row shape]."""
         if name in self.given:
             return self.given[name] if self.max_batch_size else self.given[name][np.newaxis]
         shape = [count * self.batch_size, *self._row_shape(name)]
         if self.zeros:
             return zero_values(datatype_named(wire), shape)
-        return random_values(datatype_named(wire), shape, generator)
+        # Each input has its own: fewer requests of a wider datatype would else shift the values of the inputs that follow.
+        return random_values(datatype_named(wire), shape, np.random.default_rng([SEED, *name.encode()]))
 
     def _take(self, pool: Array, index: int) -> Array:
         if not self.max_batch_size:

@@ -20,8 +20,8 @@ Array = np.ndarray[Any, Any]
 def plan(shape: tuple[int, ...] = (-1, 2), datatype: str = "FP32", **changes: Any) -> RequestPlan:
     tensor = pb.ModelMetadataResponse.TensorMetadata(name="x", datatype=datatype, shape=shape)
     metadata = pb.ModelMetadataResponse(name="m", inputs=[tensor])
-    options: dict[str, Any] = {"max_batch_size": 8, "batch_size": 1, "shapes": {}, "given": {}}
-    return RequestPlan(metadata=metadata, **(options | changes))
+    options: dict[str, Any] = {"metadata": metadata, "max_batch_size": 8, "batch_size": 1, "shapes": {}, "given": {}}
+    return RequestPlan(**(options | changes))
 
 
 def tensors(serialized: list[bytes]) -> list[Array]:
@@ -58,6 +58,20 @@ def test_a_model_without_batches_gets_its_tensors_whole() -> None:
 def test_variable_sizes_are_chosen() -> None:
     sent = tensors(plan((-1, -1, 4), shapes={"x": [6, 4]}, batch_size=2).serialized())
     assert {x.shape for x in sent} == {(2, 6, 4)}
+
+
+def test_another_datatype_gets_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_inputs, "MAX_BYTES", 48)  # three requests of two inputs in fp32, six in fp16
+
+    def sent(datatype: str) -> list[list[Array]]:
+        inputs = [pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=[-1, 2]) for name in "ab"]
+        requests = plan(metadata=pb.ModelMetadataResponse(name="m", inputs=inputs)).requests()
+        return [[from_raw(raw, BY_WIRE[datatype], [1, 2]) for raw in request.raw_input_contents] for request in requests]
+
+    wide, narrow = sent("FP32"), sent("FP16")
+    assert (len(wide), len(narrow)) == (3, 6)
+    np.testing.assert_array_equal(np.array(wide).astype(np.float16), np.array(narrow[:3]))
+    assert not np.array_equal(wide[0][0], wide[0][1])
 
 
 def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
