@@ -93,12 +93,23 @@ def compare(names: Sequence[str], load: Load, rounds: int, measure: MeasureOne, 
         rounds: how often each is measured.
         measure: measures the contestant of a number.
         base: the number of the one that the others are compared with.
+
+    Raises:
+        BaseException: what `measure` has raised, after what the rounds before it give.
     """
-    levels: list[list[Level]] = [[] for _ in names]
-    for _ in range(rounds):
-        for number, measured in enumerate(levels):
-            measured.append(measure(number, load))
-    for name, measured in zip(names, levels, strict=True):
+    complete: list[list[Level]] = []
+    try:
+        for _ in range(rounds):
+            complete.append([measure(number, load) for number in range(len(names))])  # noqa: PERF401  (kept if one fails)
+    except BaseException:
+        yield from _over_rounds(names, complete, base)
+        raise
+    yield from _over_rounds(names, complete, base)
+
+
+def _over_rounds(names: Sequence[str], complete: Sequence[Sequence[Level]], base: int) -> Iterator[ComparedLevel]:
+    levels = list(zip(*complete, strict=True))
+    for name, measured in zip(names, levels, strict=False):  # without any round there are no levels
         yield compared(name, measured, levels[base])
 
 

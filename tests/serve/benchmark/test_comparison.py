@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve.benchmark.comparison import compare
+from serve.benchmark.comparison import ComparedLevel, compare
+from serve.benchmark.errors import BenchmarkError
 from serve.benchmark.level import Level
 from serve.benchmark.loads import Load
 from tests.serve.benchmark.levels import level
@@ -28,6 +29,22 @@ def test_rounds_are_interleaved_and_ratios_are_within_a_round() -> None:
     assert second.per_second.median == 20
     assert second.to_json()["rate_ratio"] == {"median": 2, "low": 2, "high": 4}
     assert second.rate_ratio.text == "2.00 (2.00-4.00)"
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), BenchmarkError("the server has gone")])
+@pytest.mark.parametrize(("measured", "rounds"), [(0, 0), (1, 0), (2, 1), (5, 2)])
+def test_complete_rounds_outlive_what_ends_them(ending: BaseException, measured: int, rounds: int) -> None:
+    left = [level(load=LOAD)] * measured
+
+    def measure(number: int, load: Load) -> Level:
+        if not left:
+            raise ending
+        return left.pop()
+
+    kept: list[ComparedLevel] = []
+    with pytest.raises(type(ending)):
+        kept += compare(["a", "b"], LOAD, 9, measure)
+    assert [(one.name, len(one.rounds)) for one in kept] == ([("a", rounds), ("b", rounds)] if rounds else [])
 
 
 def test_the_base_may_be_another() -> None:
