@@ -27,6 +27,7 @@ from serve.benchmark.reports.tables import tables
 from serve.benchmark.reports.writers import Files
 from serve.benchmark.request_inputs import parse_parameters, parse_shapes
 from serve.benchmark.sweep import Goal
+from serve.benchmark.termination import sigterm_as_interrupt
 from serve.client import InferenceClientError
 from serve.client.input_arguments import InputArgumentError, read_inputs
 from serve.client.tls import Tls
@@ -148,7 +149,8 @@ def bench(
         command=_command(sys.argv[1:]),
     )
     _check(campaign)
-    _run(campaign, Files(output=output, csv=csv, html=html, hgrm=hgrm, plot=plot), as_json=as_json)
+    with sigterm_as_interrupt():
+        _run(campaign, Files(output=output, csv=csv, html=html, hgrm=hgrm, plot=plot), as_json=as_json)
 
 
 def _run(campaign: Campaign, files: Files, *, as_json: bool) -> None:

@@ -39,3 +39,10 @@ def server(repository: Path) -> Iterator[RunningServer]:
     """A real server on `repository`, at `server.address`."""
     with running_server(lambda: load_repository(repository)) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def sharing(repository: Path) -> Iterator[RunningServer]:
+    """A server that takes shared memory."""
+    with running_server(lambda: load_repository(repository), shared_memory=True) as running:
+        yield running

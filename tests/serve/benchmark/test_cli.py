@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from halfserve import main
 from serve.benchmark import campaign, cli
 from serve.benchmark.errors import BenchmarkError
 from serve.benchmark.level import Level
+from serve.benchmark.load.order import INTERRUPTED
+from serve.client import InferenceClient
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
 
@@ -165,6 +169,42 @@ def test_a_load_that_ended_early_is_shown_and_ends_the_sweep(
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["levels"]) == 1
     assert "the server has gone while 1 in flight were asked of it: connection refused" in captured.err
+
+
+@pytest.mark.parametrize("kind", ["complete", "incomplete"])
+def test_a_comparison_keeps_its_complete_rounds(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    left = [level(concurrency=1)] * (5 if kind == "complete" else 1)
+
+    def measured(*_: object) -> Level:
+        return left.pop() if left else level(concurrency=1, ended_early=INTERRUPTED)
+
+    monkeypatch.setattr(campaign, "measure", measured)
+    assert bench("mlp", "--address", server.address, "--concurrency", "1", "--against", "mlp", "--json") == 130
+    out = capsys.readouterr().out
+    assert [len(one["rounds"]) for one in json.loads(out)["comparison"]] == [2, 2] if kind == "complete" else not out
+
+
+TERMINATED = """
+import os, signal, sys
+from halfserve import main
+from serve.benchmark import campaign
+
+campaign.measure = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+main(["bench", "mlp", "--shared-memory", "system", "--address", *sys.argv[1:]])
+"""
+
+
+def test_sigterm_leaves_no_shared_memory(sharing: RunningServer) -> None:
+    script = [sys.executable, "-c", TERMINATED, sharing.address]
+    with subprocess.Popen(script, stderr=subprocess.PIPE, text=True) as terminated:
+        _, errors = terminated.communicate(timeout=60)
+    assert terminated.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert not list(Path("/dev/shm").glob(f"halfserve-{terminated.pid}-*"))  # noqa: S108  (see serve.client.sharing)
+    with InferenceClient(sharing.address) as client:
+        assert client.shared_regions() == {}
 
 
 def test_tokens_stay_out_of_the_report() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import pytest
 from serve.client import AsyncInferenceClient, InferenceClient
 from tests.serve.client.awaited import Awaited
 from tests.serve.client.scripted_server import ScriptedServer
-from tests.serve.conftest import load_repository
-from tests.serve.running_server import RunningServer, running_server
 
 Connect = Callable[..., InferenceClient]
 
@@ -34,13 +31,6 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         yield made
         for client in clients:
             client.close()
-
-
-@pytest.fixture(scope="session")
-def sharing(repository: Path) -> Iterator[RunningServer]:
-    """A server that takes shared memory."""
-    with running_server(lambda: load_repository(repository), shared_memory=True) as running:
-        yield running
 
 
 @pytest.fixture
