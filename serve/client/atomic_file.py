@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-READABLE_BY_ALL = 0o644
+PERMISSIONS = 0o777
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing that takes its place under its name only when the block ends without an error.
 
+    A file that is replaced hands its permissions down, and a symbolic link goes on pointing to what it points to. What is there
+    but no file, such as a pipe or /dev/null, cannot be replaced and is written to as the block goes.
+
     Raises:
         OSError: the folder is missing or cannot be written to; what stood under the name stays as it was.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if _is_special(path):
+        with path.open("wb") as file:
+            yield file
+        return
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(READABLE_BY_ALL)  # mkstemp's are readable by their owner only
-        Path(temporary).replace(path)
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & PERMISSIONS)
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -40,8 +49,17 @@ def checked_output(path: Path, option: str) -> Path:
     """
     if path.is_dir():
         raise IsADirectoryError(f"{option} {path}: is a folder, expected the name of a file")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"{option} {path}: the folder {path.parent} is not writeable")
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{option} {path}: is not writeable")
+        return path
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{option} {path}: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{option} {path}: the folder {folder} is not writeable")
     return path
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
