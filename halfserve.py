@@ -7,10 +7,12 @@ therefore starts without importing torch, and a stage's errors need no common ba
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 if TYPE_CHECKING:
     from types import ModuleType
 
+NO_SPACE_EXIT_CODE = 1
 MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
@@ -82,6 +85,16 @@ class LazyGroup(TyperGroup):
         stage = STAGES.get(cmd_name)
         return stage and TyperCommand(cmd_name, help=stage.help)
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Read the command line, and print the help that it asks for."""
+        with _reader_may_go():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _reader_may_go():
+            return super().invoke(ctx)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is to run, from the module that holds it."""
         _, command, rest = super().resolve_command(ctx, args)
@@ -130,19 +143,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(MISSING_EXTRA_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)
-    except BrokenPipeError:
-        # The reader of our output (`halfserve bench --json | head`) has gone: nothing is wrong, and nothing more can be said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
-        exit_code = None if stage is None else _exit_code(stage, error)
+        exit_code = _exit_code(stage, error)
         if exit_code is None:
             raise
         typer.echo(f"{prefix}: {error}", err=True)
         sys.exit(exit_code)
 
 
-def _exit_code(stage: Stage, error: Exception) -> int | None:
+@contextmanager
+def _reader_may_go() -> Iterator[None]:
+    """Exit with 0 when the reader of our output (`halfserve bench --json | head`) has gone: typer would exit with 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        # What is still in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def _exit_code(stage: Stage | None, error: Exception) -> int | None:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return NO_SPACE_EXIT_CODE  # whatever was to be written, and wherever
+    if stage is None:
+        return None
     codes: dict[type[Exception], int] = stage.load().EXIT_CODES
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 

@@ -23,7 +23,7 @@ from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
 from serve.lost_device import LostDeviceError
 from serve.observability.options import AccessLog, ObserveOptions
-from serve.ready_lines import print_json, print_text, tell_again
+from serve.ready_lines import print_json, print_text, tell_again, told
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
 from serve.server import Ready, ServerOptions
@@ -231,7 +231,9 @@ def serve(
         become_supervisor(addresses(options), hang_up_reloads=has_files)
     scheme = "http" if security.tls is None else "https"
     tell = print_json if as_json else partial(print_text, scheme=scheme)
-    _run(options, partial(tell_again, restarts=inherited.restarts) if inherited and inherited.restarts else tell, inherited)
+    if inherited and inherited.restarts:
+        tell = partial(tell_again, restarts=inherited.restarts)
+    _run(options, partial(told, tell), inherited)
 
 
 def _check_supervised(transport: TransportName) -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
+from collections.abc import Callable
 
 import typer
 
 from serve.server import Ready
 
 logger = logging.getLogger(__name__)
+
+
+def told(tell: Callable[[Ready], None], ready: Ready) -> None:
+    """Tell that the server is ready. Where nobody reads that, or the disk is full, it serves all the same."""
+    try:
+        tell(ready)
+    except OSError as error:
+        # What is still in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logger.warning("serving, gRPC on port %d; standard output cannot be written to: %s", ready.grpc_port, error.strerror)
 
 
 def print_text(ready: Ready, scheme: str) -> None:

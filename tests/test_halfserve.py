@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import IO
 
 import pytest
 from typer.testing import CliRunner
@@ -17,9 +18,10 @@ import halfserve
 ROOT = Path(__file__).parent.parent
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdout: int | IO[bytes] = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "halfserve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment})
+    changed = {**os.environ, **environment}
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=changed)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -65,6 +67,25 @@ def test_wrong_use_is_no_stack_trace(arguments: list[str], text: str) -> None:
     assert text in done.stderr
     assert "--help" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["token", "--help"]])
+def test_output_that_nobody_reads_is_no_failure(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone:
+        done = run(*arguments, stdout=gone)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")  # noqa: PTH110  (no path of ours)
+@pytest.mark.parametrize("arguments", [["--help"], ["token", "--help"]])
+def test_a_full_disk_is_told_in_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123  (no path of ours)
+        done = run(*arguments, stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.endswith(": [Errno 28] No space left on device\n")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from serve.benchmark.campaign import Campaign, carry_out, default_processes
 from serve.benchmark.contestant import RequestOptions
@@ -29,6 +28,7 @@ from serve.benchmark.request_inputs import parse_parameters, parse_shapes
 from serve.benchmark.sweep import Goal
 from serve.benchmark.termination import sigterm_as_interrupt
 from serve.client import InferenceClientError
+from serve.client.console import PipedConsole
 from serve.client.input_arguments import InputArgumentError, read_inputs
 from serve.client.tls import Tls
 
@@ -237,7 +237,7 @@ def _show(report: Report, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json(), allow_nan=False))
     else:
-        console = Console()
+        console = PipedConsole()
         for table in tables(report):
             console.print(table)
         for line in report.failures():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,33 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize("kind", ["gone", "full"])
+def test_serves_although_nobody_can_be_told(repository: Path, kind: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone, Path("/dev/full").open("wb") as full:
+        process = subprocess.Popen(
+            [*HALFSERVE, repository, "--grpc-port", "0", "--no-http"],
+            stdout=gone if kind == "gone" else full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        assert process.stderr is not None
+        told = next(match for line in process.stderr if (match := re.search(r"gRPC on port (\d+); standard output", line)))
+        with InferenceClient(f"127.0.0.1:{told[1]}") as client:
+            assert client.is_ready()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+    assert "Errno" not in errors
+    assert "Traceback" not in errors
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from serve.client.commands.connection_options import (
     ADDRESS,
@@ -29,6 +28,7 @@ from serve.client.commands.connection_options import (
 )
 from serve.client.commands.output_files import checked_output_file, write_answer
 from serve.client.commands.request_stream import requests_of
+from serve.client.console import PipedConsole
 from serve.client.display import answer_json, outputs_json, outputs_table
 from serve.client.errors import InvalidRequest
 from serve.client.inference_client import InferenceClient
@@ -146,7 +146,7 @@ def _ask(client: InferenceClient, question: Question, output_file: Path | None) 
     if question.as_json:
         typer.echo(json.dumps(answer_json(answer), allow_nan=False))
         return
-    Console().print(outputs_table(answer))
+    PipedConsole().print(outputs_table(answer))
     for name, value in answer.parameters.items():
         typer.echo(f"{name}: {value}")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from serve.client.commands.connection_options import (
@@ -30,6 +29,7 @@ from serve.client.commands.connection_options import (
     TokenFile,
 )
 from serve.client.commands.watch import Look, looked_at, looks_json, looks_table
+from serve.client.console import PipedConsole
 from serve.client.display import models_table, provider_of, tensors_json
 from serve.client.errors import InvalidRequest, ModelNotFound
 from serve.client.inference_client import InferenceClient
@@ -105,7 +105,7 @@ def _list(client: InferenceClient, names: Sequence[str], *, as_json: bool) -> No
     if as_json:
         typer.echo(json.dumps({"models": rows}))
     else:
-        Console().print(models_table(rows))
+        PipedConsole().print(models_table(rows))
 
 
 def _model_row(client: InferenceClient, name: str, version: str, state: str, reason: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _watch(client: InferenceClient, names: Sequence[str], every_s: float, times:
     def look() -> Look:
         return looked_at(client.statistics(), names, time.monotonic())
 
-    console = Console(quiet=as_json)
+    console = PipedConsole(quiet=as_json)
     before, shown = look(), 0
     # Where nobody sees it change, each look has a table of its own.
     with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,26 @@ def test_infer_prints_a_table(server: RunningServer, run: Run, digits: Path) -> 
         "x: converted from float32 to FP16",
         "x: added the batch dimension, [64] is sent as [1, 64]",
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["models", "models mlp", "infer mlp --input FILE", "bench mlp --seconds 0.1 --concurrency 1"]
+)
+def test_a_reader_may_go(server: RunningServer, digits: Path, arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = arguments.replace("FILE", f"x={digits}").split()
+    with os.fdopen(writer, "wb") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "halfserve", *words, "--address", server.address],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_infer_answers_machines_with_one_object(server: RunningServer, run: Run, digits: Path, tmp_path: Path) -> None:
