@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]  # (the package has no types)
@@ -17,15 +18,23 @@ NANOSECONDS_PER_MS = 1e6
 
 
 def level_paths(path: Path, report: Report) -> list[tuple[Path, Level]]:
-    """The file of each level: `path` itself where there is one, else NAME-16.hgrm, NAME-64.hgrm and so on."""
+    """The file of each level: `path` itself where there is one, else NAME-16.hgrm, NAME-64.hgrm and so on.
+
+    A load that was measured several times has NAME-16-1.hgrm, NAME-16-2.hgrm.
+    """
     if len(report.levels) == 1:
         return [(path, report.levels[0])]
     several = len({level.batch_size for level in report.levels}) > 1
-    pairs = []
-    for level in report.levels:
-        rows = f"-{level.batch_size}rows" if several else ""
-        pairs.append((path.with_name(f"{path.stem}{rows}-{level.load.amount:g}{path.suffix}"), level))
-    return pairs
+    names = [f"{path.stem}{_rows(level) if several else ''}-{level.load.amount:.15g}" for level in report.levels]
+    for name, count in Counter(names).items():
+        if count > 1:
+            numbers = iter(range(1, count + 1))
+            names = [f"{one}-{next(numbers)}" if one == name else one for one in names]
+    return [(path.with_name(f"{name}{path.suffix}"), level) for name, level in zip(names, report.levels, strict=True)]
+
+
+def _rows(level: Level) -> str:
+    return f"-{level.batch_size}rows"
 
 
 def write_percentiles(path: Path, report: Report) -> None:

@@ -91,6 +91,13 @@ def test_each_level_has_its_distribution(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all-1.hgrm", "all-16.hgrm", "one.hgrm"]
 
 
+def test_no_distribution_takes_the_place_of_another(tmp_path: Path) -> None:
+    rates = [100.0, 1234567.0, 100.0, 1234568.0, 0.5]
+    write_percentiles(tmp_path / "a.hgrm", report(*(level(load=Load(rate=rate)) for rate in rates)))
+    names = ["a-0.5.hgrm", "a-100-1.hgrm", "a-100-2.hgrm", "a-1234567.hgrm", "a-1234568.hgrm"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_the_picture_shows_the_levels(tmp_path: Path) -> None:
     write_plot(tmp_path / "a.png", report(level(1), level(16), level(4)))
     write_plot(tmp_path / "b.png", report(level(1), level(16), level(64)))
