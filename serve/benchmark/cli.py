@@ -39,8 +39,16 @@ EXIT_CODES: dict[type[Exception], int] = {
     InferenceClientError: 1,
     OSError: 1,
 }
+LARGEST = 1e8  # of seconds and milliseconds; infinity has no place in JSON, nor in a clock
 PATIENCE_S = 10.0  # with what is asked beside the load
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"
+
+
+def _finite(number: float | None) -> float | None:
+    """The number of an option as it is, if there is an end to it."""
+    if number is not None and not number <= LARGEST:
+        raise typer.BadParameter(f"expected a number up to {LARGEST:.0f}, not {number:g}")
+    return number
 
 
 def bench(
@@ -61,17 +69,24 @@ def bench(
         str | None, typer.Option(help="Requests per second instead, sent whether earlier ones are answered or not.")
     ] = None,
     arrivals: Annotated[Arrivals, typer.Option(help="How the requests of a rate follow each other.")] = "poisson",
-    seconds: Annotated[float, typer.Option(help="Length of each level, or of a window of it.", min=0.01)] = 2.0,
+    seconds: Annotated[
+        float, typer.Option(help="Length of each level, or of a window of it.", callback=_finite, min=0.01)
+    ] = 2.0,
     requests: Annotated[int | None, typer.Option(help="End each level after so many requests instead.", min=1)] = None,
     until_stable: Annotated[
         bool, typer.Option("--until-stable", help="Measure windows of --seconds until three agree within 10 %.")
     ] = False,
-    warmup: Annotated[float, typer.Option(help="Seconds of unmeasured load before each level.", min=0)] = 0.5,
+    warmup: Annotated[float, typer.Option(help="Seconds of unmeasured load before each level.", callback=_finite, min=0)] = 0.5,
     max_latency_ms: Annotated[
-        float | None, typer.Option(help="Find the highest load that keeps --percentile within this.", min=0.001)
+        float | None,
+        typer.Option(help="Find the highest load that keeps --percentile within this.", callback=_finite, min=0.001),
     ] = None,
-    percentile: Annotated[float, typer.Option(help="Of the latency, to be kept or stable.", min=1, max=100)] = 99.0,
-    goodput_ms: Annotated[float | None, typer.Option(help="Count what is answered within this too.", min=0.001)] = None,
+    percentile: Annotated[
+        float, typer.Option(help="Of the latency, to be kept or stable.", callback=_finite, min=1, max=100)
+    ] = 99.0,
+    goodput_ms: Annotated[
+        float | None, typer.Option(help="Count what is answered within this too.", callback=_finite, min=0.001)
+    ] = None,
     against: Annotated[
         list[str] | None, typer.Option(help="HOST:PORT/MODEL, or MODEL of the same server, to compare with, in turn.")
     ] = None,
@@ -91,7 +106,7 @@ def bench(
         int | None, typer.Option(help="Processes that generate the load; without it, what the machine gives.", min=1)
     ] = None,
     connections: Annotated[int | None, typer.Option(help="To the server; without it, one per process.", min=1)] = None,
-    timeout: Annotated[float, typer.Option(help="Deadline of each request, in seconds.", min=0.001)] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Deadline of each request, in seconds.", callback=_finite, min=0.001)] = 30.0,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write a line per level to this CSV file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with tables and plots.")] = None,

@@ -52,7 +52,7 @@ def parse_rates(text: str, option: str = "--rate") -> list[float]:
         BenchmarkArgumentError: it does not read like that, or a number is 0.
     """
     numbers = list(_numbers(text, option))
-    if not all(number > 0 for number in numbers):
+    if not all(0 < number < math.inf for number in numbers):
         raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
     return numbers
 
@@ -71,7 +71,7 @@ def _numbers(text: str, option: str) -> Iterator[float]:
 def _range(match: re.Match[str], given: str) -> list[float]:
     low, high, factor = float(match[1]), float(match[2]), match[3] == "x"
     step = float(match[4] or 1)
-    if low <= 0 or high < low or step <= factor:
+    if low <= 0 or high < low or step <= factor or math.inf in (high, step):
         raise BenchmarkArgumentError(
             f"{given}: expected LOW:HIGH:STEP or LOW:HIGH:xFACTOR with 0 < LOW <= HIGH, STEP > 0 and FACTOR > 1"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
     for argument in arguments:
         name, colon, text = argument.rpartition(":")
         sizes = text.split(",")
-        if not colon or not name or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        if not colon or not name or not all(re.fullmatch(r"0*[1-9][0-9]{0,17}", size) for size in sizes):
             raise BenchmarkArgumentError(f"--shape {argument}: expected NAME:SIZE,... without the batch size, as x:1,8,8")
         shapes.setdefault(name, []).append([int(size) for size in sizes])
     variants = max((len(given) for given in shapes.values()), default=1)
@@ -59,7 +60,7 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
             raise BenchmarkArgumentError(f"--parameter {argument}: expected NAME=VALUE, such as priority=1")
         try:
             value = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             value = text
         parameters[name] = value if isinstance(value, bool | int | float) else text
     return parameters
@@ -113,16 +114,19 @@ class RequestPlan:
         return requests
 
     def _check(self) -> None:
-        name, limit = self.metadata.name, self.max_batch_size
+        model, limit = self.metadata.name, self.max_batch_size
         if limit == 0 and self.batch_size != 1:
             raise BenchmarkArgumentError(
-                f"model {name!r} has no batch dimension: leave --batch-size at 1, not {self.batch_size}"
+                f"model {model!r} has no batch dimension: leave --batch-size at 1, not {self.batch_size}"
             )
         if limit and self.batch_size > limit:
-            raise BenchmarkArgumentError(f"--batch-size {self.batch_size}: model {name!r} takes 1 to {limit} rows a request")
+            raise BenchmarkArgumentError(f"--batch-size {self.batch_size}: model {model!r} takes 1 to {limit} rows a request")
+        for name, array in self.given.items():
+            if limit and not len(array):
+                raise BenchmarkArgumentError(f"--input {name}: the given array has no rows, expected at least one")
         known = {tensor.name for tensor in self.metadata.inputs}
         for wrong in sorted(self.shapes.keys() - known):
-            raise BenchmarkArgumentError(f"--shape {wrong}: model {name!r} has the inputs {', '.join(sorted(known))}")
+            raise BenchmarkArgumentError(f"--shape {wrong}: model {model!r} has the inputs {', '.join(sorted(known))}")
 
     def _row_shape(self, name: str) -> list[int]:
         """The sizes of one row of an input (of the whole input where the model has no batch dimension)."""

@@ -111,10 +111,12 @@ def _literal(argument: str, text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise InputArgumentError(
-            f"--input {argument:.80}: expected a .npy, .npz or .json file, @FILE, - or JSON like [1, 2.5]; as JSON: "
-            f"{error.msg} at {error.pos}"
-        ) from None
+        trouble = f"{error.msg} at {error.pos}"
+    except (ValueError, RecursionError):
+        trouble = "a number has too many digits, or lists are nested too deeply"
+    raise InputArgumentError(
+        f"--input {argument:.80}: expected a .npy, .npz or .json file, @FILE, - or JSON like [1, 2.5]; as JSON: {trouble}"
+    )
 
 
 def _from_bytes(raw: RawBytes, datatype: Datatype, shape: Sequence[int], where: str) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,10 @@ def parsed_json(text: str | bytes, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputArgumentError(f"{where}: as JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
-    except (UnicodeDecodeError, RecursionError):
+    except UnicodeDecodeError:
         raise InputArgumentError(f"{where}: expected JSON in UTF-8") from None
+    except (ValueError, RecursionError):
+        raise InputArgumentError(f"{where}: as JSON: a number has too many digits, or lists are nested too deeply") from None
 
 
 def _shaped(entry: dict[str, Any], where: str) -> Any:
@@ -125,6 +128,6 @@ def _from_numpy(argument: str, path: str, content: bytes) -> dict[str, Array]:
         # Pickles run code when they are read.
         loaded = np.load(io.BytesIO(content), allow_pickle=False)
         return {"": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
-    except (ValueError, OSError, EOFError, BadZipFile) as error:
+    except (ValueError, OSError, EOFError, BadZipFile, zlib.error, RuntimeError) as error:
         reason = "it is no such file, or holds Python objects" if "pickle" in str(error) else error
         raise InputArgumentError(f"--input {argument}: {path} cannot be read as numpy arrays: {reason}") from None

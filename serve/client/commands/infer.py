@@ -182,5 +182,5 @@ def _parameter(text: str) -> tuple[str, Any]:
         raise InvalidRequest(f"--parameter {text}: expected NAME=VALUE")
     try:
         return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return name, value

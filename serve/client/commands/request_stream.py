@@ -49,15 +49,15 @@ def requests_of(
 
 def _of_lines(path: str, metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
     if path == STDIN:
-        yield from _of_open_file("standard input", sys.stdin, metadata)
+        yield from _of_open_file("standard input", sys.stdin.buffer, metadata)
         return
     if not Path(path).is_file():
         raise InputArgumentError(f"--input {path}: there is no file {path}")
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         yield from _of_open_file(path, file, metadata)
 
 
-def _of_open_file(name: str, file: IO[str], metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
+def _of_open_file(name: str, file: IO[bytes], metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue

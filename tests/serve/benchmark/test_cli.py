@@ -124,6 +124,18 @@ def test_wrong_input_is_answered_in_one_line(
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["seconds", "warmup", "max-latency-ms", "percentile", "goodput-ms", "timeout"])
+@pytest.mark.parametrize("number", ["inf", "nan", "1e12"])
+def test_numbers_have_an_end(capsys: pytest.CaptureFixture[str], option: str, number: str) -> None:
+    assert bench("mlp", f"--{option}", number) == 2
+    assert f"Invalid value for '--{option}'" in capsys.readouterr().err
+
+
+def test_long_times_are_no_trouble(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--requests", "5", "--seconds", "1e8", "--timeout", "1e8", "--concurrency", "1")
+    assert figures(server, capsys, "mlp", *load)["levels"][0]["requests"] == 5
+
+
 def test_failed_requests_stand_beside_the_answered_ones(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     # Row 0 is fine, and it is the one that is tried before the load; row 7 makes the model fail.
     (found,) = figures(server, capsys, "picky", "--concurrency", "1", "--requests", "2", "--input", "i=[[0],[7]]")["levels"]

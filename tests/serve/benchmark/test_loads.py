@@ -43,10 +43,15 @@ def test_what_is_no_list_of_concurrencies(text: str) -> None:
         parse_concurrencies(text)
 
 
-@pytest.mark.parametrize("text", ["0:4", "5:1", "1:9:0", "1:8:x1"])
+@pytest.mark.parametrize("text", ["0:4", "5:1", "1:9:0", "1:8:x1", f"1:{'9' * 400}", f"1:2:{'9' * 400}"])
 def test_what_is_no_range(text: str) -> None:
     with pytest.raises(BenchmarkArgumentError, match=f"--rate {text}: expected LOW:HIGH:STEP or LOW:HIGH:xFACTOR"):
         parse_rates(text)
+
+
+def test_a_rate_has_an_end() -> None:
+    with pytest.raises(BenchmarkArgumentError, match="expected numbers above 0 with commas between"):
+        parse_rates("9" * 400)
 
 
 def test_a_range_is_no_way_to_fill_the_memory() -> None:

@@ -88,6 +88,7 @@ def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"shapes": {"x": [3]}}, r"--shape x: \[3\] does not fit the model's \[2\] \(-1: any size\)"),
         ({"shapes": {"x": [1, 2]}}, r"--shape x: \[1, 2\] does not fit the model's \[2\]"),
         ({"shapes": {"z": [2]}}, "--shape z: model 'm' has the inputs x"),
+        ({"given": {"x": np.zeros((0, 2), np.float32)}}, "--input x: the given array has no rows, expected at least one"),
         ({"batch_size": 9}, "--batch-size 9: model 'm' takes 1 to 8 rows a request"),
         ({"batch_size": 2, "max_batch_size": 0}, "model 'm' has no batch dimension: leave --batch-size at 1, not 2"),
     ],
@@ -117,15 +118,25 @@ def test_shapes_are_parsed() -> None:
     assert parse_shapes(["x:1", "y:5", "x:2"]) == [{"x": [1], "y": [5]}, {"x": [2], "y": [5]}]
 
 
-@pytest.mark.parametrize("argument", ["x", "x:", ":1", "x:0", "x:1,-2", "x:1;2", "x:1,"])
+@pytest.mark.parametrize("argument", ["x", "x:", ":1", "x:0", "x:1,-2", "x:1;2", "x:1,", "x:²", f"x:{'9' * 5000}"])
 def test_what_is_no_shape(argument: str) -> None:
     with pytest.raises(BenchmarkArgumentError, match=f"--shape {argument}: expected NAME:SIZE,... without the batch size"):
         parse_shapes([argument])
 
 
 def test_parameters_are_parsed_and_sent() -> None:
-    parameters = parse_parameters(["priority=1", "wait=0.5", "fast=true", "name=a=b", "list=[1]", "empty="])
-    assert parameters == {"priority": 1, "wait": 0.5, "fast": True, "name": "a=b", "list": "[1]", "empty": ""}
+    parameters = parse_parameters(
+        ["priority=1", "wait=0.5", "fast=true", "name=a=b", "list=[1]", "empty=", f"long={'7' * 5000}"]
+    )
+    assert parameters == {
+        "priority": 1,
+        "wait": 0.5,
+        "fast": True,
+        "name": "a=b",
+        "list": "[1]",
+        "empty": "",
+        "long": "7" * 5000,
+    }
     (request, *_) = plan(parameters=parameters).requests()
     assert request.parameters["priority"].int64_param == 1
     assert request.parameters["fast"].bool_param

@@ -211,6 +211,14 @@ def test_a_line_that_is_no_request_ends_the_stream(server: RunningServer, run: R
     assert err == "halfserve infer: --input standard input, line 2: expected a JSON object such as {'x': [...]}\n"
 
 
+def test_a_line_that_is_no_text_ends_the_stream(server: RunningServer, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_bytes(json.dumps({"x": [[0.5] * 64]}).encode() + b'\n{"\xff": 1}\n')
+    code, out, err = run("infer", "mlp", "--address", server.address, "--input", f"{tmp_path}/r.jsonl", "--stream")
+    assert code == 2
+    assert len(out.splitlines()) == 1
+    assert err.endswith("r.jsonl, line 2: expected JSON in UTF-8\n")
+
+
 def test_models_by_name(server: RunningServer, run: Run) -> None:
     code, out, _ = run("models", "mlp", "--wait", "10", "--address", server.address, "--json")
     assert code == 0

@@ -105,6 +105,28 @@ def test_bytes_as_they_are(tmp_path: Path) -> None:
     assert bits.tobytes() == (tmp_path / "b").read_bytes()
 
 
+ENDLESS = "a number has too many digits, or lists are nested too deeply"
+
+
+@pytest.mark.parametrize("literal", ["7" * 5000, "[" * 50_000])
+def test_json_without_measure(tmp_path: Path, literal: str) -> None:
+    (tmp_path / "bad.json").write_text(literal)
+    for argument in (f"x={literal}", f"x={tmp_path}/bad.json"):
+        with pytest.raises(InputArgumentError, match=ENDLESS) as told:
+            read_inputs([argument])
+        assert len(str(told.value)) < 300
+
+
+def test_a_compressed_file_that_is_broken(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "x.npz", x=np.arange(1000))
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    start = content.index(b"x.npy") + 40
+    content[start : start + 20] = b"\xff" * 20
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(InputArgumentError, match=r"x.npz cannot be read as numpy arrays: "):
+        read_inputs([f"x={tmp_path}/x.npz"])
+
+
 @pytest.mark.parametrize(
     ("datatype", "shape", "text"),
     [
