@@ -22,14 +22,15 @@ class AsyncDriver(ClientBase):
     """The asyncio half of AsyncInferenceClient: the channel, and the loop that makes an exchange's calls."""
 
     _channel: Any = None
+    _loop: asyncio.AbstractEventLoop | None = None
 
     async def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
         if self._state.pool is not None and not self._closed and self._channel is not None:
-            await self._carry_out(unregister_all(self._state.pool), self._sending(CLOSING_S))
+            await self._carry_out(unregister_all(self._state.pool), self._sending(CLOSING_S), retry=False)
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        if self._channel is not None and self._loop is asyncio.get_running_loop():
+            await self._channel.close()  # with another loop nothing of it is left to be waited for
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,6 +61,17 @@ class AsyncDriver(ClientBase):
             return result
         finally:
             steps.close()
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise InferenceClientError(
+                "this client has connected in another event loop, which it belongs to; make one in each asyncio.run",
+                code="FAILED_PRECONDITION",
+            )
 
     async def _ask(self, call: Call, sending: Sending) -> Any:
         self._check_usable()

@@ -146,7 +146,7 @@ class ClientBase:
 
         Raises:
             Cancelled: the client is closed.
-            InferenceClientError: this process is a fork of the one that has connected.
+            InferenceClientError: this process is a fork of the one that has connected, or this event loop is another.
         """
         if self._closed:
             raise Cancelled("this client is closed; make a new one")

@@ -25,7 +25,7 @@ class SyncDriver(ClientBase):
     def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
         if self._state.pool is not None and not self._closed and self._channel is not None:
-            self._carry_out(unregister_all(self._state.pool), self._sending(CLOSING_S))
+            self._carry_out(unregister_all(self._state.pool), self._sending(CLOSING_S), retry=False)
         self._closed = True
         if self._channel is not None:
             self._channel.close()

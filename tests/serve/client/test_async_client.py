@@ -72,6 +72,22 @@ def test_is_made_outside_of_a_loop(server: RunningServer) -> None:
     assert asyncio.run(use())
 
 
+def test_belongs_to_the_loop_of_its_first_call(server: RunningServer) -> None:
+    client, x = AsyncInferenceClient(server.address), np.zeros((1, 64), np.float16)
+
+    async def stream() -> None:
+        async for _ in client.stream_infer("mlp", [{"x": x}]):
+            pass
+
+    assert asyncio.run(client.is_live())
+    for call in (client.is_live(), client.infer("mlp", {"x": x}), stream()):
+        with pytest.raises(InferenceClientError, match="connected in another event loop.*; make one in each asyncio.run"):
+            asyncio.run(call)
+    asyncio.run(client.close())
+    with pytest.raises(Cancelled, match="this client is closed"):
+        asyncio.run(client.is_live())
+
+
 def test_closes_before_it_was_used() -> None:
     async def use() -> None:
         client = AsyncInferenceClient("127.0.0.1:1")

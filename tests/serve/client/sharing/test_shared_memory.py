@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
+from protos import inference_pb2 as pb
 from serve.client import InferenceClientError, InvalidRequest, SharedRegion, Unsupported
 from serve.client.sharing import shared_tensors
 from serve.client.sharing.shared_region import FOLDER
 from serve.client.sharing.shared_tensors import SlabPool
 from tests.models import save_model
 from tests.serve.client.conftest import Connect
+from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 
@@ -101,6 +103,19 @@ def test_a_server_that_takes_none_gets_messages(server: RunningServer, connect: 
         pass
     client.close()
     assert ours() == before
+
+
+def test_closing_asks_a_server_once(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    scripted.answers |= {
+        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
+        "ModelInfer": [pb.ModelInferResponse()],
+        "SystemSharedMemoryUnregister": [Failure("RESOURCE_EXHAUSTED", "busy", (("grpc-retry-pushback-ms", "1"),))],
+    }
+    client = connect(scripted.address, shared_memory=True, retries=3)
+    client.infer("m", {"x": np.ones((40_000, 2), np.float32)})
+    client.close()
+    assert scripted.count("SystemSharedMemoryUnregister") == 1
 
 
 def test_streams_share_too(sharing: RunningServer, connect: Connect) -> None:
