@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
+from serve.client.checks import is_above_0
 from serve.client.errors import InvalidRequest, deadline_exceeded
 
 DEFAULT_TIMEOUT_S = 30.0
+LONGEST_S = 1e8  # three years; the protocol has eight digits for it, and longer ones overflow on the way
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """The limit as it is, if it is None (wait for ever) or a number of seconds above 0.
+    """The limit, if it is None (wait for ever) or a number of seconds above 0.
+
+    Returns:
+        Seconds that gRPC can count; None for infinitely many too.
 
     Raises:
         InvalidRequest: it is anything else.
     """
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is None or timeout_s == math.inf:
+        return None
+    if not is_above_0(timeout_s):
         raise InvalidRequest(f"timeout_s must be seconds above 0, or None for no limit, not {timeout_s!r}")
-    return timeout_s
+    return min(float(timeout_s), LONGEST_S)
 
 
 @dataclass(frozen=True, kw_only=True)

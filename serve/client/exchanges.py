@@ -6,6 +6,7 @@ from typing import Any
 
 from protos import inference_pb2 as pb
 from serve.client.calls import Call, Exchange, Pause
+from serve.client.checks import check_text
 from serve.client.deadline import Deadline
 from serve.client.errors import DeadlineExceeded, ModelNotFound, ServerUnavailable
 
@@ -64,6 +65,7 @@ def models(*, only_ready: bool = False) -> Exchange[list[pb.RepositoryIndexRespo
 
 def model_metadata(name: str, version: str) -> Exchange[pb.ModelMetadataResponse]:
     """The tensors that a model takes and gives."""
+    _check_model(name, version)
     request = pb.ModelMetadataRequest(name=name, version=version)
     answer: pb.ModelMetadataResponse = yield Call(method="ModelMetadata", request=request, answer=pb.ModelMetadataResponse)
     return answer
@@ -71,6 +73,7 @@ def model_metadata(name: str, version: str) -> Exchange[pb.ModelMetadataResponse
 
 def model_config(name: str, version: str) -> Exchange[Any]:
     """The ModelConfig message that the model is served with."""
+    _check_model(name, version)
     request = pb.ModelConfigRequest(name=name, version=version)
     answer = yield Call(method="ModelConfig", request=request, answer=pb.ModelConfigResponse)
     return answer.config
@@ -78,14 +81,21 @@ def model_config(name: str, version: str) -> Exchange[Any]:
 
 def statistics(name: str, version: str) -> Exchange[list[pb.ModelStatistics]]:
     """Counters since each model was loaded; of all models when the name is empty."""
+    _check_model(name, version)
     request = pb.ModelStatisticsRequest(name=name, version=version)
     answer = yield Call(method="ModelStatistics", request=request, answer=pb.ModelStatisticsResponse)
     return list(answer.model_stats)
 
 
+def _check_model(name: str, version: str) -> None:
+    check_text(name, "a model's name")
+    check_text(version, f"the version of model {name!r}")
+
+
 def _ready_call(model: str | None, version: str) -> Call:
     if model is None:
         return Call(method="ServerReady", request=pb.ServerReadyRequest(), answer=pb.ServerReadyResponse)
+    _check_model(model, version)
     request = pb.ModelReadyRequest(name=model, version=version)
     return Call(method="ModelReady", request=request, answer=pb.ModelReadyResponse)
 

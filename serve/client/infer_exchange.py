@@ -9,6 +9,7 @@ from typing import Any
 from protos import inference_pb2 as pb
 from serve.client.answer import InferAnswer, answer_of
 from serve.client.calls import Call, Exchange
+from serve.client.checks import check_named
 from serve.client.errors import AccessDenied, InvalidRequest, ModelNotFound, Unsupported
 from serve.client.exchanges import model_config, model_metadata
 from serve.client.messages import infer_request, output_arrays
@@ -94,6 +95,7 @@ def infer(
         idempotent: whether the request may be made twice.
         options: those of `serve.client.messages.infer_request`.
     """
+    check_named(inputs)
     key = (model, version)
     cached = state.metadata.get(key)
     options |= {"version": version}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from protos.inference_pb2 import ModelInferRequest
 from serve.client.channel import MAX_MESSAGE_BYTES
-from serve.client.checks import check_outputs, check_shape
+from serve.client.checks import check_named, check_outputs, check_shape, check_text
 from serve.client.errors import InferenceClientError, InvalidRequest
 from serve.client.parameters import Parameter, add_parameters
 from serve.client.sharing.places import REGION, FindPlace, Place
@@ -53,6 +53,8 @@ def infer_request(
         InvalidRequest: an input or output is unknown, an input does not fit, a parameter has no place in the protocol, or the
             message would pass protobuf's limit of 2^31 - 1 bytes.
     """
+    check_named(inputs)
+    check_text(request_id, "request_id")
     request = ModelInferRequest(model_name=metadata.name, model_version=version, id=request_id)
     tensors = {tensor.name: tensor for tensor in metadata.inputs}
     for name, value in inputs.items():

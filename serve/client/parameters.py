@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from protos.inference_pb2 import InferParameter, ModelInferRequest
+from serve.client.checks import check_text, is_above_0
 from serve.client.errors import InvalidRequest
 
 Parameter = bool | int | float | str
@@ -24,13 +25,14 @@ def add_parameters(
         InvalidRequest: a value has no place in the protocol, or is out of its range.
     """
     for key, value in (parameters or {}).items():
+        check_text(key, "a parameter's name")
         request.parameters[key].CopyFrom(_parameter(key, value))
     if priority:
         if isinstance(priority, bool) or not isinstance(priority, int) or not 0 < priority < 2**32:
             raise InvalidRequest(f"priority must be a whole number, 1 for the most urgent, not {priority!r}")
         request.parameters["priority"].int64_param = priority
     if queue_timeout_s is not None:
-        if not 0 < queue_timeout_s < 2**43:
+        if not is_above_0(queue_timeout_s) or not queue_timeout_s < 2**43:
             raise InvalidRequest(f"queue_timeout_s must be seconds above 0, or None, not {queue_timeout_s!r}")
         request.parameters["timeout"].int64_param = max(1, round(queue_timeout_s * MICROSECONDS))
 
@@ -54,6 +56,7 @@ def _parameter(key: str, value: Any) -> InferParameter:
     if isinstance(value, float | np.floating):
         return InferParameter(double_param=float(value))
     if isinstance(value, str):
+        check_text(value, f"parameter {key!r}")
         return InferParameter(string_param=value)
     raise InvalidRequest(f"parameter {key!r} must be a bool, int, float or str, not {type(value).__name__}")
 

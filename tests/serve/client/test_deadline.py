@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
-from serve.client.deadline import Deadline, checked_timeout
+from serve.client.deadline import LONGEST_S, Deadline, checked_timeout
 from serve.client.errors import DeadlineExceeded, InvalidRequest
 
 
@@ -27,7 +29,12 @@ def test_a_call_is_not_sent_when_nothing_is_left() -> None:
         deadline.remaining_s(method="ModelInfer", address="h:1")
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, math.nan])
-def test_a_limit_is_above_zero(timeout_s: float) -> None:
+@pytest.mark.parametrize(("given", "used"), [(math.inf, None), (1e12, LONGEST_S), (10**30, LONGEST_S), (np.float32(0.5), 0.5)])
+def test_any_number_of_seconds_will_do(given: float, used: float | None) -> None:
+    assert checked_timeout(given) == used
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, -math.inf, "5", True, [1]])
+def test_a_limit_is_above_zero(timeout_s: Any) -> None:
     with pytest.raises(InvalidRequest, match="timeout_s must be seconds above 0, or None for no limit"):
         checked_timeout(timeout_s)

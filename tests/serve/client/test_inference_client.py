@@ -45,6 +45,35 @@ def test_infers_what_the_model_computes(server: RunningServer, connect: Connect)
     outputs["y"][0, 0] = 1  # the caller's own
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"inputs": rows(1)}, "inputs must be arrays by name, such as {'x': array}, not ndarray"),
+        ({"version": 1}, "the version of model 'mlp' must be text, not 1"),
+        ({"model": 5}, "a model's name must be text, not 5"),
+        ({"request_id": 5}, "request_id must be text, not 5"),
+        ({"timeout_s": "5"}, "timeout_s must be seconds above 0, or None for no limit, not '5'"),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_arguments_of_another_type(
+    server: RunningServer, connect: Connect, changes: dict[str, Any], text: str, known: bool
+) -> None:
+    client = connect(server.address)
+    if known:
+        client.infer("mlp", {"x": rows(1)})
+    with pytest.raises(InvalidRequest, match=text):
+        client.infer(**{"model": "mlp", "inputs": {"x": rows(1)}, **changes})
+    answers = client.stream_infer("mlp", [rows(1), {"x": rows(1)}])  # type: ignore[list-item]
+    assert [answer.error is None for answer in answers] == [False, True]
+
+
+def test_a_limit_may_be_for_ever(server: RunningServer, connect: Connect) -> None:
+    for timeout_s in (float("inf"), 1e12):
+        assert connect(server.address, timeout_s=timeout_s).infer("mlp", {"x": rows(1)}, timeout_s=timeout_s)
+        assert next(connect(server.address).stream_infer("mlp", [{"x": rows(1)}], timeout_s=timeout_s)).error is None
+
+
 def test_every_datatype_returns_as_it_went(server: RunningServer, connect: Connect) -> None:
     sent: dict[str, np.ndarray[Any, Any]] = {}
     for row in DATATYPES:

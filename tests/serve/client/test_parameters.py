@@ -53,6 +53,10 @@ def test_priority_and_queue_timeout_are_the_protocols() -> None:
     [
         ({"priority": -1}, "priority must be a whole number, 1 for the most urgent, not -1"),
         ({"priority": 1.5}, "priority must be a whole number"),
+        ({"queue_timeout_s": "3"}, "queue_timeout_s must be seconds above 0, or None, not '3'"),
+        ({"parameters": {1: 2}}, "a parameter's name must be text, not 1"),
+        ({"parameters": {"\ud800": 2}}, "a parameter's name must be text that UTF-8 can say"),
+        ({"parameters": {"a": "\ud800"}}, "parameter 'a' must be text that UTF-8 can say, not .*: surrogates not allowed"),
         ({"queue_timeout_s": 0}, "queue_timeout_s must be seconds above 0, or None, not 0"),
         ({"queue_timeout_s": float("nan")}, "queue_timeout_s must be seconds above 0"),
     ],
