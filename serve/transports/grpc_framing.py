@@ -63,23 +63,24 @@ class MessageReader:
             InvalidArgumentError: a flag or a compressed message is not what gRPC defines.
             UnsupportedError: the call's encoding is not known here.
         """
+        at = 0
         while True:
             if self._missing is None:
-                start = self._prefix + data
-                if len(start) < PREFIX_BYTES:
-                    self._prefix = start
+                end = at + PREFIX_BYTES - len(self._prefix)
+                self._prefix += data[at:end]
+                if len(self._prefix) < PREFIX_BYTES:
                     return
-                self._flag, length = PREFIX.unpack_from(start)
+                self._flag, length = PREFIX.unpack(self._prefix)
                 if length > self._limit:
                     raise MessageTooLargeError(length, self._limit)
-                self._prefix, self._missing, data = b"", length, start[PREFIX_BYTES:]
-            piece = data if len(data) <= self._missing else data[: self._missing]
+                self._prefix, self._missing, at = b"", length, end
+            piece = data[at : at + self._missing]
             self._pieces.append(piece)
             self._held += len(piece)
             self._missing -= len(piece)
             if self._missing:
                 return
-            data = data[len(piece) :]
+            at += len(piece)
             # The only copy of a large message that is made here.
             message = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             self._pieces, self._held, self._missing = [], 0, None

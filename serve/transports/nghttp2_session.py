@@ -43,6 +43,7 @@ from serve.transports.http2_frames import (
     MAX_HEADER_LIST_SIZE,
 )
 from serve.transports.limits import TransportLimits
+from serve.transports.message_turns import MessageTurns
 from serve.transports.nghttp2_call import Call
 from serve.transports.nghttp2_outlet import Outlet
 from serve.transports.receive_windows import ReceiveWindows
@@ -63,6 +64,7 @@ class GrpcSession(ABC):
 
     Attributes:
         limits: of the connection.
+        turns: in which its streams read what has come.
         heard_s: when the client last sent something, on the loop's clock.
         greeted: the client has sent its settings.
         pinged_s: when the client was asked whether it still lives, if it has not answered that.
@@ -75,6 +77,7 @@ class GrpcSession(ABC):
     def __init__(self, route: Route, limits: TransportLimits) -> None:
         self._route = route
         self.limits = limits
+        self.turns = MessageTurns()
         self._headers: tuple[Header, ...] = ()  # of the latest call, which the next one mostly repeats
         self._open_call: OpenCall | None = None  # what they ask for
         self._http2 = Connection(Role.SERVER, _configuration(limits))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from google.protobuf.message import Message
 
@@ -42,8 +42,11 @@ class InferStreamCall:
         self._stream = stream
         self._reader = MessageReader(session.limits.max_message_bytes, encoding)
         self._requests = InferenceStream(inference, self._answer)
-        self._ended = self._begun = False
-        self._withheld = 0
+        self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
+        self._coming: Iterator[bytes] = iter(())  # messages of the piece that is looked at
+        self._withheld = 0  # bytes that the client may not send again yet
+        self._ended = self._begun = self._is_over = False
+        self._is_read, self._is_reading, self._waits = True, False, False
         self._loop = asyncio.get_running_loop()
         self._deadline_s = None if time_left_s is None else self._loop.time() + time_left_s
         self._timer = None if self._deadline_s is None else self._loop.call_at(self._deadline_s, self._expire)
@@ -54,14 +57,12 @@ class InferStreamCall:
         return self._reader.held_bytes
 
     def receive(self, data: bytes) -> int:
-        """Take requests; the client may send more at once unless too much waits."""
-        try:
-            for message in self._reader.feed(data):
-                left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
-                self._requests.receive(message, left_s)
-        except InferenceError as error:
-            self._fail(error)
-        if not self._is_full():
+        """Take requests, as many as there is room and time for; the client may send more at once if these were all."""
+        if not self._is_read or not self._reader.hold(data):
+            self._pieces.append(data)
+            self._is_read = False
+            self._read()
+        if self._is_read and not self._is_full():
             return len(data)
         self._withheld += len(data)
         return 0
@@ -75,11 +76,8 @@ class InferStreamCall:
     def end(self) -> None:
         """The client will send no more: once everything is answered, so is the call."""
         self._ended = True
-        try:
-            self._reader.finish()
-        except InferenceError as error:
-            self._fail(error)
-        self._finish_if_done()
+        if self._is_read:
+            self._all_read()
 
     def gone(self) -> None:
         """Free the places of what still waits."""
@@ -92,27 +90,76 @@ class InferStreamCall:
     def give_up_stalled(self, before_s: float) -> None:
         """A stream may be silent for as long as it likes."""
 
+    def _read(self) -> None:
+        """Take requests until there are none, no room for more, or too many for one turn of the loop."""
+        if self._is_reading or self._is_over:  # what is wrong is answered while it is read
+            return
+        self._is_reading = True
+        try:
+            while not (self._is_read or self._is_over or self._is_full()):
+                if not self._session.turns.may_read():
+                    self._wait_for_turn()
+                    return
+                self._take_one()
+        except InferenceError as error:
+            self._fail(error)
+        finally:
+            self._is_reading = False
+        if self._is_read:
+            self._all_read()
+
+    def _take_one(self) -> None:
+        message = next(self._coming, None)
+        if message is not None:
+            left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
+            self._requests.receive(message, left_s)
+        elif self._pieces:
+            self._coming = self._reader.feed(self._pieces.popleft())
+        else:
+            self._is_read = True
+
+    def _wait_for_turn(self) -> None:
+        if not self._waits:
+            self._waits = True
+            self._session.turns.when_next(self._have_turn)
+
+    def _have_turn(self) -> None:
+        self._waits = False
+        self._read()
+
+    def _all_read(self) -> None:
+        if self._ended:
+            try:
+                self._reader.finish()
+            except InferenceError as error:
+                self._fail(error)
+            self._finish_if_done()
+        elif self._withheld and not self._is_full():
+            self._session.give_back(self._stream, self._withheld)
+            self._withheld = 0
+
     def _answer(self, answer: bytes) -> None:
         if not self._begun:
             self._begun = True
             self._session.begin(self._stream)
         self._session.send(self._stream, answer)
-        if self._withheld and not self._is_full():
-            self._release()
-        self._finish_if_done()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Somebody has got an answer, or read one: there may be room."""
+        if not self._is_read:
+            self._read()
+        elif self._withheld or self._ended:
+            self._all_read()
 
     def _is_full(self) -> bool:
         if self._session.is_behind(self._stream):
-            self._session.when_read(self._stream, self._release)
+            self._session.when_read(self._stream, self._go_on)
             return True
         return len(self._requests) > MAX_UNANSWERED
 
-    def _release(self) -> None:
-        self._session.give_back(self._stream, self._withheld)
-        self._withheld = 0
-
     def _finish_if_done(self) -> None:
-        if self._ended and not self._requests:
+        if not self._requests and not self._is_over:
             if not self._begun:
                 self._begun = True
                 self._session.begin(self._stream)
@@ -123,10 +170,14 @@ class InferStreamCall:
         self._fail(DeadlineExceededError("the call's deadline has passed"))
 
     def _fail(self, error: InferenceError) -> None:
-        self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
-        self._stop()
+        if not self._is_over:
+            self._session.fail(self._stream, status_of(error), ended=self._ended, begun=self._begun)
+            self._stop()
 
     def _stop(self) -> None:
+        self._is_over = True
+        self._pieces.clear()
+        self._coming = iter(())
         self._requests.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -149,11 +200,10 @@ class StreamCall:
         self._stream = stream
         self._reader = MessageReader(session.limits.max_message_bytes, encoding)
         self._method = method
-        self._messages: deque[bytes] = deque()
+        self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
         self._arrived = asyncio.Event()
         self._unread = 0  # bytes that the client may not send again yet
         self._ended = self._begun = False
-        self._broken: InferenceError | None = None
         self._task = asyncio.get_running_loop().create_task(self._run(time_left_s))
 
     @property
@@ -162,15 +212,12 @@ class StreamCall:
         return self._reader.held_bytes
 
     def receive(self, data: bytes) -> int:
-        """Take what the client sent; it may send more at once only while nothing waits to be read."""
-        try:
-            self._messages.extend(self._reader.feed(data))
-        except InferenceError as error:
-            self._broken = error
-        self._arrived.set()
-        if not self._messages:
+        """Keep what the client sent until it is read; it may send more at once only of a message that is not whole."""
+        if not self._unread and self._reader.hold(data):
             return len(data)
+        self._pieces.append(data)
         self._unread += len(data)
+        self._arrived.set()
         return 0
 
     def receive_last(self, data: bytes) -> int:
@@ -218,17 +265,24 @@ class StreamCall:
 
     async def _requests(self) -> AsyncIterator[Message]:
         while True:
-            while self._messages:
-                yield parse(self._method.request, self._messages.popleft())
+            while self._pieces:
+                for message in self._reader.feed(self._pieces.popleft()):
+                    await self._turn()
+                    yield parse(self._method.request, message)
             self._session.give_back(self._stream, self._unread)
             self._unread = 0
-            if self._broken is not None:
-                raise self._broken
             if self._ended:
                 self._reader.finish()
                 return
             self._arrived.clear()
             await self._arrived.wait()
+
+    async def _turn(self) -> None:
+        turns = self._session.turns
+        while not turns.may_read():
+            begun = asyncio.Event()
+            turns.when_next(begun.set)
+            await begun.wait()
 
     def _begin(self) -> None:
         if not self._begun:
