@@ -65,8 +65,8 @@ class PermissionDeniedError(InferenceError):
 class MessageTooLargeError(InferenceError):
     """A message is over the transport's limit."""
 
-    def __init__(self, size: int, limit: int) -> None:
-        super().__init__(f"a message of {size} bytes is too large, expected at most {limit}; split the request")
+    def __init__(self, size: int, limit: int, advice: str = "split the request") -> None:
+        super().__init__(f"a message of {size} bytes is too large, expected at most {limit}; {advice}")
 
 
 class DeadlineExceededError(InferenceError):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gzip
 import zlib
 
-from serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
+from serve.engine.errors import UnsupportedError
+from serve.protocol.inflation import WINDOW_BITS, inflate
 
-# zlib's window argument: HTTP's "deflate" is zlib's format, not the bare one.
-WINDOW_BITS = {"gzip": 31, "deflate": 15}
 LEVEL = 1  # tensors hardly shrink further, and higher levels take several times as long
 SMALLEST_WORTH_BYTES = 1024
 
@@ -19,29 +18,19 @@ def decompressed(body: bytes, coding: str, limit: int) -> bytes:
     Args:
         body: as received.
         coding: the Content-Encoding; "" or "identity" is none.
-        limit: bytes that it may have; no more than these are ever inflated.
+        limit: bytes that it may have; no more than one beyond these are ever inflated.
 
     Raises:
         UnsupportedError: the coding is not known here.
         InvalidArgumentError: the body is not what the coding makes.
-        MessageTooLargeError: it is longer than the limit.
+        MessageTooLargeError: it would be longer than the limit.
     """
     coding = coding.strip().lower()
     if coding in {"", "identity"}:
         return body
-    bits = WINDOW_BITS.get(coding)
-    if bits is None:
+    if coding not in WINDOW_BITS:
         raise UnsupportedError(f"Content-Encoding {coding!r} is not known here; expected gzip, deflate or none")
-    inflater = zlib.decompressobj(bits)
-    try:
-        inflated = inflater.decompress(body, limit + 1)
-    except zlib.error:
-        raise InvalidArgumentError(f"the body does not decompress as {coding}; expected what Content-Encoding says") from None
-    if len(inflated) > limit:
-        raise MessageTooLargeError(len(inflated), limit)
-    if not inflater.eof:
-        raise InvalidArgumentError(f"the body ends inside its {coding} data; send all of it")
-    return inflated
+    return inflate(body, coding, limit, what="the body", advice="send it uncompressed")
 
 
 def accepted_coding(accept: str) -> str | None:

@@ -30,6 +30,7 @@ from serve.protocol.shared_memory_rpcs import SharedMemoryRpcs
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
+LOAD = "RepositoryModelLoad"
 SERVER_NAME = "halfserve"
 # What clients look for before they use it. Each name is Triton's.
 EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics", "system_shared_memory")
@@ -45,10 +46,11 @@ class UnaryMethod:
 
 @dataclass(frozen=True)
 class StreamMethod:
-    """Any number of messages each way."""
+    """Any number of messages each way; `is_large` tells that a request may carry a model's files."""
 
     request: type[Message]
     answer: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+    is_large: bool = False
 
 
 class Service:
@@ -119,7 +121,7 @@ class Service:
         self.unary[health.CHECK_PATH] = UnaryMethod(health.request, health.check)
         self.streams: dict[str, StreamMethod] = {health.WATCH_PATH: StreamMethod(health.request, health.watch)}
         for name, (request, answer) in RepositoryRpcs(core).methods().items():
-            self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer)
+            self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer, is_large=name == LOAD)
         for path, (request, answer) in reflection_methods((SERVICE, health.SERVICE)).items():
             self.streams[path] = StreamMethod(request, answer)
 

@@ -5,17 +5,15 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from struct import Struct
 
 from serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
+from serve.protocol.inflation import WINDOW_BITS, inflate
 
 PREFIX = Struct(">BI")  # flag, then the length
 PREFIX_BYTES = PREFIX.size
 COMPRESSED = 1
-# zlib's window argument for each encoding: "deflate" is zlib's format in HTTP, not the bare one.
-WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 ACCEPTED_ENCODINGS = b"identity,deflate,gzip"
 
 
@@ -35,14 +33,16 @@ def sole_message(data: bytes, max_message_bytes: int) -> bytes | None:
 class MessageReader:
     """Puts the messages of one call together from the pieces in which they come."""
 
-    def __init__(self, max_message_bytes: int, encoding: bytes | None = None) -> None:
+    def __init__(self, max_message_bytes: int, encoding: bytes | None = None, max_inflated_bytes: int | None = None) -> None:
         """A reader.
 
         Args:
             max_message_bytes: of one message, decompressed.
             encoding: the call's `grpc-encoding`.
+            max_inflated_bytes: of one that comes compressed, decompressed; None for no less.
         """
         self._limit = max_message_bytes
+        self._max_inflated = max_message_bytes if max_inflated_bytes is None else max_inflated_bytes
         self._encoding = encoding
         self._prefix = b""  # of the message that comes next, as far as it has come
         self._flag = 0
@@ -112,20 +112,12 @@ class MessageReader:
             raise InvalidArgumentError(f"a message begins with the flag {self._flag}, expected 0 (plain) or 1 (compressed)")
         if self._encoding is None or self._encoding == b"identity":
             raise InvalidArgumentError("a message is marked as compressed, the call names no grpc-encoding; expected one")
-        bits = WINDOW_BITS.get(self._encoding)
-        if bits is None:
+        encoding = self._encoding.decode("ascii", "replace")
+        if encoding not in WINDOW_BITS:
             raise UnsupportedError(
-                f"grpc-encoding {self._encoding.decode('ascii', 'replace')!r} is not known here; "
-                f"expected one of {ACCEPTED_ENCODINGS.decode()}"
+                f"grpc-encoding {encoding!r} is not known here; expected one of {ACCEPTED_ENCODINGS.decode()}"
             )
-        inflater = zlib.decompressobj(bits)
-        try:
-            # One byte more than allowed: what would fill it is too large, and is not inflated any further.
-            inflated = inflater.decompress(message, self._limit + 1)
-        except zlib.error:
-            raise InvalidArgumentError(f"a message does not decompress as {self._encoding.decode()}") from None
-        if len(inflated) > self._limit:
-            raise MessageTooLargeError(len(inflated), self._limit)
-        if not inflater.eof:
-            raise InvalidArgumentError(f"a message ends inside its {self._encoding.decode()} data")
-        return inflated
+        limit, advice = self._limit, "split the request"
+        if limit > self._max_inflated:
+            limit, advice = self._max_inflated, "send it uncompressed"
+        return inflate(message, encoding, limit, what="a message", advice=advice)

@@ -12,7 +12,10 @@ class TransportLimits:
     """Bounds that hold whatever a client does. The defaults suit a server that faces its own clients.
 
     Attributes:
-        max_message_bytes: one request message, decompressed.
+        max_message_bytes: one request message that carries tensors or a model's files, decompressed.
+        max_inflated_bytes: the same of one that comes compressed. It is inflated on the event loop, where nothing else happens
+            meanwhile.
+        max_small_message_bytes: one request message of any other method, decompressed.
         max_connections: open at the same time; more are closed at once.
         max_streams: calls in flight on one connection; clients wait with more.
         max_header_bytes: of one call's headers, decompressed.
@@ -34,6 +37,8 @@ class TransportLimits:
     """
 
     max_message_bytes: int = 2**31 - 1
+    max_inflated_bytes: int = 64 * MIB
+    max_small_message_bytes: int = 4 * MIB
     max_connections: int = 10_000
     max_streams: int = 1024
     max_header_bytes: int = 16 * 1024

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 MESSAGES_A_TURN = 256  # of all streams of a connection
+COUNTS_AS_ONE_BYTES = 2**16  # of a message
 
 
 class MessageTurns:
@@ -30,6 +31,10 @@ class MessageTurns:
             asyncio.get_running_loop().call_soon(self._begin)
         self._left -= 1
         return True
+
+    def spend(self, size: int) -> None:
+        """Count a message of so many bytes, which may have been inflated, for as many small ones as take about as long."""
+        self._left = max(0, self._left - size // COUNTS_AS_ONE_BYTES)
 
     def when_next(self, then: Callable[[], None]) -> None:
         """Call `then` in a later turn, behind the other streams that wait; for one that may not read more in this one."""

@@ -40,7 +40,8 @@ class InferStreamCall:
     ) -> None:
         self._session = session
         self._stream = stream
-        self._reader = MessageReader(session.limits.max_message_bytes, encoding)
+        limits = session.limits
+        self._reader = MessageReader(limits.max_message_bytes, encoding, limits.max_inflated_bytes)
         self._requests = InferenceStream(inference, self._answer)
         self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
         self._coming: Iterator[bytes] = iter(())  # messages of the piece that is looked at
@@ -113,6 +114,7 @@ class InferStreamCall:
         if message is not None:
             left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
             self._requests.receive(message, left_s)
+            self._session.turns.spend(len(message))
         elif self._pieces:
             self._coming = self._reader.feed(self._pieces.popleft())
         else:
@@ -198,7 +200,9 @@ class StreamCall:
     ) -> None:
         self._session = session
         self._stream = stream
-        self._reader = MessageReader(session.limits.max_message_bytes, encoding)
+        limits = session.limits
+        most = limits.max_message_bytes if method.is_large else limits.max_small_message_bytes
+        self._reader = MessageReader(most, encoding, limits.max_inflated_bytes)
         self._method = method
         self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
         self._arrived = asyncio.Event()
@@ -268,6 +272,7 @@ class StreamCall:
             while self._pieces:
                 for message in self._reader.feed(self._pieces.popleft()):
                     await self._turn()
+                    self._session.turns.spend(len(message))
                     yield parse(self._method.request, message)
             self._session.give_back(self._stream, self._unread)
             self._unread = 0

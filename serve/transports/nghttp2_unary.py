@@ -36,6 +36,11 @@ class _Unary:
         """Bytes of an unfinished message."""
         return 0 if self._reader is None else self._reader.held_bytes
 
+    @property
+    def _max_bytes(self) -> int:
+        """Of a message."""
+        return self._session.limits.max_small_message_bytes
+
     def take(self, message: bytes | memoryview) -> None:
         """Take the only message, and the client's end: answer."""
         self._message = message
@@ -49,7 +54,7 @@ class _Unary:
         """Take what the client sent; all of it may be sent again, as a message must be whole before it can be read."""
         self._grown_s = self._session.heard_s
         if self._reader is None:
-            self._reader = MessageReader(self._session.limits.max_message_bytes, self._encoding)
+            self._reader = MessageReader(self._max_bytes, self._encoding, self._session.limits.max_inflated_bytes)
         elif self._reader.hold(data):
             return len(data)
         try:
@@ -64,7 +69,7 @@ class _Unary:
     def receive_last(self, data: bytes) -> int:
         """The same, and the client's end."""
         if self._reader is None:
-            self._message = sole_message(data, self._session.limits.max_message_bytes)
+            self._message = sole_message(data, self._max_bytes)
         if self._message is None or self._reader is not None:
             self.receive(data)
         self.end()
@@ -126,6 +131,10 @@ class InferCall(_Unary):
         self._onlooker = onlooker
         self._time_left_s = time_left_s
         self._cancel: Cancel | None = None
+
+    @property
+    def _max_bytes(self) -> int:
+        return self._session.limits.max_message_bytes
 
     def gone(self) -> None:
         """Free the request's place in the queue."""

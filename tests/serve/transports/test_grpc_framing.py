@@ -71,12 +71,21 @@ def test_any_bytes_give_messages_or_an_error_of_ours(first: bytes, second: bytes
         (compressed(b"x"), b"br", "grpc-encoding 'br' is not known here; expected one of identity,deflate,gzip"),
         (compressed(b"no gzip"), b"gzip", "a message does not decompress as gzip"),
         (compressed(gzip.compress(b"hello", mtime=0)[:-9]), b"gzip", "a message ends inside its gzip data"),
+        (compressed(gzip.compress(b"hello", mtime=0) + b"no gzip"), b"gzip", "a message does not decompress as gzip"),
+        (compressed(zlib.compress(b"hello") + b"more"), b"deflate", "a message has 4 bytes behind its deflate data"),
     ],
 )
 def test_what_is_wrong_with_a_message_is_said(data: bytes, encoding: bytes | None, text: str) -> None:
     with pytest.raises(InferenceError) as refused:
         list(MessageReader(20_000, encoding).feed(data))
     assert text in str(refused.value)
+
+
+def test_what_comes_compressed_has_a_limit_of_its_own() -> None:
+    reader = MessageReader(20_000, b"gzip", 1000)
+    assert list(reader.feed(compressed(gzip.compress(bytes(1000))) + frame(bytes(20_000)))) == [bytes(1000), bytes(20_000)]
+    with pytest.raises(InferenceError, match="of 1001 bytes is too large, expected at most 1000; send it uncompressed"):
+        list(reader.feed(compressed(gzip.compress(bytes(10_000_000)))))
 
 
 def test_a_length_over_the_limit_is_refused_before_its_bytes_come() -> None:

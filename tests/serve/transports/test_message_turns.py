@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection
 
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import MessageReader, frame
-from serve.transports.message_turns import MESSAGES_A_TURN, MessageTurns
+from serve.transports.message_turns import COUNTS_AS_ONE_BYTES, MESSAGES_A_TURN, MessageTurns
 from tests.serve.running_server import RunningServer
 from tests.serve.transports.http2_peer import Http2Peer, call_headers, peer
 from tests.serve.transports.nghttp2_calls import INFER_STREAM, SERVER_LIVE, Limited, serves
@@ -61,6 +61,19 @@ def test_streams_take_turns_and_read_so_many_messages_in_each() -> None:
 
     assert asyncio.run(take()) == [MESSAGES_A_TURN, 2 * MESSAGES_A_TURN]
     assert read[-10:] == ["second"] * 10
+
+
+def test_large_messages_end_a_turn_sooner() -> None:
+    async def take() -> list[bool]:
+        turns = MessageTurns()
+        may = [turns.may_read()]
+        for size in (COUNTS_AS_ONE_BYTES - 1, 200 * COUNTS_AS_ONE_BYTES, 2**31 - 1):
+            turns.spend(size)
+            may.append(turns.may_read())
+        await asyncio.sleep(0)
+        return [*may, turns.may_read()]
+
+    assert asyncio.run(take()) == [True, True, True, False, True]
 
 
 def test_requests_wait_while_nobody_reads_their_answers(limited: Limited) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+
 import grpc
+import pytest
 from ngh2 import GoAwayReceived
 
-from serve.transports.grpc_framing import frame
+from serve.transports.grpc_framing import PREFIX, frame
 from tests.serve.transports.http2_peer import INFER, Http2Peer, call_headers, peer
-from tests.serve.transports.nghttp2_calls import SERVER_LIVE, Limited, mlp_request, serves
+from tests.serve.transports.nghttp2_calls import INFER_STREAM, SERVER_LIVE, Limited, mlp_request, serves
+
+HEALTH = b"/grpc.health.v1.Health/"
+INDEX = b"/inference.GRPCInferenceService/RepositoryIndex"
 
 
 def test_a_client_that_says_nothing_is_closed(limited: Limited) -> None:
@@ -53,3 +59,30 @@ def test_more_connections_than_allowed_are_closed(limited: Limited) -> None:
         assert first.status(stream)[0] == 0
         with Http2Peer(server.address) as second:
             assert second.is_closed_by_server()
+
+
+@pytest.mark.parametrize("path", [HEALTH + b"Check", HEALTH + b"Watch", SERVER_LIVE, INDEX])
+@pytest.mark.parametrize("bomb", [False, True])
+def test_what_carries_no_tensors_is_small(limited: Limited, path: bytes, *, bomb: bool) -> None:
+    server = limited(max_small_message_bytes=50)
+    with peer(server) as client:
+        payload = gzip.compress(bytes(1000)) if bomb else bytes(51)
+        stream = client.http2.send_request(call_headers(path, grpc_encoding=b"gzip"))
+        client.http2.send_data(stream, PREFIX.pack(bomb, len(payload)) + payload, end_stream=True)
+        client.push()
+        text = "a message of 51 bytes is too large, expected at most 50; split the request"
+        assert client.status(stream) == (8, text)
+    assert serves(server)
+
+
+@pytest.mark.parametrize("path", [INFER, INFER_STREAM, INDEX.replace(b"Index", b"ModelLoad")])
+def test_a_message_that_inflates_to_too_much_is_better_sent_as_it_is(limited: Limited, path: bytes) -> None:
+    server = limited(max_small_message_bytes=10, max_inflated_bytes=100)
+    with peer(server) as client:
+        payload = gzip.compress(bytes(1000))
+        stream = client.http2.send_request(call_headers(path, grpc_encoding=b"gzip"))
+        client.http2.send_data(stream, PREFIX.pack(1, len(payload)) + payload, end_stream=True)
+        client.push()
+        text = "a message of 101 bytes is too large, expected at most 100; send it uncompressed"
+        assert client.status(stream) == (8, text)
+    assert serves(server)  # with more than a hundred bytes
