@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serve.engine.errors import InvalidArgumentError
-from serve.http.large_json import loads
+from serve.http.large_json import MAX_VALUES, TooManyValuesError, loads
 
 MAX_ECHO = 40  # characters of a client's own value in an error's text
 Fields = Mapping[str, Any]
@@ -36,6 +36,11 @@ def parse_object(body: bytes | memoryview, *, empty: bool = False) -> Fields:
     except UnicodeDecodeError:
         raise InvalidArgumentError(
             "the body is no UTF-8 text; expected JSON, and where bytes follow it, its length in Inference-Header-Content-Length"
+        ) from None
+    except TooManyValuesError:
+        raise InvalidArgumentError(
+            f"the body's JSON has more than {MAX_VALUES} values besides flat lists of numbers; send tensors as such lists, "
+            "or as bytes behind the JSON (binary_data_size)"
         ) from None
     except (RecursionError, ValueError):
         raise InvalidArgumentError("the body's JSON is nested too deeply or has too long a number; expected less") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from serve.engine.tensors import Array
 # JSON has no numbers for these; protobuf's JSON mapping writes them so, and numpy reads the texts as numbers:
 # https://protobuf.dev/programming-guides/json/
 SPECIAL = {"NaN", "Infinity", "-Infinity"}
-PIECE = 4096  # elements
+PIECE = 4096  # elements that are looked at in one go: meanwhile nothing else in this process runs
 # What Python reads JSON's values as, by what a datatype's elements are.
 KINDS: dict[str, tuple[set[type], str]] = {
     "text": ({str}, "texts"),
@@ -50,7 +50,6 @@ def json_text(array: Array, datatype: Datatype) -> str:
         ValueError: an element of BYTES is no UTF-8 text.
     """
     flat = array.ravel()
-    # In pieces: while one is written, nothing else in this process runs.
     pieces = (array_to_json(flat[at : at + PIECE], datatype) for at in range(0, flat.size, PIECE))
     texts = (json.dumps(piece, separators=(",", ":"), allow_nan=False)[1:-1] for piece in pieces)
     return f"[{','.join(texts)}]"
@@ -110,7 +109,7 @@ def _flattened(data: Any) -> tuple[list[Any], list[int]]:
 def _check_kinds(values: list[Any], family: str, datatype: Datatype) -> None:
     # By type, not as numpy would have it: it takes null for NaN, true for 1, and a text for the number in it.
     allowed, expected = KINDS[family]
-    found = set(map(type, values))
+    found = _kinds(values)
     if found <= allowed:
         return
     if list in found:
@@ -129,26 +128,26 @@ def _texts(values: list[Any], _: Datatype) -> Array:
 
 
 def _flags(values: list[Any], datatype: Datatype) -> Array:
-    for value in set(values):
+    for value in set().union(*_pieces(values)):
         if value not in {0, 1}:
             raise ValueError(f"has the element {_shown(value)} in data, expected true or false for {datatype.wire}")
-    return np.array(values, datatype.numpy)
+    return _array(values, datatype.numpy)
 
 
 def _wholes(values: list[Any], datatype: Datatype) -> Array:
     limits = np.iinfo(datatype.array_dtype)
-    for extreme in (min(values), max(values)) if values else ():
+    for extreme in (extreme for piece in _pieces(values) for extreme in (min(piece), max(piece))):
         if not limits.min <= extreme <= limits.max:
             raise ValueError(f"has the element {_shown(extreme)} in data, outside the range of {datatype.wire}")
-    return np.array(values, datatype.numpy)
+    return _array(values, datatype.numpy)
 
 
 def _fractions(values: list[Any], datatype: Datatype) -> Array:
-    texts = {value for value in values if type(value) is str} if str in set(map(type, values)) else set()
+    texts = {value for value in values if type(value) is str} if str in _kinds(values) else set()
     for text in texts - SPECIAL:
         raise ValueError(f"has the element {_shown(text)} in data, expected numbers for {datatype.wire}")
     try:
-        wide = np.array(values, np.float64)
+        wide = _array(values, np.float64)
     except OverflowError:
         raise ValueError(f"has an element in data outside the range of {datatype.wire}") from None
     with np.errstate(over="ignore"):
@@ -157,6 +156,21 @@ def _fractions(values: list[Any], datatype: Datatype) -> Array:
     if lost.any():
         raise ValueError(f"has the element {wide[lost][0]:g} in data, outside the range of {datatype.wire}")
     return narrow
+
+
+def _pieces(values: list[Any]) -> Iterator[list[Any]]:
+    return (values[at : at + PIECE] for at in range(0, len(values), PIECE))
+
+
+def _kinds(values: list[Any]) -> set[type]:
+    return set().union(*(map(type, piece) for piece in _pieces(values)))
+
+
+def _array(values: list[Any], dtype: Any) -> Array:
+    array = np.empty(len(values), dtype)
+    for at, piece in zip(range(0, len(values), PIECE), _pieces(values), strict=True):
+        array[at : at + PIECE] = piece
+    return array
 
 
 def _shown(value: Any) -> str:

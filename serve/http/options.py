@@ -12,8 +12,9 @@ class HttpLimits:
     """Bounds that hold whatever a client does.
 
     Attributes:
-        max_body_bytes: of one request, as received and decompressed.
-        max_held_bytes: of all requests that are being received; beyond it new ones are told to come back.
+        max_body_bytes: of one request, as received.
+        max_inflated_bytes: of one that comes compressed, decompressed.
+        max_held_bytes: of all requests that are not answered yet, decompressed; beyond it new ones are told to come back.
         max_header_bytes: of one request's line and headers.
         max_connections: open at the same time on one port; more are closed at once.
         header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
@@ -23,6 +24,7 @@ class HttpLimits:
     """
 
     max_body_bytes: int = 256 * MIB
+    max_inflated_bytes: int = 64 * MIB
     max_held_bytes: int = 1024 * MIB
     max_header_bytes: int = 32 * 1024
     max_connections: int = 1000

@@ -13,19 +13,56 @@ from serve.http.options import HttpLimits
 SMALL_BYTES = 1024  # even what inflates a thousandfold is quickly inflated
 
 
+class _Held:
+    """How many bytes are held for all requests, and how many may be."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.size = 0
+
+
+class _Share:
+    """What is held for one request.
+
+    Attributes:
+        size: of it, in bytes.
+    """
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+        self._is_first = not held.size  # whatever its size, it may be served
+        self.size = 0
+
+    def resize(self, size: int) -> None:
+        """Hold so many bytes.
+
+        Raises:
+            UnavailableError: it is too much, with what is held for others.
+        """
+        self._held.size += size - self.size
+        self.size = size
+        if self._held.size > self._held.limit and not self._is_first:
+            raise UnavailableError("the server is receiving as much as it can hold; retry with back-off")
+
+    def free(self) -> None:
+        """Hold nothing any more."""
+        self._held.size -= self.size
+        self.size = 0
+
+
 class BodyReader:
     """Receives bodies; knows how much of all of them is held."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
-        self._held = 0
+        self._held = _Held(limits.max_held_bytes)
 
     async def read(self, request: Request) -> bytes:
-        """The whole body, decompressed.
+        """The whole body, decompressed. It counts as held until the task that asks for it, which answers the request, is over.
 
         Raises:
             MessageTooLargeError: it is over the limit; raised before it is received where its length is told.
-            UnavailableError: too many bodies are being received.
+            UnavailableError: too much is held.
             DeadlineExceededError: it stopped growing.
             InvalidArgumentError, UnsupportedError: it does not decompress.
             ClientDisconnect: the client has gone.
@@ -34,29 +71,33 @@ class BodyReader:
         length = request.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise MessageTooLargeError(int(length), limit)
-        before = self._held
+        share = self._share()
         pieces: list[bytes] = []
-        received = 0
-        try:
-            more = True
-            while more:
-                piece, more = await self._next(request)
-                received += len(piece)
-                self._held += len(piece)
-                if received > limit:
-                    raise MessageTooLargeError(received, limit)
-                if before and self._held > self._limits.max_held_bytes:
-                    raise UnavailableError("the server is receiving as much as it can hold; retry with back-off")
-                pieces.append(piece)
-        finally:
-            self._held -= received
+        more = True
+        while more:
+            piece, more = await self._next(request)
+            share.resize(share.size + len(piece))
+            if share.size > limit:
+                raise MessageTooLargeError(share.size, limit)
+            pieces.append(piece)
         coding = request.headers.get("content-encoding", "")
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if not coding:
             return body
+        limit = min(limit, self._limits.max_inflated_bytes)
         if len(body) <= SMALL_BYTES:
-            return decompressed(body, coding, limit)
-        return await asyncio.to_thread(decompressed, body, coding, limit)
+            body = decompressed(body, coding, limit)
+        else:
+            body = await asyncio.to_thread(decompressed, body, coding, limit)
+        share.resize(len(body))
+        return body
+
+    def _share(self) -> _Share:
+        share = _Share(self._held)
+        task = asyncio.current_task()
+        if task is not None:  # as it always is here
+            task.add_done_callback(lambda _: share.free())
+        return share
 
     async def _next(self, request: Request) -> tuple[bytes, bool]:
         try:

@@ -219,6 +219,55 @@ def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Clie
         assert chunks.status_code == 413
 
 
+@pytest.mark.parametrize(
+    ("unit", "count", "status", "text"),
+    [
+        (
+            b"[],",
+            1_100_000,
+            400,
+            "the body's JSON has more than 1000000 values besides flat lists of numbers; send tensors as such",
+        ),
+        (
+            b'"",',
+            1_100_000,
+            400,
+            "the body's JSON has more than 1000000 values besides flat lists of numbers; send tensors as such",
+        ),
+        (b" ", 70_000_000, 413, "a message of 67108865 bytes is too large, expected at most 67108864; send it uncompressed"),
+    ],
+    ids=["lists", "texts", "nothing"],
+)
+def test_a_small_body_does_not_become_a_large_document(
+    http: httpx.Client, unit: bytes, count: int, status: int, text: str
+) -> None:
+    body = gzip.compress(b'{"inputs":[' + unit * count + b"{}]}")
+    answer = http.post(INFER, content=body, headers={"content-encoding": "gzip"})
+    assert len(body) < 100_000
+    assert (answer.status_code, answer.json()["error"][: len(text)]) == (status, text)
+
+
+def test_what_was_inflated_is_held_until_it_is_answered() -> None:
+    backend = HeldBackend(held=True)
+    limits = HttpLimits(max_held_bytes=1_000_000)
+    with (
+        running_server(lambda: [held_model(backend)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as first,
+    ):
+        body = gzip.compress(json.dumps(held_body()).encode() + b" " * 999_900)
+        head = f"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        first.sendall(head.encode() + b"content-encoding: gzip\r\n\r\n" + body)
+        assert backend.entered.wait(HOLD_S)
+        url = f"http://127.0.0.1:{rest.port}/v2/models/held/infer"
+        answer = httpx.post(url, json=held_body())
+        assert answer.status_code == 503
+        assert answer.json()["error"] == "the server is receiving as much as it can hold; retry with back-off"
+        backend.release.set()
+        assert b'"data":[' in read_answer(first)
+        assert httpx.post(url, json=held_body()).status_code == 200
+
+
 def test_a_body_that_does_not_come_is_given_up() -> None:
     limits = HttpLimits(stall_s=0.05)
     with (

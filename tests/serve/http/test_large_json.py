@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve.http.large_json import LONG, loads
+from serve.http.large_json import LONG, MAX_VALUES, TooManyValuesError, loads
 
 PIECES = ['"data"', ":", "[", "]", "{", "}", ",", " ", "1", "-2.5e3", "7", '"a"', '\\"', "null", '"x, "']
 NUMBERS = st.lists(st.integers() | st.floats(allow_nan=False, allow_infinity=False), max_size=30)
@@ -36,6 +36,15 @@ def test_whatever_json_is_it_is_and_nothing_else(text: str) -> None:
 def test_lists_are_read_in_pieces_of_any_size(data: list[float], indent: int | None, long: int) -> None:
     content = {"inputs": [{"name": "data", "data": data}, {"data": [data, data]}, {"data": {"data": data}}]}
     assert loads(json.dumps(content, indent=indent), long=long) == content
+
+
+def test_values_are_counted_but_for_flat_lists_of_numbers() -> None:
+    numbers = [1] * (MAX_VALUES + 10)
+    assert loads(json.dumps({"inputs": [{"data": numbers}]})) == {"inputs": [{"data": numbers}]}
+    assert loads("[[]" + ",[]" * (MAX_VALUES // 2 - 1) + "]") == [[]] * (MAX_VALUES // 2)
+    for text in ("[1" + ",1" * MAX_VALUES + "]", "[[]" + ",[]" * (MAX_VALUES // 2) + "]", '["' + "," * MAX_VALUES + '"]'):
+        with pytest.raises(TooManyValuesError):
+            loads(text)
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
