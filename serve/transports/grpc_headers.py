@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 from serve.engine.errors import InvalidArgumentError
 from serve.protocol.status import Status
@@ -22,8 +22,9 @@ TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 # Printable ASCII but for the percent sign: what grpc-message may hold as it is.
 PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
-# Clients refuse header lists over 8 KiB: a long text must not cost the call its status.
+# Bytes on the wire. Clients refuse header lists over 8 KiB: a long text must not cost the call its status.
 MAX_DETAILS = 4096
+CUT = " ..."
 
 
 def timeout_seconds(value: bytes | None) -> float | None:
@@ -51,13 +52,27 @@ def refusal(headers: Mapping[bytes, bytes]) -> Headers | None:
     return None
 
 
+def cut_details(text: str) -> str:
+    """A status's text, cut after a whole character where it would be over MAX_DETAILS on the wire."""
+    encoded = _encoded(text)
+    if len(encoded) <= MAX_DETAILS:
+        return text
+    kept = encoded[: MAX_DETAILS - len(CUT)]
+    start = kept.find("%", len(kept) - 2)  # of a byte that is not whole
+    return unquote_to_bytes(kept if start < 0 else kept[:start]).decode(errors="ignore") + CUT
+
+
 def trailers_of(status: Status) -> Headers:
     """A status as trailers."""
-    text = status.details if len(status.details) <= MAX_DETAILS else f"{status.details[:MAX_DETAILS]} ..."
-    trailers = [(b"grpc-status", b"%d" % status.code), (b"grpc-message", quote(text, safe=PLAIN).encode("ascii"))]
+    text = _encoded(cut_details(status.details))
+    trailers = [(b"grpc-status", b"%d" % status.code), (b"grpc-message", text.encode("ascii"))]
     if status.code == UNIMPLEMENTED:
         trailers.append((b"grpc-accept-encoding", ACCEPTED_ENCODINGS))
     return trailers + [(name.encode("ascii"), value.encode("ascii")) for name, value in status.trailers]
+
+
+def _encoded(text: str) -> str:
+    return quote(text, safe=PLAIN)
 
 
 UNIMPLEMENTED = 12

@@ -22,6 +22,7 @@ from serve.security.gate import Gate
 from serve.security.gate_pass import Pass
 from serve.security.private_socket import private_files
 from serve.security.security import Guard
+from serve.transports.grpc_headers import cut_details
 from serve.transports.transport import BindError
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ async def _abort(context: Context, error: Exception) -> NoReturn:
     status = status_of(error)
     if not isinstance(error, InferenceError):
         logger.error("a call failed", exc_info=error)
-    await context.abort(CODES[status.code], status.details, trailing_metadata=status.trailers)
+    await context.abort(CODES[status.code], cut_details(status.details), trailing_metadata=status.trailers)
     raise AssertionError  # abort has raised; this tells the type checker
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve.engine.errors import InvalidArgumentError
 from serve.protocol.status import Status
-from serve.transports.grpc_headers import refusal, timeout_seconds, trailers_of
+from serve.transports.grpc_headers import CUT, MAX_DETAILS, cut_details, refusal, timeout_seconds, trailers_of
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,19 @@ def test_every_text_travels_in_ascii(code: int, details: str) -> None:
     assert unquote(trailers[b"grpc-message"].decode()) == details
 
 
-def test_a_long_text_does_not_cost_the_call_its_status() -> None:
-    assert len(dict(trailers_of(Status(3, "x" * 100_000)))[b"grpc-message"]) < 5000
+@given(st.text(max_size=3), st.sampled_from(["x", "é", "€", "😀", "%", "a😀é"]))
+def test_a_long_text_is_cut_by_what_it_takes_on_the_wire(start: str, unit: str) -> None:
+    details = start.encode("utf-8", "replace").decode() + unit * 5000
+    sent = dict(trailers_of(Status(3, details)))[b"grpc-message"]
+    assert MAX_DETAILS - 12 < len(sent) <= MAX_DETAILS
+    text = unquote(sent.decode(), errors="strict")
+    assert text.endswith(CUT)
+    assert details.startswith(text.removesuffix(CUT))
+
+
+def test_a_text_that_just_fits_is_whole() -> None:
+    assert cut_details("x" * MAX_DETAILS) == "x" * MAX_DETAILS
+    assert cut_details("x" * (MAX_DETAILS + 1)) == "x" * (MAX_DETAILS - len(CUT)) + CUT
 
 
 def test_trailers_of_a_status_go_along() -> None:

@@ -168,6 +168,18 @@ def test_bad_requests_get_the_right_status_and_the_server_goes_on(
     assert client.infer("picky", [tensor("i", np.array([[1]]), "INT64")]).as_numpy("y").tolist() == [[20]]
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "😀"])
+def test_a_text_that_repeats_a_long_name_does_not_cost_the_call_its_status(channel: grpc.Channel, letter: str) -> None:
+    infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", pb.ModelInferRequest.SerializeToString)
+    for _ in range(3):
+        with pytest.raises(grpc.RpcError) as refused:
+            infer(pb.ModelInferRequest(model_name=letter * 20_000), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        details = refused.value.details()
+        assert details.startswith(f"model '{letter}{letter}")
+        assert details.endswith(f"{letter} ...")
+
+
 def test_a_wrong_byte_count_is_named(channel: grpc.Channel) -> None:
     request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(127)])
     request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
