@@ -7,14 +7,13 @@ and a read from tmpfs costs no more than the copy into the batch would.
 from __future__ import annotations
 
 import os
-import re
+import stat
 from dataclasses import dataclass
 
 from serve.engine.errors import InvalidArgumentError
 
 FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
-# One name, as shm_open takes it: no folder, nothing hidden, nothing that leads out.
-KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9_.-]{0,253}")
+MAX_NAME_BYTES = 255  # of a file
 
 
 class OpenFile:
@@ -70,20 +69,29 @@ def open_system_region(name: str, key: str, offset: int, byte_size: int) -> Syst
     Raises:
         InvalidArgumentError: the key is none, there is no such file, or it is smaller than the region.
     """
-    if not KEY.fullmatch(key) or not byte_size or offset + byte_size >= 2**63:
+    file_name = key.removeprefix("/")
+    if not _is_file_name(file_name) or not byte_size or offset + byte_size >= 2**63:
         raise InvalidArgumentError(
             f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
             "memory object, and at least one byte of it"
         )
     try:
-        file = OpenFile(os.open(f"{FOLDER}/{key.lstrip('/')}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        file = OpenFile(os.open(f"{FOLDER}/{file_name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
     except OSError as error:
         raise InvalidArgumentError(
             f"the shared memory object of region {name!r} cannot be opened: {error.strerror}; create it first"
         ) from None
-    size = os.fstat(file.descriptor).st_size
+    status = os.fstat(file.descriptor)
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgumentError(f"the key of region {name!r} is not that of a shared memory object; create one first")
     if offset + byte_size > size:
         raise InvalidArgumentError(
             f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
         )
     return SystemRegion(name=name, key=key, offset=offset, byte_size=byte_size, file=file)
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether it is one name, as shm_open(3) takes it: no folder, and nothing that leads out."""
+    return text not in {"", ".", ".."} and not {"/", "\0"} & set(text) and len(os.fsencode(text)) <= MAX_NAME_BYTES

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory as SystemMemory
@@ -88,10 +89,35 @@ def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory:
         memory.read(place(0, 50))
 
 
-@pytest.mark.parametrize("key", ["", "/", "..", "../etc/passwd", "/../x", "a/b", ".hidden", "a\0b", "x" * 300])
+@pytest.mark.parametrize(
+    "key", ["", "/", "//a", ".", "/.", "..", "../etc/passwd", "/../x", "a/b", "a/", "a\0b", "x" * 256, "é" * 128]
+)
 def test_keys_that_are_no_names_are_refused(key: str) -> None:
     with pytest.raises(InvalidArgumentError, match="expected the name of a shared memory object"):
         SharedMemory(enabled=True).register_system("s", key, 0, 1)
+
+
+@pytest.mark.parametrize("key", ["/input:0_0_0", "a b", "in(1)", "/a+b", ".hidden", "...", "é", "x" * 255, "/" + "é" * 127])
+def test_keys_may_be_any_name_of_a_file(key: str) -> None:
+    file = Path(FOLDER) / key.removeprefix("/")
+    file.write_bytes(b"abc")
+    try:
+        regions = SharedMemory(enabled=True)
+        regions.register_system("s", key, 1, 2)
+        assert bytes(regions.read(place(0, 2, "s"))) == b"bc"
+        regions.close()
+    finally:
+        file.unlink()
+
+
+def test_what_is_no_regular_file_is_refused() -> None:
+    pipe = Path(FOLDER) / "halfserve_test_pipe"
+    os.mkfifo(pipe)
+    try:
+        with pytest.raises(InvalidArgumentError, match="the key of region 's' is not that of a shared memory object"):
+            SharedMemory(enabled=True).register_system("s", pipe.name, 0, 1)
+    finally:
+        pipe.unlink()
 
 
 def test_what_cannot_be_registered_says_why(block: Block, memory: SharedMemory) -> None:
