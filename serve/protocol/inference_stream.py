@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
+from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from protos.varint import encoded_varint
 from serve.engine.errors import InferenceError
 from serve.protocol.infer_wire import cut_request
 from serve.protocol.inference import Cancel
+from serve.protocol.messages import parse
 from serve.protocol.observed_inference import AnyInference
 from serve.protocol.status import status_of
 
@@ -83,7 +84,6 @@ class InferenceStream:
         if not isinstance(error, InferenceError):
             logger.error("a request in a stream failed", exc_info=error)
         self._inference.failed(data, error)
-        cut = cut_request(data)
         status = status_of(error)
         response = ModelStreamInferResponse(error_message=status.details)
         response.infer_response.MergeFrom(FINAL)
@@ -91,7 +91,7 @@ class InferenceStream:
         response.infer_response.parameters[STATUS].int64_param = status.code
         for name, value in status.trailers:
             response.infer_response.parameters[name].string_param = value
-        response.infer_response.id = "" if cut is None else cut.id.decode("ascii")
+        response.infer_response.id = _id_of(data)
         self._answer(slot, response.SerializeToString())
 
     def _answer(self, slot: _Slot, answer: bytes) -> None:
@@ -99,3 +99,14 @@ class InferenceStream:
         while self._slots and (first := self._slots[0].answer) is not None:
             self._slots.popleft()
             self._send(first)
+
+
+def _id_of(data: bytes) -> str:
+    """The id of a request, by which the client knows it again; "" where the bytes are none."""
+    cut = cut_request(data)
+    if cut is not None:
+        return cut.id.decode("ascii")
+    try:
+        return str(parse(ModelInferRequest, data).id)
+    except InferenceError:
+        return ""

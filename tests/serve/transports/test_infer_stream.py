@@ -79,11 +79,20 @@ def test_many_more_requests_than_may_wait_are_all_answered_in_order(server: Runn
     assert answers == [str(number) for number in range(2000)]
 
 
-def test_an_error_names_its_request(server: RunningServer) -> None:
+@pytest.mark.parametrize("name", ["7", "é-7", "😀"])
+def test_an_error_names_its_request(server: RunningServer, name: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
-        (answer,) = stream_stub(channel)(iter([pb.ModelInferRequest(model_name="nope", id="7")]), timeout=20)
+        (answer,) = stream_stub(channel)(iter([pb.ModelInferRequest(model_name="nope", id=name)]), timeout=20)
     assert "model 'nope' is not served here" in answer.error_message
-    assert answer.infer_response.id == "7"
+    assert answer.infer_response.id == name
+
+
+def test_what_is_no_request_is_answered_and_the_stream_goes_on(server: RunningServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(STREAM, None, pb.ModelStreamInferResponse.FromString)
+        requests = [b"\x1a\xff", pb.ModelInferRequest(model_name="nope", id="7").SerializeToString()]
+        answers = list(call(iter(requests), timeout=20))
+    assert [answer.infer_response.id for answer in answers] == ["", "7"]
 
 
 def test_a_client_that_leaves_the_stream_frees_its_places(transport: MakeTransport) -> None:
