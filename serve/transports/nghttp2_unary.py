@@ -115,7 +115,7 @@ class _Unary:
 class InferCall(_Unary):
     """ModelInfer: queued, and answered when its batch has run."""
 
-    __slots__ = ("_cancel", "_inference", "_onlooker", "_time_left_s")
+    __slots__ = ("_cancel", "_deadline_s", "_inference", "_onlooker")
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class InferCall(_Unary):
         super().__init__(session, stream, encoding)
         self._inference = inference
         self._onlooker = onlooker
-        self._time_left_s = time_left_s
+        self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
         self._cancel: Cancel | None = None
 
     @property
@@ -143,7 +143,9 @@ class InferCall(_Unary):
             self._onlooker.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
-        self._cancel = self._inference.infer(message, self._time_left_s, self._reply)
+        deadline_s = self._deadline_s
+        time_left_s = None if deadline_s is None else deadline_s - self._session.heard_s  # the message may have taken its time
+        self._cancel = self._inference.infer(message, time_left_s, self._reply)
 
     def _reply(self, result: bytes | InferenceError) -> None:
         self._cancel = None

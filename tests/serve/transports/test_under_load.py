@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from typing import Any
@@ -15,8 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.latency_model import CONFIDENT
+from serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
+from tests.serve.transports.http2_peer import call_headers, peer
 
 SERVICE = "/inference.GRPCInferenceService/"
 
@@ -34,6 +37,26 @@ def held_request(value: float) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.float32(value).tobytes()])
     request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
     return request
+
+
+def test_a_deadline_counts_from_the_beginning_of_the_request(transport: MakeTransport) -> None:
+    backend = HeldBackend()
+    with running_server(lambda: [held_model(backend)], transport) as server, peer(server) as slow:
+        message = frame(held_request(1).SerializeToString())
+        stream = slow.http2.send_request(call_headers(grpc_timeout=b"150m"))
+        slow.http2.send_data(stream, message[:20])
+        slow.push()
+        begun_s = server.call(clock)
+        while server.call(clock) < begun_s + 0.2:
+            pass
+        slow.http2.send_data(stream, message[20:], end_stream=True)
+        slow.push()
+        assert slow.status(stream)[0] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert backend.batches == []
+
+
+def clock() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def test_a_request_that_waits_longer_than_its_timeout_allows_is_not_computed(transport: MakeTransport) -> None:
