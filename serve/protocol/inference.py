@@ -114,6 +114,7 @@ class Inference:
     def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, dict[str, Array]]:
         model = self._core.model(request.model_name, request.model_version)
         decoded = decode_inputs(request, model, self._memory)
+        outputs = wanted_names(request, model)
         special = wanted_specially(request, model, self._memory)
         lying = input_places(request)
         readers = tuple([None if place is None else partial(self._memory.read_into, place) for place in lying])
@@ -121,7 +122,7 @@ class Inference:
         form = RequestForm(
             model=model,
             layout=raw_layout(request, model),
-            outputs=wanted_names(request, model),
+            outputs=outputs,
             rows=decoded.rows,
             bucket=decoded.bucket,
             turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),

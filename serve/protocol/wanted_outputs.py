@@ -35,21 +35,22 @@ class WantedOutput:
 
 
 def wanted_names(request: ModelInferRequest, model: Model) -> tuple[str, ...]:
-    """The outputs to answer, in the client's order; all of them when it names none.
+    """The outputs to answer, in the client's order; all of them when it names none. One that comes twice is answered once.
 
     Raises:
-        InvalidArgumentError: an output that the model does not have, or one named twice.
+        InvalidArgumentError: an output that the model does not have, or one that is wanted in two ways.
     """
     if not request.outputs:
         return tuple(model.outputs)
-    names = tuple(output.name for output in request.outputs)
-    for name in names:
+    wanted: dict[str, ModelInferRequest.InferRequestedOutputTensor] = {}
+    for output in request.outputs:
+        name = output.name
         if name not in model.outputs:
             known = ", ".join(map(repr, model.outputs))
             raise InvalidArgumentError(f"output {name!r} is not one of the model's: {known}")
-    if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"outputs {list(names)} name one twice; expected each at most once")
-    return names
+        if wanted.setdefault(name, output) != output:
+            raise InvalidArgumentError(f"output {name!r} is named twice, with other parameters; expected one way to answer it")
+    return tuple(wanted)
 
 
 def wanted_specially(request: ModelInferRequest, model: Model, memory: SharedMemory) -> dict[str, WantedOutput]:

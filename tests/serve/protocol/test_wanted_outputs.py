@@ -22,8 +22,18 @@ def test_outputs_are_all_or_those_asked_for() -> None:
     assert wanted_names(message, TWO) == ("y", "z")
     message.outputs.add(name="z")
     assert wanted_names(message, TWO) == ("z",)
+    message.outputs.add(name="y")
+    assert wanted_names(message, TWO) == ("z", "y")
+
+
+def test_an_output_that_comes_twice_is_answered_once() -> None:
+    message = asking(classification=InferParameter(int64_param=3))
     message.outputs.add(name="z")
-    with pytest.raises(InvalidArgumentError, match="name one twice"):
+    message.outputs.add().CopyFrom(message.outputs[0])
+    assert wanted_names(message, TWO) == ("y", "z")
+    assert wanted_specially(message, TWO, OFF) == {"y": WantedOutput(place=None, classes=3)}
+    message.outputs[2].parameters["classification"].int64_param = 2
+    with pytest.raises(InvalidArgumentError, match="output 'y' is named twice, with other parameters; expected one way"):
         wanted_names(message, TWO)
 
 

@@ -96,6 +96,18 @@ def test_the_best_classes_are_named(client: triton.InferenceServerClient) -> Non
     assert named[1, 0] == f"{float(scores[1, best]):.6f}:{best}:{digits[best]}".encode()
 
 
+def test_an_output_that_is_asked_for_twice_comes_once(client: triton.InferenceServerClient) -> None:
+    outputs = [triton.InferRequestedOutput("y"), triton.InferRequestedOutput("y")]
+    result = client.infer("mlp", [tensor("x", np.zeros((1, 64), np.float16), "FP16")], outputs=outputs)
+    assert [output.name for output in result.get_response().outputs] == ["y"]
+
+
+def test_the_best_classes_of_an_output_that_is_not_there_are_refused(client: triton.InferenceServerClient) -> None:
+    x = tensor("x", np.zeros((1, 64), np.float16), "FP16")
+    with pytest.raises(InferenceServerException, match="output 'nope' is not one of the model's: 'y'"):
+        client.infer("mlp", [x], outputs=[triton.InferRequestedOutput("nope", class_count=3)])
+
+
 def test_a_model_without_a_batch_dimension_is_served(client: triton.InferenceServerClient) -> None:
     result = client.infer("unbatched", [tensor("x", np.array([1, 2, 3], np.float32), "FP32")])
     assert result.as_numpy("y").tolist() == [2, 4, 6]
