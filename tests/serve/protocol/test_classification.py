@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -18,6 +19,13 @@ def test_the_best_classes_of_every_row_in_words() -> None:
 
 def test_without_a_batch_there_is_one_list() -> None:
     assert classify(np.array([7, 9, 8]), 9, (), batched=False).tolist() == [b"9:1", b"8:2", b"7:0"]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
+def test_whole_numbers_are_ranked_as_they_are(dtype: type[np.integer[Any]]) -> None:
+    most, least = np.iinfo(dtype).max, np.iinfo(dtype).min
+    named = classify(np.array([least, most - 1, most, 3, most], dtype), 5, (), batched=False)
+    assert named.tolist() == [f"{v}:{i}".encode() for v, i in ((most, 2), (most, 4), (most - 1, 1), (3, 3), (least, 0))]
 
 
 def test_what_is_no_number_is_never_the_best() -> None:
