@@ -73,8 +73,9 @@ def _parameter_faults(request: ModelInferRequest) -> Iterator[int]:
 
 
 def _output_faults(request: ModelInferRequest, interface: Interface) -> Iterator[int]:
-    names = [output.name for output in request.outputs]
-    if len(set(names)) != len(names) or not set(names) <= interface.outputs.keys():
+    names = {output.name for output in request.outputs}
+    ways = {output.SerializeToString(deterministic=True) for output in request.outputs}
+    if len(ways) != len(names) or not names <= interface.outputs.keys():  # the same may be asked for again
         yield INVALID
     for output in request.outputs:
         yield from _place_faults(output.parameters)
