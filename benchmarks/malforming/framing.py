@@ -122,7 +122,8 @@ def _codes(kind: type[Message], data: bytes) -> Sequence[int]:
     version = getattr(message, "version")  # noqa: B009  (see above)
     if not name and kind is pb.ModelStatisticsRequest:  # of all models
         return (OK,) if not version else (OK, INVALID, NOT_FOUND)
-    return (NOT_FOUND,) if not version else (NOT_FOUND, INVALID)
+    absent = OK if kind is pb.ModelReadyRequest else NOT_FOUND  # what is not there is not ready
+    return (absent,) if not version else (absent, INVALID)
 
 
 def _gzipped(message: bytes) -> bytes:

@@ -29,7 +29,7 @@ def rest_routes(core: InferenceCore, service: Service, options: HttpOptions) -> 
     infer = InferRoute(core, service, bodies, options.limits)
     return [
         *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
-        *ModelRoutes(rpcs).routes(),
+        *ModelRoutes(core, rpcs).routes(),
         *RepositoryRoutes(rpcs, bodies).routes(),
         *SharedMemoryRoutes(rpcs, bodies).routes(),
         *SettingsRoutes(rpcs, bodies).routes(),

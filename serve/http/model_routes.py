@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from protos import inference_pb2 as pb
 from serve.engine.errors import UnavailableError
+from serve.engine.inference_core import InferenceCore
 from serve.http.answers import json_answer
 from serve.http.message_json import to_json
 from serve.http.rpcs import Rpcs
@@ -19,7 +20,8 @@ VERSION = MODEL + "/versions/{version}"
 class ModelRoutes:
     """GET requests about what is served."""
 
-    def __init__(self, rpcs: Rpcs) -> None:
+    def __init__(self, core: InferenceCore, rpcs: Rpcs) -> None:
+        self._core = core
         self._rpcs = rpcs
 
     def routes(self) -> list[Route]:
@@ -56,12 +58,11 @@ class ModelRoutes:
         return json_answer(to_json(response))
 
     async def model_ready(self, request: Request) -> Response:
-        """200 where the model takes requests, 503 otherwise."""
+        """200 where the model takes requests, 503 where it does not; 404, which the RPC cannot say, where it is not known."""
         name, version = _named(request)
-        response = await self._rpcs.call("ModelReady", pb.ModelReadyRequest(name=name, version=version))
-        if not response.ready:
+        if not self._core.is_model_ready(name, version):
             raise UnavailableError(f"model {name!r} takes no requests now; send them to another replica")
-        return json_answer({"name": name, **to_json(response)})
+        return json_answer({"name": name, "ready": True})
 
     async def metadata(self, request: Request) -> Response:
         """Inputs, outputs and versions of a model."""

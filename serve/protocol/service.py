@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
+from serve.engine.errors import NotFoundError
 from serve.engine.inference_core import InferenceCore
 from serve.observability.observability import Observability
 from serve.observability.options import ObserveOptions
@@ -139,9 +140,13 @@ class Service:
 
     def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """Whether the model takes requests: not while it is loaded for the first time, was refused or is unloaded. One of which
-        nothing is known is NOT_FOUND.
+        nothing is known does not, as Triton has it.
         """
-        return pb.ModelReadyResponse(ready=self.core.is_model_ready(request.name, request.version))
+        try:
+            ready = self.core.is_model_ready(request.name, request.version)
+        except NotFoundError:
+            ready = False
+        return pb.ModelReadyResponse(ready=ready)
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Name, version and the protocol extensions that are served."""

@@ -132,6 +132,15 @@ def test_what_the_server_says_of_itself(client: triton.InferenceServerClient) ->
     ]
 
 
+def test_what_is_not_there_is_not_ready(client: triton.InferenceServerClient) -> None:
+    assert not client.is_model_ready("nope")
+    assert not client.is_model_ready("mlp", "9")
+    for model in ("mlp", "nope"):
+        with pytest.raises(InferenceServerException, match="model version 'x' is not a number") as refused:
+            client.is_model_ready(model, "x")
+        assert refused.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
 def test_statistics_count_as_perf_analyzer_expects(client: triton.InferenceServerClient) -> None:
     def stats() -> Any:
         return client.get_inference_statistics("unbatched", "1").model_stats[0]
