@@ -107,7 +107,7 @@ class RepeatedCalls:
         self._windows = windows
         self._limits = limits
         # A stream's window is not opened again here, so that a larger request is for libnghttp2.
-        self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes)
+        self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes, limits.max_small_message_bytes)
         self._acknowledge_at = limits.connection_window_bytes // 4
         self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
         self._reserved = 0  # bytes of memory, for all requests in pieces

@@ -86,3 +86,14 @@ def test_a_message_that_inflates_to_too_much_is_better_sent_as_it_is(limited: Li
         text = "a message of 101 bytes is too large, expected at most 100; send it uncompressed"
         assert client.status(stream) == (8, text)
     assert serves(server)  # with more than a hundred bytes
+
+
+def test_the_same_holds_for_calls_that_begin_as_earlier_ones_did(limited: Limited) -> None:
+    server = limited(max_small_message_bytes=50)
+    with peer(server) as client:
+        for size, code in ((50, 0), (50, 0), (50, 0), (51, 8)):
+            stream = client.http2.send_request(call_headers(SERVER_LIVE))
+            # An unknown field of bytes, which protobuf reads over.
+            client.http2.send_data(stream, frame(b"\x7a" + bytes([size - 2]) + bytes(size - 2)), end_stream=True)
+            client.push()
+            assert client.status(stream)[0] == code
