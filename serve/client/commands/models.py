@@ -45,7 +45,7 @@ def models(
         float | None, typer.Option(help="Wait so many seconds for the models, or the server, to be ready.", min=0.001)
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show what the models do, again and again, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between two looks, with --watch.", min=0.01)] = 1.0,
+    every: Annotated[float, typer.Option(help="Seconds between two looks, with --watch.", min=0.01, max=86_400)] = 1.0,
     times: Annotated[int | None, typer.Option(help="End after so many looks, with --watch.", min=1)] = None,
     address: Address = ADDRESS,
     timeout: Timeout = TIMEOUT_S,

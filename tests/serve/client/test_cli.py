@@ -219,6 +219,13 @@ def test_a_line_that_is_no_text_ends_the_stream(server: RunningServer, run: Run,
     assert err.endswith("r.jsonl, line 2: expected JSON in UTF-8\n")
 
 
+@pytest.mark.parametrize("seconds", ["inf", "1e12", "0"])
+def test_looks_follow_each_other_within_a_day(server: RunningServer, run: Run, seconds: str) -> None:
+    code, out, err = run("models", "mlp", "--address", server.address, "--watch", "--every", seconds)
+    assert (code, out) == (2, "")
+    assert "Invalid value for '--every'" in err
+
+
 def test_models_by_name(server: RunningServer, run: Run) -> None:
     code, out, _ = run("models", "mlp", "--wait", "10", "--address", server.address, "--json")
     assert code == 0
