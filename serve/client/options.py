@@ -56,7 +56,8 @@ class InferOptions(RequestOptions, SendOptions, total=False):
 
     Attributes:
         version: the model's; empty (the default) for the one that the model's policy chooses.
-        into: output name -> an array from `shared_region`; the server writes the output there, and no byte of it is sent.
+        into: output name -> an array from `shared_region` of the output's dtype; the server writes the output there, and no
+            byte of it is sent.
         idempotent: whether computing the request twice does no harm (the default: a model is a function of its inputs). Say
             False for models that keep state between requests; requests with a "sequence_id" never count as idempotent.
     """
