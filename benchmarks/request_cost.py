@@ -30,8 +30,8 @@ from serve.engine.model import Model
 from serve.engine.model_repository import find_models, load_model
 from serve.protocol.service import INFER_PATH, Service
 from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2_connection import GrpcConnection
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.connection import GrpcConnection
+from serve.transports.nghttp2.server import Nghttp2Server
 
 SERVE = f"{Path(__file__).parent.parent / 'serve'}/"
 HEADERS = [

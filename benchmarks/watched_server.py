@@ -30,7 +30,7 @@ from serve.http.start import start_http
 from serve.observability.observability import Observability
 from serve.observability.options import AccessLog, ObserveOptions
 from serve.protocol.service import Service
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 
 PLAIN_S, OBSERVED_S = 0.03, 0.09  # of a window; what happens once in so many seconds is to be shared by most of them
 WARM_UP_S = 1.0  # of load

@@ -35,7 +35,7 @@ def make_transport(
     """
     guard = guard or Guard()
     if name is TransportName.NGHTTP2:
-        from serve.transports.nghttp2_server import Nghttp2Server  # noqa: PLC0415  (what is not chosen is not imported)
+        from serve.transports.nghttp2.server import Nghttp2Server  # noqa: PLC0415  (what is not chosen is not imported)
 
         tls = None if guard.tls is None else guard.tls.context("h2")
         return Nghttp2Server(

@@ -13,7 +13,7 @@ from serve.engine.model import Model
 from serve.observability.options import ObserveOptions
 from serve.protocol.service import Service
 from serve.transports.grpcio_server import GrpcioServer
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 from serve.transports.transport import Transport
 
 try:  # the loop that `halfserve serve` runs on

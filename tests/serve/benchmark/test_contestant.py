@@ -19,7 +19,7 @@ from serve.benchmark.measurement import Measurement, measure
 from serve.client import InferenceClient, InferenceClientError
 from serve.client.errors import DeadlineExceeded
 from serve.client.tls import Tls
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 

@@ -17,7 +17,7 @@ from serve.control.options import ControlMode, ControlOptions
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
 from serve.engine.inference_core import InferenceCore
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
 Line = tuple[str, str, str, str]

@@ -21,7 +21,7 @@ from serve.transports.grpc_framing import frame
 from tests.models import save_mlp
 from tests.serve.faults.load import Load, under_load
 from tests.serve.faults.processes import WAIT_S, ServerProcess
-from tests.serve.transports.http2_peer import Http2Peer, call_headers
+from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers
 
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 CLIENTS = 20

@@ -15,7 +15,7 @@ from serve.observability.options import AccessLog, ObserveOptions
 from serve.transports.grpc_framing import frame
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving
 from tests.serve.running_server import RunningServer
-from tests.serve.transports.http2_peer import call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"

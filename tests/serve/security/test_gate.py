@@ -25,7 +25,7 @@ from serve.transports.transport import BindError
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in
-from tests.serve.transports.http2_peer import call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 HEALTH = "/grpc.health.v1.Health/Check"
 LOAD = pb.RepositoryModelLoadRequest(model_name="held").SerializeToString()

@@ -33,7 +33,7 @@ from tests.serve.security.guarded import (
     tokens_in,
     write_tokens,
 )
-from tests.serve.transports.http2_peer import call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 EXPIRED = (grpc.StatusCode.UNAUTHENTICATED, "the token has expired; ask who runs the server for another")
 OTHERS = {"ServerMetadata": b"", "RepositoryIndex": b"", INFER_PATH: infer_request()}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import TRANSPORTS, MakeTransport, RunningServer, running_server
-from tests.serve.transports.nghttp2_calls import Limited
+from tests.serve.transports.nghttp2.calls import Limited
 
 
 @pytest.fixture(scope="session", params=TRANSPORTS)

@@ -19,7 +19,7 @@ from serve.engine.latency_model import CONFIDENT
 from serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
-from tests.serve.transports.http2_peer import call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 SERVICE = "/inference.GRPCInferenceService/"
 

@@ -15,21 +15,11 @@ from struct import Struct
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
-from serve.transports.growing_message import GrowingMessage
 from serve.transports.grpc_framing import PREFIX_BYTES
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, Headers
-from serve.transports.hpack_blocks import (
-    AUTHORITY,
-    CONTENT_TYPE,
-    METHOD_POST,
-    PATH_ROOT,
-    SCHEME_HTTP,
-    STATUS_200,
-    literal,
-    literals,
-    repeats,
-)
-from serve.transports.http2_frames import (
+from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2.call import Call, UnaryCall
+from serve.transports.nghttp2.frames import (
     DEFAULT_FRAME_BYTES,
     DEFAULT_TABLE_BYTES,
     DEFAULT_WINDOW_BYTES,
@@ -50,9 +40,19 @@ from serve.transports.http2_frames import (
     window_update,
     with_last_stream,
 )
-from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2_call import Call, UnaryCall
-from serve.transports.receive_windows import ReceiveWindows
+from serve.transports.nghttp2.growing_message import GrowingMessage
+from serve.transports.nghttp2.hpack_blocks import (
+    AUTHORITY,
+    CONTENT_TYPE,
+    METHOD_POST,
+    PATH_ROOT,
+    SCHEME_HTTP,
+    STATUS_200,
+    literal,
+    literals,
+    repeats,
+)
+from serve.transports.nghttp2.receive_windows import ReceiveWindows
 
 Opener = Callable[[int], UnaryCall]
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.protocol.service import Service
-from serve.transports import linger as linger_module
-from serve.transports.linger import FAILURE, LINGER_S, MOST, TRY_EVERY, Linger
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2 import linger as linger_module
+from serve.transports.nghttp2.linger import FAILURE, LINGER_S, MOST, TRY_EVERY, Linger
+from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import running_server
-from tests.serve.transports.http2_peer import INFER
-from tests.serve.transports.nghttp2_calls import mlp_request
+from tests.serve.transports.nghttp2.calls import mlp_request
+from tests.serve.transports.nghttp2.http2_peer import INFER
 
 TURN_S = LINGER_S / 10
 

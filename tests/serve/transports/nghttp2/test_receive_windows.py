@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from serve.transports.limits import TransportLimits
-from serve.transports.receive_windows import REFUSED_WINDOWS, ReceiveWindows
+from serve.transports.nghttp2.receive_windows import REFUSED_WINDOWS, ReceiveWindows
 
 MAX_HELD, WINDOW, CONNECTION_WINDOW, FRAME = 100, 40, 80, 30
 LIMITS = TransportLimits(max_held_bytes=MAX_HELD, stream_window_bytes=WINDOW, connection_window_bytes=CONNECTION_WINDOW)

@@ -17,12 +17,12 @@ from ngh2 import ResponseReceived
 from protos import inference_pb2 as pb
 from serve.protocol.service import Service
 from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.http2_peer import INFER, Http2Peer, call_headers, peer
-from tests.serve.transports.nghttp2_calls import SERVER_LIVE, mlp_request, serves
+from tests.serve.transports.nghttp2.calls import SERVER_LIVE, mlp_request, serves
+from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
 
 
 def test_what_is_not_http2_is_closed(nghttp2: RunningServer) -> None:

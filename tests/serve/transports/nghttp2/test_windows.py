@@ -9,8 +9,8 @@ from ngh2 import ResponseReceived
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import MessageReader, frame
 from tests.serve.running_server import RunningServer
-from tests.serve.transports.http2_peer import INFER, call_headers, peer
-from tests.serve.transports.nghttp2_calls import INFER_STREAM, INITIAL_WINDOW_SIZE, Limited, mlp_request
+from tests.serve.transports.nghttp2.calls import INFER_STREAM, INITIAL_WINDOW_SIZE, Limited, mlp_request
+from tests.serve.transports.nghttp2.http2_peer import INFER, call_headers, peer
 
 
 @pytest.mark.parametrize("connection_window_bytes", [1_000_000, 200_000])  # all streams' windows fit into it, or do not

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.transports.growing_message import ALIGNED_BYTES, GrowingMessage
 from serve.transports.grpc_framing import frame
+from serve.transports.nghttp2.growing_message import ALIGNED_BYTES, GrowingMessage
 
 
 def grown(pieces: list[bytes], max_bytes: int = 2**20) -> GrowingMessage:

@@ -11,10 +11,10 @@ from typing import Protocol, cast
 
 from ngh2.exceptions import NGH2Error
 
-from serve.transports.frame_reader import FrameReader
-from serve.transports.http2_frames import NO_ERROR
 from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2_session import GrpcSession, Route
+from serve.transports.nghttp2.frame_reader import FrameReader
+from serve.transports.nghttp2.frames import NO_ERROR
+from serve.transports.nghttp2.session import GrpcSession, Route
 
 logger = logging.getLogger(__name__)
 

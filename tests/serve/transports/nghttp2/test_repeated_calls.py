@@ -14,8 +14,7 @@ from ngh2 import GoAwayReceived
 from serve.engine.errors import UnavailableError
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
-from serve.transports.hpack_blocks import literals
-from serve.transports.http2_frames import (
+from serve.transports.nghttp2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -32,8 +31,9 @@ from serve.transports.http2_frames import (
     rst_stream,
     window_update,
 )
-from tests.serve.transports.connection_scene import Scene, begun
-from tests.serve.transports.http2_peer import WINDOW_BYTES
+from serve.transports.nghttp2.hpack_blocks import literals
+from tests.serve.transports.nghttp2.connection_scene import Scene, begun
+from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES
 
 PING, RESERVED = 0x6, 1 << 31
 SIZES = st.integers(0, 40) | st.integers(0, 3000) | st.integers(0, 200_000)

@@ -10,14 +10,14 @@ from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, Stream
 from serve.engine.errors import InferenceError
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import MessageReader, frame
-from serve.transports.http2_frames import HEAD
 from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2_call import Call
-from serve.transports.nghttp2_calls import RefusedCall
-from serve.transports.nghttp2_connection import GrpcConnection
-from serve.transports.nghttp2_session import GrpcSession, OpenCall
-from serve.transports.nghttp2_unary import _Unary
-from tests.serve.transports.http2_peer import WINDOW_BYTES, call_headers
+from serve.transports.nghttp2.call import Call
+from serve.transports.nghttp2.calls import RefusedCall
+from serve.transports.nghttp2.connection import GrpcConnection
+from serve.transports.nghttp2.frames import HEAD
+from serve.transports.nghttp2.session import GrpcSession, OpenCall
+from serve.transports.nghttp2.unary import _Unary
+from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
 
 
 class Wire(asyncio.Transport):

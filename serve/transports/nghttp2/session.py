@@ -35,19 +35,19 @@ from serve.engine.errors import RateLimitedError
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
-from serve.transports.http2_frames import (
+from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2.call import Call
+from serve.transports.nghttp2.frames import (
     FRAME_BYTES,
     INITIAL_WINDOW_SIZE,
     MAX_CONCURRENT_STREAMS,
     MAX_FRAME_SIZE,
     MAX_HEADER_LIST_SIZE,
 )
-from serve.transports.limits import TransportLimits
-from serve.transports.message_turns import MessageTurns
-from serve.transports.nghttp2_call import Call
-from serve.transports.nghttp2_outlet import Outlet
-from serve.transports.receive_windows import ReceiveWindows
-from serve.transports.repeated_calls import Opener, RepeatedCalls
+from serve.transports.nghttp2.message_turns import MessageTurns
+from serve.transports.nghttp2.outlet import Outlet
+from serve.transports.nghttp2.receive_windows import ReceiveWindows
+from serve.transports.nghttp2.repeated_calls import Opener, RepeatedCalls
 
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ngh2 import Connection, NGH2Error, RequestReceived, Role
 
-from serve.transports.hpack_blocks import AUTHORITY, METHOD_POST, PATH_ROOT, SCHEME_HTTP, literal, literals, repeats
-from serve.transports.http2_frames import END_HEADERS, END_STREAM, HEADERS, head_of
-from tests.serve.transports.http2_peer import call_headers
+from serve.transports.nghttp2.frames import END_HEADERS, END_STREAM, HEADERS, head_of
+from serve.transports.nghttp2.hpack_blocks import AUTHORITY, METHOD_POST, PATH_ROOT, SCHEME_HTTP, literal, literals, repeats
+from tests.serve.transports.nghttp2.http2_peer import call_headers
 
 Fields = list[tuple[bytes, bytes]]
 NAMES = st.from_regex(rb"x-[a-z0-9]{1,40}", fullmatch=True)

@@ -9,8 +9,8 @@ import pytest
 from ngh2 import GoAwayReceived
 
 from serve.transports.grpc_framing import PREFIX, frame
-from tests.serve.transports.http2_peer import INFER, Http2Peer, call_headers, peer
-from tests.serve.transports.nghttp2_calls import INFER_STREAM, SERVER_LIVE, Limited, mlp_request, serves
+from tests.serve.transports.nghttp2.calls import INFER_STREAM, SERVER_LIVE, Limited, mlp_request, serves
+from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
 
 HEALTH = b"/grpc.health.v1.Health/"
 INDEX = b"/inference.GRPCInferenceService/RepositoryIndex"

@@ -12,10 +12,10 @@ from serve.protocol.status import status_of
 from serve.security.gate import Gate
 from serve.security.gate_pass import Pass
 from serve.transports.grpc_headers import timeout_seconds
-from serve.transports.nghttp2_call import Call
-from serve.transports.nghttp2_session import GrpcSession, OpenCall
-from serve.transports.nghttp2_streams import InferStreamCall, StreamCall
-from serve.transports.nghttp2_unary import InferCall, UnaryCall
+from serve.transports.nghttp2.call import Call
+from serve.transports.nghttp2.session import GrpcSession, OpenCall
+from serve.transports.nghttp2.streams import InferStreamCall, StreamCall
+from serve.transports.nghttp2.unary import InferCall, UnaryCall
 
 
 class Calls:

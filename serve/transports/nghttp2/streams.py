@@ -19,7 +19,7 @@ from serve.protocol.observed_inference import AnyInference
 from serve.protocol.service import StreamMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader
-from serve.transports.nghttp2_session import GrpcSession
+from serve.transports.nghttp2.session import GrpcSession
 
 logger = logging.getLogger(__name__)
 MAX_UNANSWERED = 256  # requests of one stream; beyond it the client may send no more

@@ -9,10 +9,10 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection
 
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import MessageReader, frame
-from serve.transports.message_turns import COUNTS_AS_ONE_BYTES, MESSAGES_A_TURN, MessageTurns
+from serve.transports.nghttp2.message_turns import COUNTS_AS_ONE_BYTES, MESSAGES_A_TURN, MessageTurns
 from tests.serve.running_server import RunningServer
-from tests.serve.transports.http2_peer import Http2Peer, call_headers, peer
-from tests.serve.transports.nghttp2_calls import INFER_STREAM, SERVER_LIVE, Limited, serves
+from tests.serve.transports.nghttp2.calls import INFER_STREAM, SERVER_LIVE, Limited, serves
+from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers, peer
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MANY = 12_000  # empty messages, which fit into the window that every client has from the start

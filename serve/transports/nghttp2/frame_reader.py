@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from serve.transports.grpc_framing import PREFIX, PREFIX_BYTES
-from serve.transports.http2_frames import (
+from serve.transports.nghttp2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -26,7 +26,7 @@ from serve.transports.http2_frames import (
     WINDOW_UPDATE,
     head_of,
 )
-from serve.transports.repeated_calls import Opener, RepeatedCalls
+from serve.transports.nghttp2.repeated_calls import Opener, RepeatedCalls
 
 FRAMES_A_TURN = 512  # of one connection; a call is two to four
 MAX_WAIT_BYTES = 16_384  # of a frame that is kept until it is whole

@@ -7,8 +7,8 @@ import pytest
 from ngh2 import Connection, Event, Role, StreamReset
 
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE
-from serve.transports.nghttp2_outlet import Outlet
-from tests.serve.transports.http2_peer import call_headers
+from serve.transports.nghttp2.outlet import Outlet
+from tests.serve.transports.nghttp2.http2_peer import call_headers
 
 MAX_UNSENT = 1000
 LARGE = bytes(100_000)  # more than the window that a client opens a stream with

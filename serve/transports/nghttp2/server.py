@@ -16,9 +16,9 @@ from serve.protocol.service import Service
 from serve.security.gate import Gate
 from serve.security.private_socket import private_socket
 from serve.transports.limits import TransportLimits
-from serve.transports.linger import Linger
-from serve.transports.nghttp2_calls import Calls
-from serve.transports.nghttp2_connection import GrpcConnection
+from serve.transports.nghttp2.calls import Calls
+from serve.transports.nghttp2.connection import GrpcConnection
+from serve.transports.nghttp2.linger import Linger
 from serve.transports.transport import BindError
 
 logger = logging.getLogger(__name__)

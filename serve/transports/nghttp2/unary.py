@@ -11,7 +11,7 @@ from serve.protocol.observed_inference import Onlooker, WayIn
 from serve.protocol.service import UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader, sole_message
-from serve.transports.nghttp2_session import GrpcSession
+from serve.transports.nghttp2.session import GrpcSession
 
 logger = logging.getLogger(__name__)
 

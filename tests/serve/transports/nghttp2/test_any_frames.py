@@ -14,10 +14,10 @@ from ngh2 import NGH2Error
 
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2_server import Nghttp2Server
+from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.http2_peer import INFER, Http2Peer, call_headers
+from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers
 
 PATHS = st.sampled_from([INFER, b"/inference.GRPCInferenceService/ServerLive", b"/grpc.health.v1.Health/Watch", b"/x/y"])
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"

@@ -7,8 +7,8 @@ import struct
 
 from serve.transports.grpc_framing import frame
 from tests.serve.running_server import RunningServer
-from tests.serve.transports.http2_peer import Http2Peer, call_headers, peer
-from tests.serve.transports.nghttp2_calls import SERVER_LIVE, Limited, serves
+from tests.serve.transports.nghttp2.calls import SERVER_LIVE, Limited, serves
+from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers, peer
 
 
 def give_up(client: Http2Peer, calls: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import frame
 from tests.serve.running_server import RunningServer
-from tests.serve.transports.http2_peer import call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import call_headers, peer
 
 SERVER_LIVE = b"/inference.GRPCInferenceService/ServerLive"
 INFER_STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"

@@ -1,0 +1,1 @@
+"""gRPC over libnghttp2: one connection's frames, its calls, and the socket that carries them."""
