@@ -147,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_code = _exit_code(stage, error)
         if exit_code is None:
             raise
+        _drop_unwritten()
         typer.echo(f"{prefix}: {error}", err=True)
         sys.exit(exit_code)
 
@@ -157,9 +158,16 @@ def _reader_may_go() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # What is still in the buffer would fail again when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_unwritten()
         raise typer.Exit(0) from None
+
+
+def _drop_unwritten() -> None:
+    """Forget what our output did not take: it would fail again, and be told once more, when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code(stage: Stage | None, error: Exception) -> int | None:
