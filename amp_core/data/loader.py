@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Generator
@@ -41,7 +40,7 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=pin,
             collate_fn=_as_it_is,
-            worker_init_fn=partial(_end_if_orphaned, os.getpid()),
+            worker_init_fn=_end_with_parent,
             generator=Generator(),  # otherwise each epoch would draw from the process's own
         )
 
@@ -107,11 +106,17 @@ def _no_errors_from_signals() -> Iterator[None]:
             signal.signal(number, before)
 
 
-def _end_if_orphaned(parent: int, _: int) -> None:
-    # torch's worker asks again and again whether its parent is still the one that it had when it first asked. Killed before
-    # that, the parent is another one from the start, and the worker would stay for ever.
-    if os.getppid() != parent and multiprocessing.get_start_method() != "forkserver":
-        os._exit(1)
+def _end_with_parent(_: int) -> None:
+    # torch's worker asks again and again whether its parent is still the one that it had when it first asked. Where the parent
+    # is killed before that, or the worker hangs elsewhere, it would stay for ever.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), name="end-with-parent", daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _as_it_is(value: Any) -> Any:

@@ -126,7 +126,10 @@ def test_a_worker_that_is_killed_is_reported_where_its_batch_is_awaited() -> Non
 
 CONSUMER = """
 import sys
+from torch.utils.data._utils import worker
 from tests.amp_core.data.sets import Numbers, batches
+if "blind" in sys.argv:
+    worker.ManagerWatchdog.is_alive = lambda self: True
 epoch = batches(Numbers(4000), workers=2).epoch(0)
 next(epoch)
 print("ready", flush=True)
@@ -134,10 +137,11 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.parametrize("sight", ["seeing", "blind"])  # whether torch's worker notices that its parent has gone
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_stays_when_the_main_process_is_killed_or_interrupted(kind: signal.Signals) -> None:
+def test_nothing_stays_when_the_main_process_is_killed_or_interrupted(kind: signal.Signals, sight: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", CONSUMER],
+        [sys.executable, "-c", CONSUMER, sight],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
