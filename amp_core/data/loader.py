@@ -8,10 +8,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Generator
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
 
 from amp_core.data.errors import DataError, WorkerTraceback
 from amp_core.data.plans import Plan
@@ -40,7 +42,7 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=pin,
             collate_fn=_as_it_is,
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=partial(_end_if_orphaned, os.getpid()),
             generator=Generator(),  # otherwise each epoch would draw from the process's own
         )
 
@@ -106,17 +108,25 @@ def _no_errors_from_signals() -> Iterator[None]:
             signal.signal(number, before)
 
 
-def _end_with_parent(_: int) -> None:
-    # torch's worker asks again and again whether its parent is still the one that it had when it first asked. Where the parent
-    # is killed before that, or the worker hangs elsewhere, it would stay for ever.
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_after, args=(parent,), name="end-with-parent", daemon=True).start()
+def _end_if_orphaned(parent: int, _: int) -> None:
+    # torch's worker asks again and again whether its parent is still the one that it had when it first asked. Killed before
+    # that, the parent is another one from the start, and the worker would stay for ever. So it is told whom to compare with.
+    if multiprocessing.get_start_method() == "forkserver":  # whose workers are the server's children
+        return
+    if os.getppid() != parent:
+        os._exit(1)
+    worker.ManagerWatchdog = partial(_Watchdog, parent)  # type: ignore[assignment,misc]  # (called as the class is)
 
 
-def _end_after(parent: Any) -> None:
-    parent.join()
-    os._exit(1)
+class _Watchdog:
+    """torch's, of a parent that is known."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def is_alive(self) -> bool:
+        """Whether the parent still lives."""
+        return os.getppid() == self._parent
 
 
 def _as_it_is(value: Any) -> Any:
