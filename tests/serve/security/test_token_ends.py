@@ -65,6 +65,7 @@ def ending(server: Ending) -> Iterator[Ending]:
     began_s = server.clock.now_s
     yield server
     server.clock.now_s = began_s
+    infer_when_let_in(server)  # what the connection remembers of a refusal is no other test's
 
 
 def test_a_token_is_refused_from_its_end_on_whatever_it_asks(ending: Ending) -> None:
