@@ -134,9 +134,11 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
                 repeated.unsent.clear()
                 transport.write(unsent)
         try:
-            outlet.write(transport)
+            wrote = outlet.write(transport)
             if repeated.relieve(paused=outlet.paused):
-                outlet.write(transport)
+                wrote |= outlet.write(transport)
+            if wrote:  # libnghttp2 is done with a stream when the last of it has left
+                self._take_events()
         except NGH2Error:
             self._give_up()
             return

@@ -26,7 +26,7 @@ from serve.transports.nghttp2.frames import (
     WINDOW_UPDATE,
     head_of,
 )
-from serve.transports.nghttp2.repeated_calls import Opener, RepeatedCalls
+from serve.transports.nghttp2.repeated_calls import Known, RepeatedCalls
 
 FRAMES_A_TURN = 512  # of one connection; a call is two to four
 MAX_WAIT_BYTES = 16_384  # of a frame that is kept until it is whole
@@ -42,8 +42,8 @@ class Teller(Protocol):
     def tell(self, data: Bytes) -> None:
         """Hand bytes to libnghttp2, and what it makes of them to their calls."""
 
-    def opener(self, stream: int) -> Opener | None:
-        """What opened a call that libnghttp2 has just been told of, if others like it can be read here."""
+    def known(self, stream: int) -> Known | None:
+        """What is known of a call that libnghttp2 has just been told of, if others like it can be read here."""
 
 
 class FrameReader:
@@ -86,6 +86,7 @@ class FrameReader:
         """Read the frames from a place on; where the last one ends."""
         calls, tell, read_head, read_prefix = self._calls, teller.tell, HEAD.unpack_from, PREFIX.unpack_from
         expecting, growing, known, max_whole = calls.expecting, calls.growing, calls.known, calls.max_whole
+        announced = calls.announced
         size, passed = len(data), at  # what is from `passed` to `at` is libnghttp2's, which has not got it yet
         for _ in range(FRAMES_A_TURN):
             body = at + HEAD_BYTES
@@ -104,8 +105,11 @@ class FrameReader:
                     and PREFIX_BYTES <= end - body <= max_whole
                     and read_prefix(data, body) == (0, end - body - PREFIX_BYTES)
                     and stream not in growing
+                    and announced.get(stream, end - body) == end - body
                 ):
                     calls.owed += end - body
+                    if announced:
+                        announced.pop(stream, None)
                     expecting.pop(stream).take(bytes(data[body + PREFIX_BYTES : end]))
                     is_ours = True
                 else:
@@ -116,8 +120,8 @@ class FrameReader:
                 is_ours = calls.open_window(stream, NUMBER.unpack_from(data, body)[0])
             elif kind == HEADERS:
                 block = bytes(data[body:end])
-                opener = known.get(block)
-                if flags != END_HEADERS or opener is None or not calls.begin(stream, opener):
+                alike = known.get(block)
+                if flags != END_HEADERS or alike is None or not calls.begin(stream, alike):
                     self._headers(data[passed:end], flags, stream, block, teller)
                     passed = at = end
                     continue
@@ -149,7 +153,7 @@ class FrameReader:
         """Tell libnghttp2 of headers, which these bytes end with."""
         is_new = self._calls.make_way(stream, flags)
         teller.tell(data)
-        self._calls.learn(flags, block, teller.opener(stream) if is_new else None)
+        self._calls.learn(flags, block, teller.known(stream) if is_new else None)
 
     def _data(self, data: Bytes, body: int, end: int, flags: int, stream: int) -> bool:
         """Read a frame of DATA that is no whole request, as far as it is there; False where it is libnghttp2's."""

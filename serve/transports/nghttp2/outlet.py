@@ -37,19 +37,22 @@ class Outlet:
         self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls that wait for their answers to leave
         self.paused = False
 
-    def write(self, transport: asyncio.Transport) -> None:
-        """Write what there is to send, as far as the socket takes it.
+    def write(self, transport: asyncio.Transport) -> bool:
+        """Write what there is to send, as far as the socket takes it; whether there was anything.
 
         Raises:
             NGH2Error: the connection cannot go on.
         """
+        wrote = False
         while True:
             while not self.paused and (data := self._http2.data_to_send(WRITE_BYTES)):
                 transport.write(data if self._http2.want_read else self._last_words(data))
+                wrote = True
             if self.paused or not self._ending or not self._reset_ended():
                 break
         if self._waiting:
             self._wake()
+        return wrote
 
     def is_behind(self, stream: int) -> bool:
         """Whether the client reads a call's answers more slowly than they come."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from struct import Struct
+from typing import NamedTuple
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
@@ -54,7 +55,7 @@ from serve.transports.nghttp2.hpack_blocks import (
 )
 from serve.transports.nghttp2.receive_windows import ReceiveWindows
 
-Opener = Callable[[int], UnaryCall]
+CONTENT_LENGTH = b"content-length"
 
 MAX_KNOWN = 64  # of one connection: clients vary their deadlines
 MAX_BLOCK_BYTES = 1024
@@ -68,16 +69,29 @@ _ANSWER = Struct(f">IBI{len(_BEGIN)}sIBIBI").pack  # headers, then the head and 
 _TRAILERS = Struct(f">IBI{len(_END)}s").pack
 
 
+class Known(NamedTuple):
+    """What is known of calls that begin with the same bytes.
+
+    Attributes:
+        open: begins one on a stream.
+        length: bytes that its client announces to send, if it does.
+    """
+
+    open: Callable[[int], UnaryCall]
+    length: int | None
+
+
 class RepeatedCalls:
     """Those of one connection.
 
     Attributes:
+        announced: bytes that are still to come for those whose client has told how many it sends.
         calls: all calls in flight, by stream; those that libnghttp2 knows of among them.
         granted: streams of the calls that are here and not answered yet, and by how much the client has opened their windows.
         expecting: the calls among them whose request is not whole.
         growing: what has come for those of them whose request comes in pieces.
         max_whole: bytes of a frame that may hold a whole request.
-        known: what calls that begin with these bytes are opened by.
+        known: what is known of calls, by the bytes that they begin with.
         spare: bytes of the connection's window that may be sent.
         owed: bytes that have come and that the client has not been told to send again.
         latest: the highest number of a stream.
@@ -90,7 +104,7 @@ class RepeatedCalls:
 
     __slots__ = (
         "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_max_growing", "_reserved", "_stream_window",
-        "_windows", "calls", "closed", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest",
+        "_windows", "announced", "calls", "closed", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest",
         "max_whole", "owed", "spare", "told", "unsent",
     )  # fmt: skip
 
@@ -114,9 +128,10 @@ class RepeatedCalls:
         self.calls = calls
         self.granted: dict[int, int] = {}
         self.expecting: dict[int, UnaryCall] = {}
+        self.announced: dict[int, int] = {}
         self.growing: dict[int, GrowingMessage] = {}
         self.max_whole = min(self._max_growing + PREFIX_BYTES, FRAME_BYTES)
-        self.known: dict[bytes, Opener] = {}
+        self.known: dict[bytes, Known] = {}
         self.spare = self.owed = self.latest = self.told = 0
         self.unsent: list[bytes] = []
         self.closed: list[int] = []
@@ -124,15 +139,17 @@ class RepeatedCalls:
 
     # What comes
 
-    def begin(self, stream: int, opener: Opener) -> bool:
+    def begin(self, stream: int, known: Known) -> bool:
         """Begin a call; False where it is not for here."""
         is_new = self.latest < stream <= MAX_STREAM and stream & 1
         if not is_new or not self.is_open or len(self.calls) >= self._limits.max_streams:
             return False
-        call = opener(stream)
+        call = known.open(stream)
         self.latest = stream
         self.granted[stream] = 0
         self.expecting[stream] = self.calls[stream] = call
+        if known.length is not None:
+            self.announced[stream] = known.length
         return True
 
     def make_way(self, stream: int, flags: int) -> bool:
@@ -144,14 +161,14 @@ class RepeatedCalls:
         self.latest = self.told = max(self.latest, stream & MAX_STREAM)
         return is_new
 
-    def learn(self, flags: int, block: bytes, opener: Opener | None) -> None:
-        """What a call began with that libnghttp2 was told of, and what opened it; None if its like is not for here."""
+    def learn(self, flags: int, block: bytes, known: Known | None) -> None:
+        """What a call began with that libnghttp2 was told of, and what is known of it; None if its like is not for here."""
         if flags & (PADDED | PRIORITY) or not repeats(block):
             self.known.clear()  # the same bytes may mean something else now
-        elif opener is not None and len(block) <= MAX_BLOCK_BYTES and not self.is_over:
+        elif known is not None and len(block) <= MAX_BLOCK_BYTES and not self.is_over:
             if len(self.known) >= MAX_KNOWN:
                 self.known.clear()
-            self.known[block] = opener
+            self.known[block] = known
 
     def take(self, stream: int, piece: bytes | memoryview, *, is_last: bool) -> bool:
         """Take some of a call's request, or of what still comes for one that is over; False where it is for libnghttp2."""
@@ -159,9 +176,13 @@ class RepeatedCalls:
         if call is None:
             self.owed += size
             return True
+        announced = self.announced.get(stream)
+        if announced is not None and (size > announced or (is_last and size < announced)):
+            self.hand_over()
+            return False
         if growing is None and is_last:  # whole and no plain message: the call finds out what it is
             self.owed += size
-            del self.expecting[stream]
+            self._stop_expecting(stream)
             call.receive_last(bytes(piece))
             return True
         if growing is None:
@@ -176,13 +197,14 @@ class RepeatedCalls:
             return False
         self.owed += size
         if is_last:
-            del self.expecting[stream]
-            self._stop_growing(stream)
+            self._stop_expecting(stream)
             if growing.is_whole:
                 call.take(growing.message)
             else:
                 call.receive_last(growing.so_far())
         else:
+            if announced is not None:
+                self.announced[stream] = announced - size
             call.grew()
         return True
 
@@ -244,8 +266,7 @@ class RepeatedCalls:
             self.hand_over()
             return False
         del self.calls[stream], self.granted[stream]
-        self.expecting.pop(stream, None)
-        self._stop_growing(stream)
+        self._stop_expecting(stream)
         self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
         if not ended:
             self.unsent.append(rst_stream(stream, NO_ERROR))
@@ -288,12 +309,16 @@ class RepeatedCalls:
         frames = []
         for stream, granted in sorted(self.granted.items()):
             end = 0 if stream in self.expecting else END_STREAM
-            frames.append(head_of(HEADERS, END_HEADERS | end, stream, len(_CALL)) + _CALL)
+            block = _CALL
+            if stream in self.announced:  # it sees to it that so much comes
+                block += literals([(CONTENT_LENGTH, b"%d" % self.announced[stream])])
+            frames.append(head_of(HEADERS, END_HEADERS | end, stream, len(block)) + block)
             if granted:
                 frames.append(window_update(stream, granted))
             self.told = stream
         self.granted.clear()
         self.expecting.clear()
+        self.announced.clear()
         self._tell(b"".join(frames))
         for stream, growing in self.growing.items():
             call = self.calls[stream]
@@ -342,10 +367,13 @@ class RepeatedCalls:
         self.known.clear()
         self.granted.clear()
         self.expecting.clear()
+        self.announced.clear()
         self.growing.clear()
         self._reserved = 0
 
-    def _stop_growing(self, stream: int) -> None:
+    def _stop_expecting(self, stream: int) -> None:
+        self.expecting.pop(stream, None)
+        self.announced.pop(stream, None)
         growing = self.growing.pop(stream, None)
         if growing is not None:
             self._reserved -= growing.length

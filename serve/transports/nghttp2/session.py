@@ -36,7 +36,7 @@ from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
 from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2.call import Call
+from serve.transports.nghttp2.call import Call, UnaryCall
 from serve.transports.nghttp2.frames import (
     FRAME_BYTES,
     INITIAL_WINDOW_SIZE,
@@ -47,12 +47,11 @@ from serve.transports.nghttp2.frames import (
 from serve.transports.nghttp2.message_turns import MessageTurns
 from serve.transports.nghttp2.outlet import Outlet
 from serve.transports.nghttp2.receive_windows import ReceiveWindows
-from serve.transports.nghttp2.repeated_calls import Opener, RepeatedCalls
+from serve.transports.nghttp2.repeated_calls import CONTENT_LENGTH, Known, RepeatedCalls
 
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
 TRY_AGAIN_S = 1.0
-CONTENT_LENGTH = b"content-length"
 CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
 
 OpenCall = Callable[["GrpcSession", int], Call]
@@ -137,6 +136,9 @@ class GrpcSession(ABC):
     def tell(self, data: bytes | memoryview) -> None:
         """Hand frames to libnghttp2, and what it makes of them to their calls."""
         self._http2.receive_data(data)
+        self._take_events()
+
+    def _take_events(self) -> None:
         for event in self._http2.events():
             if isinstance(event, DataReceived):
                 self._data(event)
@@ -153,14 +155,13 @@ class GrpcSession(ABC):
             else:
                 self._connection_event(event)
 
-    def opener(self, stream: int) -> Opener | None:
-        """What opened a call that libnghttp2 has just been told of, if others like it can be read without it."""
+    def known(self, stream: int) -> Known | None:
+        """What is known of a call that libnghttp2 has just been told of, if others like it can be read without it."""
         call, open_call = self._calls.get(stream), self._open_call
         if call is None or open_call is None or not call.is_unary:
             return None
-        if any(name == CONTENT_LENGTH for name, _ in self._headers):  # which libnghttp2 compares with what comes
-            return None
-        return cast("Opener", partial(open_call, self))
+        length = dict(self._headers).get(CONTENT_LENGTH)  # libnghttp2 has seen that it is one number
+        return Known(cast("Callable[[int], UnaryCall]", partial(open_call, self)), None if length is None else int(length))
 
     # The calls' side
 

@@ -1,0 +1,161 @@
+"""Frames that no usual client sends, where calls are read without libnghttp2."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from serve.transports.grpc_framing import frame
+from serve.transports.nghttp2.frames import (
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES,
+    GOAWAY,
+    HEADERS,
+    MAX_WINDOW_BYTES,
+    PADDED,
+    WINDOW_UPDATE,
+    head_of,
+    rst_stream,
+    window_update,
+)
+from tests.serve.transports.nghttp2.connection_scene import Scene, begun
+from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES
+from tests.serve.transports.nghttp2.raw_frames import FIELD, FIRST, begin, data, ends, raw
+
+PING, RESERVED = 0x6, 1 << 31
+TOO_MUCH = MAX_WINDOW_BYTES - WINDOW_BYTES + 100  # of which two answers have used some
+
+
+@pytest.mark.parametrize(
+    ("rest", "outcome"),
+    [
+        pytest.param(data(b"\2" + frame(b"x") + b"\0\0", PADDED | END_STREAM), "answered", id="a padded request"),
+        pytest.param(data(frame(b"x"), 0) + raw(HEADERS, END_HEADERS | END_STREAM, FIRST, FIELD), "answered", id="trailers"),
+        pytest.param(data(frame(b"x"), 0) + raw(HEADERS, END_HEADERS, FIRST, FIELD), "reset", id="headers twice"),
+        pytest.param(data(frame(b"x")) + raw(HEADERS, 0, FIRST + 2, FIELD), "answered", id="headers in pieces"),
+        pytest.param(
+            data(frame(b"x")) + head_of(0xBE, 0, 0, 20_000) + bytes(100), "answered", id="a large frame of no known kind"
+        ),
+    ],
+)
+def test_what_is_out_of_the_ordinary_is_for_libnghttp2(rest: bytes, outcome: str) -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + rest)
+        assert scene.untold == []
+        if FIRST in scene.waiting:
+            scene.answer(FIRST)
+        assert ends(scene) == [(outcome, FIRST)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param(lambda scene: begin(scene) + data(frame(b"x")) + data(b"x"), id="data after the end"),
+        pytest.param(lambda scene: begin(scene) + window_update(FIRST, 0), id="a window of nothing"),
+        pytest.param(lambda scene: begin(scene) + window_update(FIRST, MAX_WINDOW_BYTES - 65_534), id="too large a window"),
+        pytest.param(lambda scene: begin(scene, FIRST + 1), id="an even stream"),
+        pytest.param(lambda scene: begin(scene, 0), id="no stream"),
+        pytest.param(lambda scene: begin(scene) + data(b"x", 0, FIRST + 2), id="data of a stream that never was"),
+        pytest.param(lambda scene: begin(scene) + rst_stream(FIRST + 2, 0), id="the end of a stream that never was"),
+        pytest.param(lambda scene: begin(scene) + window_update(0, 0), id="nothing more for the connection"),
+        pytest.param(lambda scene: begin(scene) + window_update(0, TOO_MUCH), id="too much for the connection"),
+        pytest.param(lambda scene: begin(scene) + raw(WINDOW_UPDATE, 0, 0, b"123"), id="a frame of the wrong size"),
+        pytest.param(lambda scene: begin(scene) + data(bytes(FRAME_BYTES + 1), 0), id="too large a frame"),
+    ],
+)
+def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], bytes]) -> None:
+    async def run() -> None:
+        scene = await begun()
+        in_time = scene.call(frame(b"x"))
+        scene.push()
+        scene.send(frames(scene))
+        assert ("connection", 0) in ends(scene)
+        scene.answer(in_time)
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_libnghttp2_ends_is_over_and_names_the_last_stream() -> None:
+    """A client may send again what is said not to have been looked at."""
+
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + data(frame(b"x")) + raw(PING, 0, 0, b"1234567"))
+        (goaway,) = [payload for kind, _, _, payload in scene.frames() if kind == GOAWAY]
+        assert int.from_bytes(goaway[:4]) == FIRST
+        assert scene.wire.has_closed
+        assert not scene.connection._repeated.known
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_call_after_call_is_cut_off() -> None:
+    async def run() -> None:
+        scene = await begun(reset_burst=10, resets_per_s=1)
+        block = scene.block
+        for stream in range(FIRST, FIRST + 400, 4):
+            ended_badly = raw(HEADERS, END_HEADERS, stream, block) + data(
+                b"", stream=stream
+            )  # so that the block is known again
+            asked = raw(HEADERS, END_HEADERS, stream + 2, block) + data(frame(b"x"), stream=stream + 2)
+            scene.send(ended_badly + asked + rst_stream(stream + 2, 8))
+        assert scene.wire.has_closed
+        assert len(scene.gone) <= 12
+
+    asyncio.run(run())
+
+
+def test_a_reserved_bit_means_nothing() -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + window_update(FIRST | RESERVED, 5) + data(frame(b"x"), stream=FIRST | RESERVED))
+        assert scene.untold == [FIRST]
+        scene.answer(FIRST)
+        assert ends(scene) == [("answered", FIRST)]
+
+    asyncio.run(run())
+
+
+def test_an_old_stream_does_not_begin_anew() -> None:
+    async def run() -> None:
+        scene = await begun()
+        scene.send(begin(scene) + data(frame(b"x")) + begin(scene, 1))
+        assert list(scene.waiting) == [FIRST]
+        scene.answer(FIRST)
+        assert ends(scene) == [("answered", FIRST)]
+
+    asyncio.run(run())
+
+
+def test_what_comes_late_for_a_call_that_is_over_harms_nobody() -> None:
+    async def run() -> None:
+        scene = await begun()
+        late = window_update(FIRST, 5) + data(b"late", 0) + rst_stream(FIRST, 8)
+        scene.send(begin(scene) + data(frame(b"x"), 0))
+        scene.fail(FIRST, "no", ended=False)
+        assert ends(scene) == [("answered", FIRST), ("reset", FIRST)]
+        scene.send(late)
+        scene.connection.go_away()
+        scene.send(late)
+        assert ends(scene) == [("connection", 0)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("more", [b"", FIELD])
+def test_more_calls_than_allowed_are_too_many_wherever_they_are(more: bytes) -> None:
+    async def run() -> None:
+        scene = await begun(max_streams=2)
+        scene.send(begin(scene) + begin(scene, FIRST + 2))
+        assert scene.untold == [FIRST, FIRST + 2]
+        scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + more))
+        assert ends(scene) == [("connection", 0)]
+        assert sorted(scene.connection._calls) == [FIRST, FIRST + 2]
+
+    asyncio.run(run())
