@@ -85,8 +85,8 @@ class FrameReader:
     def _frames(self, data: Bytes, at: int, teller: Teller) -> int:  # noqa: C901, PLR0912, PLR0915  (calls cost too much)
         """Read the frames from a place on; where the last one ends."""
         calls, tell, read_head, read_prefix = self._calls, teller.tell, HEAD.unpack_from, PREFIX.unpack_from
-        expecting, growing, known, max_whole = calls.expecting, calls.growing, calls.known, calls.max_whole
-        announced = calls.announced
+        requests, known = calls.requests, calls.known
+        expecting, growing, announced, max_whole = requests.calls, requests.growing, requests.announced, requests.max_whole
         size, passed = len(data), at  # what is from `passed` to `at` is libnghttp2's, which has not got it yet
         for _ in range(FRAMES_A_TURN):
             body = at + HEAD_BYTES
@@ -107,7 +107,7 @@ class FrameReader:
                     and stream not in growing
                     and announced.get(stream, end - body) == end - body
                 ):
-                    calls.owed += end - body
+                    requests.owed += end - body
                     if announced:
                         announced.pop(stream, None)
                     expecting.pop(stream).take(bytes(data[body + PREFIX_BYTES : end]))
@@ -158,7 +158,7 @@ class FrameReader:
     def _data(self, data: Bytes, body: int, end: int, flags: int, stream: int) -> bool:
         """Read a frame of DATA that is no whole request, as far as it is there; False where it is libnghttp2's."""
         calls, size = self._calls, len(data)
-        if stream in calls.expecting:
+        if stream in calls.requests.calls:
             if flags & ~END_STREAM or end - body > FRAME_BYTES:
                 calls.retire()
                 return False

@@ -20,13 +20,13 @@ from serve.transports.grpc_framing import PREFIX_BYTES
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, Headers
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.call import Call, UnaryCall
+from serve.transports.nghttp2.expected_requests import ExpectedRequests
 from serve.transports.nghttp2.frames import (
     DEFAULT_FRAME_BYTES,
     DEFAULT_TABLE_BYTES,
     DEFAULT_WINDOW_BYTES,
     END_HEADERS,
     END_STREAM,
-    FRAME_BYTES,
     HEADER_TABLE_SIZE,
     HEADERS,
     INITIAL_WINDOW_SIZE,
@@ -41,7 +41,6 @@ from serve.transports.nghttp2.frames import (
     window_update,
     with_last_stream,
 )
-from serve.transports.nghttp2.growing_message import GrowingMessage
 from serve.transports.nghttp2.hpack_blocks import (
     AUTHORITY,
     CONTENT_TYPE,
@@ -85,15 +84,11 @@ class RepeatedCalls:
     """Those of one connection.
 
     Attributes:
-        announced: bytes that are still to come for those whose client has told how many it sends.
         calls: all calls in flight, by stream; those that libnghttp2 knows of among them.
         granted: streams of the calls that are here and not answered yet, and by how much the client has opened their windows.
-        expecting: the calls among them whose request is not whole.
-        growing: what has come for those of them whose request comes in pieces.
-        max_whole: bytes of a frame that may hold a whole request.
+        requests: of the calls among them whose request is not whole.
         known: what is known of calls, by the bytes that they begin with.
         spare: bytes of the connection's window that may be sent.
-        owed: bytes that have come and that the client has not been told to send again.
         latest: the highest number of a stream.
         told: the highest that libnghttp2 has heard of.
         unsent: frames to send.
@@ -103,9 +98,8 @@ class RepeatedCalls:
     """
 
     __slots__ = (
-        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_max_growing", "_reserved", "_stream_window",
-        "_windows", "announced", "calls", "closed", "expecting", "granted", "growing", "is_open", "is_over", "known", "latest",
-        "max_whole", "owed", "spare", "told", "unsent",
+        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "granted",
+        "is_open", "is_over", "known", "latest", "requests", "spare", "told", "unsent",
     )  # fmt: skip
 
     def __init__(self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits) -> None:
@@ -120,19 +114,13 @@ class RepeatedCalls:
         self._http2 = http2
         self._windows = windows
         self._limits = limits
-        # A stream's window is not opened again here, so that a larger request is for libnghttp2.
-        self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes, limits.max_small_message_bytes)
         self._acknowledge_at = limits.connection_window_bytes // 4
         self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
-        self._reserved = 0  # bytes of memory, for all requests in pieces
         self.calls = calls
         self.granted: dict[int, int] = {}
-        self.expecting: dict[int, UnaryCall] = {}
-        self.announced: dict[int, int] = {}
-        self.growing: dict[int, GrowingMessage] = {}
-        self.max_whole = min(self._max_growing + PREFIX_BYTES, FRAME_BYTES)
+        self.requests = ExpectedRequests(limits)
         self.known: dict[bytes, Known] = {}
-        self.spare = self.owed = self.latest = self.told = 0
+        self.spare = self.latest = self.told = 0
         self.unsent: list[bytes] = []
         self.closed: list[int] = []
         self.is_open = self.is_over = False
@@ -147,9 +135,8 @@ class RepeatedCalls:
         call = known.open(stream)
         self.latest = stream
         self.granted[stream] = 0
-        self.expecting[stream] = self.calls[stream] = call
-        if known.length is not None:
-            self.announced[stream] = known.length
+        self.calls[stream] = call
+        self.requests.expect(stream, call, known.length)
         return True
 
     def make_way(self, stream: int, flags: int) -> bool:
@@ -172,41 +159,10 @@ class RepeatedCalls:
 
     def take(self, stream: int, piece: bytes | memoryview, *, is_last: bool) -> bool:
         """Take some of a call's request, or of what still comes for one that is over; False where it is for libnghttp2."""
-        size, call, growing = len(piece), self.expecting.get(stream), self.growing.get(stream)
-        if call is None:
-            self.owed += size
+        if self.requests.take(stream, piece, is_last=is_last):
             return True
-        announced = self.announced.get(stream)
-        if announced is not None and (size > announced or (is_last and size < announced)):
-            self.hand_over()
-            return False
-        if growing is None and is_last:  # whole and no plain message: the call finds out what it is
-            self.owed += size
-            self._stop_expecting(stream)
-            call.receive_last(bytes(piece))
-            return True
-        if growing is None:
-            growing = GrowingMessage.begun(piece, min(self._max_growing, self._limits.max_held_bytes - self._reserved))
-            if growing is None:
-                self.hand_over()
-                return False
-            self.growing[stream] = growing
-            self._reserved += growing.length
-        elif not growing.add(piece):
-            self.hand_over()
-            return False
-        self.owed += size
-        if is_last:
-            self._stop_expecting(stream)
-            if growing.is_whole:
-                call.take(growing.message)
-            else:
-                call.receive_last(growing.so_far())
-        else:
-            if announced is not None:
-                self.announced[stream] = announced - size
-            call.grew()
-        return True
+        self.hand_over()
+        return False
 
     def open_window(self, stream: int, size: int) -> bool:
         """The client takes `size` bytes more; False where it is for libnghttp2 to know."""
@@ -266,7 +222,7 @@ class RepeatedCalls:
             self.hand_over()
             return False
         del self.calls[stream], self.granted[stream]
-        self._stop_expecting(stream)
+        self.requests.forget(stream)
         self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
         if not ended:
             self.unsent.append(rst_stream(stream, NO_ERROR))
@@ -274,9 +230,9 @@ class RepeatedCalls:
 
     def acknowledge(self) -> None:
         """Have the client send on, before the connection's window is too small: at once where libnghttp2 keeps some of it."""
-        if self.owed > self._acknowledge_at or (self.owed and self._windows.withhold):
-            self.unsent.append(window_update(0, self.owed))
-            self.owed = 0
+        owed = self.requests.owed
+        if owed > self._acknowledge_at or (owed and self._windows.withhold):
+            self._pay()
 
     def relieve(self, *, paused: bool) -> bool:
         """Give libnghttp2 of the window what it is short of; whether it can send more now. The socket may be `paused`."""
@@ -306,27 +262,25 @@ class RepeatedCalls:
         """Have libnghttp2 carry on all calls that are here."""
         if not self.granted:
             return
-        frames = []
+        requests, frames = self.requests, []
         for stream, granted in sorted(self.granted.items()):
-            end = 0 if stream in self.expecting else END_STREAM
+            end = 0 if stream in requests.calls else END_STREAM
             block = _CALL
-            if stream in self.announced:  # it sees to it that so much comes
-                block += literals([(CONTENT_LENGTH, b"%d" % self.announced[stream])])
+            if stream in requests.announced:  # it sees to it that so much comes
+                block += literals([(CONTENT_LENGTH, b"%d" % requests.announced[stream])])
             frames.append(head_of(HEADERS, END_HEADERS | end, stream, len(block)) + block)
             if granted:
                 frames.append(window_update(stream, granted))
             self.told = stream
+        unfinished = dict(requests.growing)
         self.granted.clear()
-        self.expecting.clear()
-        self.announced.clear()
+        requests.clear()
         self._tell(b"".join(frames))
-        for stream, growing in self.growing.items():
+        for stream, growing in unfinished.items():
             call = self.calls[stream]
             call.receive(growing.so_far())
             self.unsent.append(window_update(stream, growing.came))
             self._windows.must_wait(stream, call.held_bytes)
-        self.growing.clear()
-        self._reserved = 0
 
     def retire(self) -> None:
         """Have libnghttp2 do everything from now on."""
@@ -343,9 +297,13 @@ class RepeatedCalls:
         if frames:
             self._tell(b"".join(frames))
         self._give_window()
-        if self.owed:
-            self.unsent.append(window_update(0, self.owed))
-            self.owed = 0
+        if self.requests.owed:
+            self._pay()
+
+    def _pay(self) -> None:
+        """Let the client send again as much as has come."""
+        self.unsent.append(window_update(0, self.requests.owed))
+        self.requests.owed = 0
 
     def _give_window(self) -> None:
         """Let libnghttp2 have all of the connection's window that is left."""
@@ -366,14 +324,4 @@ class RepeatedCalls:
         self.is_over = True
         self.known.clear()
         self.granted.clear()
-        self.expecting.clear()
-        self.announced.clear()
-        self.growing.clear()
-        self._reserved = 0
-
-    def _stop_expecting(self, stream: int) -> None:
-        self.expecting.pop(stream, None)
-        self.announced.pop(stream, None)
-        growing = self.growing.pop(stream, None)
-        if growing is not None:
-            self._reserved -= growing.length
+        self.requests.clear()

@@ -47,7 +47,7 @@ def test_what_is_as_long_as_announced_is_read_without_libnghttp2(pieces: list[by
         for stream in scene.untold:
             scene.answer(stream)
         assert ends(scene) == [("answered", FIRST), ("answered", FIRST + 2)]
-        assert not scene.connection._repeated.announced
+        assert not scene.connection._repeated.requests.announced
 
     asyncio.run(run())
 
