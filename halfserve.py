@@ -73,6 +73,23 @@ STAGES = {
 }
 
 
+class StageCommand(TyperCommand):
+    """One stage's command; its help has a heading for each group of options (their `rich_help_panel`)."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, group after group in the order of their first."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
 class LazyGroup(TyperGroup):
     """Lists the commands from STAGES and imports one only when it is the one called."""
 
@@ -101,7 +118,7 @@ class LazyGroup(TyperGroup):
         name = str(command and command.name)
         stage = STAGES[name]
         single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        single.command(name)(getattr(stage.load(), stage.function))
+        single.command(name, cls=StageCommand)(getattr(stage.load(), stage.function))
         return name, typer.main.get_command(single), rest
 
 

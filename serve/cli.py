@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from serve import cli_options as opt
 from serve.addresses import addresses
 from serve.control.options import ControlMode, ControlOptions
 from serve.departure import leave_at_once, leave_threads_behind
@@ -34,129 +35,49 @@ from serve.transports.transport import BindError
 
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 
-HTTP_PORT, METRICS_PORT = 8000, 8002
-
 
 def serve(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A model repository folder, or one .onnx or .pt2 file.")],
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = 8001,
-    http: Annotated[bool, typer.Option("--http/--no-http", help="Serve REST, the page and metrics too.")] = True,
-    http_port: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does.",
-            show_default=False,
-        ),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            min=-1,
-            max=65535,
-            help=f"Port of the metrics alone, {METRICS_PORT} by default; 0 finds a free one, -1 has none.",
-            show_default=False,
-        ),
-    ] = None,
-    http_allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(help="A name by which browsers may address this server; may be repeated."),
-    ] = None,
-    transport: Annotated[
-        TransportName,
-        typer.Option(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference)."),
-    ] = TransportName.NGHTTP2,
-    shared_memory: Annotated[
-        bool,
-        typer.Option(
-            "--shared-memory",
-            help="Let clients on this machine leave tensors in shared memory (the system's, or a CUDA device's).",
-        ),
-    ] = False,
-    model_control: Annotated[
-        ControlMode,
-        typer.Option(
-            help="Which models are served: what PATH holds at the start (none), at any time (poll), "
-            "or what RepositoryModelLoad asks for (explicit)."
-        ),
-    ] = ControlMode.NONE,
-    load_model: Annotated[
-        list[str] | None,
-        typer.Option(help="Model to load at the start with --model-control explicit; may be repeated, '*' is all."),
-    ] = None,
-    poll_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks with --model-control poll.")] = 5.0,
-    warm_up_seconds: Annotated[
-        float,
-        typer.Option(min=0, help="Time for trying out a model's batch sizes before it serves."),
-    ] = 5.0,
-    keep_going: Annotated[
-        bool,
-        typer.Option("--keep-going", help="Start with the models that can be served where one cannot."),
-    ] = False,
-    model_uploads: Annotated[
-        bool,
-        typer.Option("--model-uploads", help="Let load requests bring model files along (--model-control explicit)."),
-    ] = False,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Rows in one batch, where the model's config does not say.")] = 32,
-    max_queue_delay_us: Annotated[
-        int,
-        typer.Option(min=0, help="Microseconds a request may wait for others, where the model's config does not say."),
-    ] = 0,
-    max_queue_size: Annotated[int, typer.Option(min=1, help="Requests that may wait for one model.")] = 8192,
-    max_queue_mib: Annotated[int, typer.Option(min=1, help="MiB that these may hold.")] = 1024,
-    compute_slots: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Batches computed at once on the CPU over all models, handed out fairly; 0 leaves it to the system."
-        ),
-    ] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 0,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
-    require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Refuse to start without a GPU.")] = False,
-    access_log: Annotated[
-        AccessLog,
-        typer.Option(help="Requests to log as JSON lines; sampled: every error and some answers."),
-    ] = AccessLog.OFF,
-    access_log_file: Annotated[Path | None, typer.Option(help="File of the access log; standard error without one.")] = None,
-    access_log_every: Annotated[int, typer.Option(min=1, help="Of sampled answers, one in so many.")] = 100,
-    trace_to: Annotated[
-        str,
-        typer.Option(help="OpenTelemetry traces: 'otlp' (OTEL_* variables say where) or a file.", show_default=False),
-    ] = "",
-    trace_rate: Annotated[int, typer.Option(min=1, help="One request in so many is traced, unless its caller decides.")] = 1000,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM file of the server's certificate chain; turns TLS on, for REST too.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="PEM file of who may have signed clients' certificates (mTLS).")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Lines that `halfserve token` prints; who has none of these tokens is not let in.")
-    ] = None,
-    admin_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
-    ] = None,
-    admin_socket: Annotated[Path | None, typer.Option(help="The same on a Unix socket that only this user can open.")] = None,
-    client_rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests a second that one token or address may send.")
-    ] = None,
-    client_burst: Annotated[int | None, typer.Option(min=1, help="Of these at once after a pause.")] = None,
-    client_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in progress of one token or address.")] = None,
-    lame_duck_seconds: Annotated[
-        float,
-        typer.Option(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on."),
-    ] = 0.0,
-    drain_seconds: Annotated[float, typer.Option(min=0.1, help="Time for requests in flight after SIGTERM.")] = 30.0,
-    supervise: Annotated[
-        bool,
-        typer.Option(
-            "--supervise", help="Serve in a worker process, and start it anew when it ends; clients keep the address."
-        ),
-    ] = False,
+    host: opt.Host = "127.0.0.1",
+    grpc_port: opt.GrpcPort = 8001,
+    http: opt.Http = True,
+    http_port: opt.HttpPort = None,
+    metrics_port: opt.MetricsPort = None,
+    http_allowed_host: opt.HttpAllowedHost = None,
+    transport: opt.Transport = TransportName.NGHTTP2,
+    shared_memory: opt.SharedMemory = False,
+    model_control: opt.ModelControl = ControlMode.NONE,
+    load_model: opt.LoadModel = None,
+    poll_seconds: opt.PollSeconds = 5.0,
+    warm_up_seconds: opt.WarmUpSeconds = 5.0,
+    keep_going: opt.KeepGoing = False,
+    model_uploads: opt.ModelUploads = False,
+    max_batch_size: opt.MaxBatchSize = 32,
+    max_queue_delay_us: opt.MaxQueueDelayUs = 0,
+    max_queue_size: opt.MaxQueueSize = 8192,
+    max_queue_mib: opt.MaxQueueMib = 1024,
+    compute_slots: opt.ComputeSlots = 0,
+    threads: opt.Threads = 0,
+    cpu: opt.Cpu = False,
+    require_gpu: opt.RequireGpu = False,
+    access_log: opt.AccessLogChoice = AccessLog.OFF,
+    access_log_file: opt.AccessLogFile = None,
+    access_log_every: opt.AccessLogEvery = 100,
+    trace_to: opt.TraceTo = "",
+    trace_rate: opt.TraceRate = 1000,
+    tls_cert: opt.TlsCert = None,
+    tls_key: opt.TlsKey = None,
+    tls_client_ca: opt.TlsClientCa = None,
+    token_file: opt.TokenFile = None,
+    admin_port: opt.AdminPort = None,
+    admin_socket: opt.AdminSocket = None,
+    client_rate: opt.ClientRate = None,
+    client_burst: opt.ClientBurst = None,
+    client_concurrency: opt.ClientConcurrency = None,
+    lame_duck_seconds: opt.LameDuckSeconds = 0.0,
+    drain_seconds: opt.DrainSeconds = 30.0,
+    supervise: opt.Supervise = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
     """Serve models over gRPC and REST in batches until SIGTERM or Ctrl-C.
@@ -183,7 +104,7 @@ def serve(
         client_limits=None if limits == ClientLimits() else limits,
     )
     # Who wants any port for gRPC starts several servers on one machine.
-    usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (HTTP_PORT, METRICS_PORT)
+    usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (opt.HTTP_PORT, opt.METRICS_PORT)
     metrics = usual_metrics if metrics_port is None else metrics_port
     rest = HttpOptions(
         port=usual_http if http_port is None else http_port,

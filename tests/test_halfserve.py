@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import halfserve
 
 ROOT = Path(__file__).parent.parent
+MANY_OPTIONS = 12  # for one heading of a help
 
 
 def run(*arguments: str, stdout: int | IO[bytes] = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -44,6 +45,25 @@ def test_every_command_has_a_help_with_an_example(name: str) -> None:
     assert result.exit_code == 0
     assert f"halfserve {name} " in result.output
     assert "Example" in result.output
+
+
+def options_by_heading(name: str) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for line in CliRunner().invoke(halfserve.app, [name, "--help"]).output.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            groups[line[:-1]] = found = []
+        elif line.startswith("  --"):
+            found.append(line.split()[0])
+    return groups
+
+
+@pytest.mark.parametrize("name", ["serve"])
+def test_a_long_help_has_a_heading_for_each_group_of_options(name: str) -> None:
+    groups = options_by_heading(name)
+    assert list(groups)[:2] == ["Arguments", "Options"]
+    shown = [option for options in groups.values() for option in options]
+    assert len(shown) == len(set(shown)) > MANY_OPTIONS
+    assert max(map(len, groups.values())) <= MANY_OPTIONS
 
 
 @pytest.mark.parametrize("name", halfserve.STAGES)
