@@ -52,12 +52,12 @@ def options_by_heading(name: str) -> dict[str, list[str]]:
     for line in CliRunner().invoke(halfserve.app, [name, "--help"]).output.splitlines():
         if line.endswith(":") and not line.startswith(" "):
             groups[line[:-1]] = found = []
-        elif line.startswith("  --"):
+        elif groups and line.startswith("  --"):
             found.append(line.split()[0])
     return groups
 
 
-@pytest.mark.parametrize("name", ["serve"])
+@pytest.mark.parametrize("name", ["serve", "bench", "infer", "models"])
 def test_a_long_help_has_a_heading_for_each_group_of_options(name: str) -> None:
     groups = options_by_heading(name)
     assert list(groups)[:2] == ["Arguments", "Options"]

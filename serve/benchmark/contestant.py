@@ -18,6 +18,7 @@ from serve.benchmark.shared_memory import shared_requests
 from serve.client import InferenceClient, InferenceClientError
 from serve.client.channel import method_path
 from serve.client.display import provider_of
+from serve.client.headers import bearer
 from serve.client.input_arguments import fitted_inputs
 from serve.client.parameters import Parameter
 from serve.client.tls import Tls
@@ -44,6 +45,7 @@ class RequestOptions:
         processes: that send them.
         timeout_s: of the calls that prepare the load.
         tls: for an encrypted connection; None for a plain one.
+        token: of every call; only over TLS, or to this machine.
         metadata: of every call.
     """
 
@@ -58,6 +60,7 @@ class RequestOptions:
     processes: int = 1
     timeout_s: float = 30.0
     tls: Tls | None = None
+    token: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -94,7 +97,9 @@ class Contestant:
         try:
             host, port = host_and_port(address)
             self.client = self._stack.enter_context(
-                InferenceClient(address, timeout_s=options.timeout_s, tls=options.tls, metadata=options.metadata)
+                InferenceClient(
+                    address, timeout_s=options.timeout_s, tls=options.tls, token=options.token, metadata=options.metadata
+                )
             )
             self.requests = self._all_requests()
             self.generator = self._stack.enter_context(self._generator(host, port))
@@ -183,13 +188,15 @@ class Contestant:
 
     def _generator(self, host: str, port: int) -> LoadGenerator:
         method = "ModelStreamInfer" if self._options.streaming else "ModelInfer"
+        token = self._options.token
         target = Target(
             host=host,
             port=port,
             path=method_path(method),
             streaming=self._options.streaming,
             tls=None if self._options.tls is None else _files(self._options.tls),
-            headers=tuple((name.lower(), value) for name, value in self._options.metadata.items()),
+            headers=tuple((name.lower(), value) for name, value in self._options.metadata.items())
+            + (() if token is None else bearer(token)),
         )
         messages = [request.SerializeToString() for _, request in self.requests]
         numbers = [number for number, _ in self.requests]

@@ -26,7 +26,7 @@ def headers_of(metadata: Mapping[str, HeaderValue] | None) -> Headers:
     return tuple(_header(name.lower(), value) for name, value in (metadata or {}).items())
 
 
-def bearer(token: Token) -> Headers:
+def bearer(token: Token) -> tuple[tuple[str, str], ...]:
     """The header that carries a token; a callable is asked for it at every call, so that it can be renewed.
 
     Raises:

@@ -1,9 +1,10 @@
-"""The options that `halfserve infer` and `halfserve models` share: whom to ask, and how."""
+"""The options that `halfserve infer`, `halfserve models` and `halfserve bench` share: whom to ask, and how."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,39 +14,40 @@ from serve.client.errors import InvalidRequest
 from serve.client.inference_client import InferenceClient
 from serve.client.tls import Tls
 
-Address = Annotated[str, typer.Option(help="HOST:PORT of the server's gRPC port, or unix:/path of its socket.")]
-Timeout = Annotated[float, typer.Option(help="Seconds to wait for an answer.", min=0.001)]
-Retries = Annotated[int, typer.Option(help="Ask again, where that is safe, so many times.", min=0, max=10)]
+_connection = partial(typer.Option, rich_help_panel="Connection")
+
+Address = Annotated[str, _connection(help="HOST:PORT of the server's gRPC port, or unix:/path of its socket.")]
+Timeout = Annotated[float, _connection(help="Seconds to wait for an answer.", min=0.001)]
+Retries = Annotated[int, _connection(help="Ask again, where that is safe, so many times.", min=0, max=10)]
+UseTls = Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")]
+TlsCa = Annotated[
+    Path | None, _connection(help="PEM file of who may have signed the server's certificate, if not whom the system trusts.")
+]
+TlsCert = Annotated[Path | None, _connection(help="PEM file of this client's certificate, for mTLS.")]
+TlsKey = Annotated[Path | None, _connection(help="PEM file of its private key.")]
+TlsName = Annotated[str | None, _connection(help="The name in the server's certificate, if it is not the address's.")]
+TokenFile = Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")]
+Headers = Annotated[list[str] | None, _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-TlsCa = Annotated[Path | None, typer.Option(help="PEM file of who signed the server's certificate; turns TLS on.")]
-TlsCert = Annotated[Path | None, typer.Option(help="PEM file of this client's certificate, for mTLS.")]
-TlsKey = Annotated[Path | None, typer.Option(help="PEM file of its private key.")]
-TlsName = Annotated[str | None, typer.Option(help="The name in the server's certificate, if it is not the address's.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")]
-Headers = Annotated[list[str] | None, typer.Option("--header", help="NAME:VALUE of gRPC metadata; once per header.")]
 
 ADDRESS, TIMEOUT_S = "127.0.0.1:8001", 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionOptions:
-    """What was given on the command line.
+class Credentials:
+    """What was given on the command line of who this client is, and whom it trusts.
 
     Attributes:
-        address: see `Address`, as the others see theirs.
-        timeout: seconds.
-        retries: of one call.
+        use_tls: even if no file says so.
         tls_ca: PEM file.
         tls_cert: PEM file.
         tls_key: PEM file.
         tls_name: in the server's certificate.
-        token_file: whose first line is the token.
+        token_file: whose only word is the token.
         headers: NAME:VALUE.
     """
 
-    address: str
-    timeout: float
-    retries: int
+    use_tls: bool
     tls_ca: Path | None
     tls_cert: Path | None
     tls_key: Path | None
@@ -53,24 +55,48 @@ class ConnectionOptions:
     token_file: Path | None
     headers: Sequence[str] | None
 
-    def connect(self, **options: Any) -> InferenceClient:
-        """A client; it connects at its first call.
+    def tls(self) -> Tls | None:
+        """For an encrypted connection; None for a plain one.
 
         Raises:
-            InvalidRequest: an option is not what it should be; the text names it.
+            InvalidRequest: a file is not what it should be; the text names it.
         """
-        tls = None
-        if any((self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
-            tls = Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
-        return InferenceClient(
-            self.address,
-            timeout_s=self.timeout,
-            retries=self.retries,
-            tls=tls,
-            token=None if self.token_file is None else _token(self.token_file),
-            metadata=dict(_header(text) for text in self.headers or ()),
-            **options,
-        )
+        if not any((self.use_tls, self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
+            return None
+        return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
+
+    def token(self) -> str | None:
+        """Of each call.
+
+        Raises:
+            InvalidRequest: the file is not what it should be; the text names it.
+        """
+        return None if self.token_file is None else _token(self.token_file)
+
+    def metadata(self) -> dict[str, str]:
+        """Of each call, beside the token.
+
+        Raises:
+            InvalidRequest: a header is none; the text shows it.
+        """
+        return dict(_header(text) for text in self.headers or ())
+
+
+def connect(address: str, credentials: Credentials, *, timeout: float, retries: int, **options: Any) -> InferenceClient:
+    """A client; it connects at its first call.
+
+    Raises:
+        InvalidRequest: an option is not what it should be; the text names it.
+    """
+    return InferenceClient(
+        address,
+        timeout_s=timeout,
+        retries=retries,
+        tls=credentials.tls(),
+        token=credentials.token(),
+        metadata=credentials.metadata(),
+        **options,
+    )
 
 
 def _token(path: Path) -> str:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from serve.client.commands.connection_options import (
     TIMEOUT_S,
     Address,
     AsJson,
-    ConnectionOptions,
+    Credentials,
     Headers,
     Retries,
     Timeout,
@@ -25,6 +26,8 @@ from serve.client.commands.connection_options import (
     TlsKey,
     TlsName,
     TokenFile,
+    UseTls,
+    connect,
 )
 from serve.client.commands.output_files import checked_output_file, write_answer
 from serve.client.commands.request_stream import requests_of
@@ -35,6 +38,7 @@ from serve.client.inference_client import InferenceClient
 from serve.client.input_arguments import fitted_inputs, read_inputs
 from serve.client.options import RequestOptions
 
+_streaming = partial(typer.Option, rich_help_panel="Many requests over one call")
 FAILED_EXIT_CODE = 1  # some request of a stream was not answered
 
 
@@ -60,20 +64,21 @@ def infer(
     output_file: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz or .json file.")] = None,
     stream: Annotated[
         bool,
-        typer.Option(
+        _streaming(
             "--stream",
-            help="Many requests over one call: one per line of --input FILE.jsonl or -, or one per --rows rows of the inputs. "
-            "Prints a line of JSON per answer.",
+            help="Send one request per line of --input FILE.jsonl or -, or one per --rows rows of the inputs. Prints a "
+            "line of JSON per answer.",
         ),
     ] = False,
-    rows: Annotated[int, typer.Option(help="Rows of one request, with --stream.", min=1)] = 1,
-    in_flight: Annotated[int, typer.Option(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32,
+    rows: Annotated[int, _streaming(help="Rows of one request, with --stream.", min=1)] = 1,
+    in_flight: Annotated[int, _streaming(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32,
     shared_memory: Annotated[
         bool, typer.Option("--shared-memory", help="Leave large tensors in shared memory; the server must be on this machine.")
     ] = False,
     compression: Annotated[Literal["gzip", "deflate"] | None, typer.Option(help="Compress what is sent.")] = None,
     timeout: Timeout = TIMEOUT_S,
     retries: Retries = 0,
+    use_tls: UseTls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -88,10 +93,8 @@ def infer(
 
     Example: halfserve infer digits --input image=digit.npy
     """
-    connection = ConnectionOptions(
-        address=address,
-        timeout=timeout,
-        retries=retries,
+    credentials = Credentials(
+        use_tls=use_tls,
         tls_ca=tls_ca,
         tls_cert=tls_cert,
         tls_key=tls_key,
@@ -105,12 +108,19 @@ def infer(
     question = Question(model=model, version=version, inputs=inputs, options=asked, as_json=as_json)
     if stream and output_file is not None:
         raise InvalidRequest("--output-file holds one answer; with --stream, send standard output to a file instead")
-    if stream:
-        with connection.connect(compression=compression) as client:
+    # A stream's tensors go over the wire, one request after the other.
+    with connect(
+        address,
+        credentials,
+        timeout=timeout,
+        retries=retries,
+        compression=compression,
+        shared_memory=shared_memory and not stream,
+    ) as client:
+        if stream:
             _ask_stream(client, question, rows, in_flight)
-        return
-    with connection.connect(compression=compression, shared_memory=shared_memory) as client:
-        _ask(client, question, output_file)
+        else:
+            _ask(client, question, output_file)
 
 
 @dataclass(frozen=True, kw_only=True)

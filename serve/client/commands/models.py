@@ -18,7 +18,7 @@ from serve.client.commands.connection_options import (
     TIMEOUT_S,
     Address,
     AsJson,
-    ConnectionOptions,
+    Credentials,
     Headers,
     Retries,
     Timeout,
@@ -27,6 +27,8 @@ from serve.client.commands.connection_options import (
     TlsKey,
     TlsName,
     TokenFile,
+    UseTls,
+    connect,
 )
 from serve.client.commands.watch import Look, looked_at, looks_json, looks_table
 from serve.client.console import PipedConsole
@@ -50,6 +52,7 @@ def models(
     address: Address = ADDRESS,
     timeout: Timeout = TIMEOUT_S,
     retries: Retries = 0,
+    use_tls: UseTls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -62,10 +65,8 @@ def models(
 
     Example: halfserve models --load digits --wait 30
     """
-    connection = ConnectionOptions(
-        address=address,
-        timeout=timeout,
-        retries=retries,
+    credentials = Credentials(
+        use_tls=use_tls,
         tls_ca=tls_ca,
         tls_cert=tls_cert,
         tls_key=tls_key,
@@ -74,7 +75,7 @@ def models(
         headers=headers,
     )
     override = None if config is None else _config_text(config, load)
-    with connection.connect() as client:
+    with connect(address, credentials, timeout=timeout, retries=retries) as client:
         if wait is not None and not load:
             _wait(client, names, wait)
         for name in load or ():

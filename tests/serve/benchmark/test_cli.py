@@ -18,8 +18,12 @@ from serve.benchmark.errors import BenchmarkError
 from serve.benchmark.level import Level
 from serve.benchmark.load.order import INTERRUPTED
 from serve.client import InferenceClient
+from serve.security.options import SecurityOptions
+from serve.security.roles import Role
+from serve.security.token_file import new_token
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
+from tests.serve.security.guarded import Certificates, guarded_server, write_tokens
 
 
 def bench(*arguments: str) -> int:
@@ -102,7 +106,7 @@ def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest
         (["mlp", "--against", "mlp", "--max-latency-ms", "1"], 2, "searches on one server with one --batch-size"),
         (["mlp", "--until-stable", "--requests", "9"], 2, "--until-stable and --requests both say when to end"),
         (["mlp", "--connections", "501", "--processes", "1"], 2, "--connections 501: expected at most 500, 500 for each of"),
-        (["mlp", "--metadata", "x"], 2, "--metadata x: expected NAME=VALUE, such as authorization=..."),
+        (["mlp", "--header", "x"], 1, "--header x: expected NAME:VALUE"),
         (["mlp", "--tls-key", "/nowhere"], 1, "TLS has a client key without its certificate; give both files"),
         (["mlp", "--shared-memory", "system"], 1, "shared memory is off on this server"),
         (["echo_types"], 2, "takes any size in [-1]; choose with --shape in_BOOL:N"),
@@ -219,6 +223,22 @@ def test_sigterm_leaves_no_shared_memory(sharing: RunningServer) -> None:
         assert client.shared_regions() == {}
 
 
+def test_a_token_lets_in_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    certificates = Certificates(tmp_path)
+    (tmp_path / "ca.pem").write_bytes(certificates.trusted)
+    (token,) = write_tokens(tmp_path / "tokens", new_token("alice", [Role.INFER]))
+    (tmp_path / "alice.token").write_text(f"{token}\n")
+    options = SecurityOptions(tls=certificates.options, token_file=tmp_path / "tokens")
+    with guarded_server(options) as (server, _):
+        trusted = ("--address", server.address, "--tls-ca", str(tmp_path / "ca.pem"))
+        load = ("held", *trusted, "--data", "zeros", "--requests", "4", "--concurrency", "1", "--warmup", "0")
+        assert bench(*load) == 1
+        assert "asks for a token" in capsys.readouterr().err
+        monkeypatch.setenv("HALFSERVE_TOKEN_FILE", str(tmp_path / "alice.token"))
+        assert bench(*load, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["levels"][0]["requests"] == 4
+
+
 def test_tokens_stay_out_of_the_report() -> None:
-    arguments = ["bench", "mlp", "--metadata", "authorization=Bearer a=b", "--metadata=x-key=secret", "--rate", "5"]
-    assert cli._command(arguments) == "halfserve bench mlp --metadata authorization=... --metadata=x-key=... --rate 5"
+    arguments = ["bench", "mlp", "--header", "authorization: Bearer a:b", "--header=x-key:secret", "--rate", "5"]
+    assert cli._command(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"

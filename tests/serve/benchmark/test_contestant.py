@@ -94,7 +94,7 @@ def test_shapes_take_turns(server: RunningServer) -> None:
 
 
 def test_until_stable_measures_windows_and_reads_the_counters_between_them(server: RunningServer) -> None:
-    how = Measurement(seconds=0.05, until_stable=True, warmup_s=0)
+    how = Measurement(seconds=0.25, until_stable=True, warmup_s=0)
     shown: list[float] = []
     with Contestant(server.address, ["mlp"], RequestOptions(zeros=True)) as contestant:
         level = measure(contestant.bench, Load(concurrency=2), how, lambda tally: shown.append(tally.seconds))
