@@ -108,6 +108,7 @@ def test_every_alias_stands_for_operations_that_this_torch_has(alias: str) -> No
 def test_the_cuda_preset_covers_all_that_torch_registers_for_cuda() -> None:
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
     registered -= {"aten::copy_", "aten::_foreach_copy_"}  # ours, which watch for overwritten weights
+    registered -= {"aten::_cudnn_rnn"}  # in builds for CUDA: no rule, but a way of its own to lay out weights, which stays
     covered = {qualified_name(overload) for name in Policy.cuda().rules() for overload in overloads_of(name)}
     assert registered <= covered
 

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from examples.recipes.precision import Precision, report
+from examples.recipes.task import device_in_use
 from tests.examples.running import run_example
 
 SMALL = {
@@ -57,7 +58,7 @@ def test_what_is_not_finite_is_null_in_json(capsys: pytest.CaptureFixture[str]) 
     [(torch.float32, torch.float32, False), (torch.float16, torch.float16, True), (torch.bfloat16, torch.bfloat16, False)],
 )
 def test_a_precision_is_a_region_and_a_scaler(dtype: torch.dtype, inside: torch.dtype, scaled: bool) -> None:
-    precision, square = Precision.of(dtype), torch.ones(2, 2, device=torch.accelerator.current_accelerator() or "cpu")
+    precision, square = Precision.of(dtype), torch.ones(2, 2, device=device_in_use())
     with precision.region:
         assert (square @ square).dtype is inside
     assert precision.scaler.is_enabled() is scaled
