@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from serve.engine.errors import BackendError, InferenceError, ModelLoadError
+
 # CUDA reports these once, and from then on for every call of the process's context:
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 SIGNS = (
@@ -30,7 +32,12 @@ def is_device_lost(error: BaseException) -> bool:
     """Whether an error, or one that it was raised from, says that the device will not compute for this copy again."""
     cause: BaseException | None = error
     while cause is not None:
-        if any(sign in str(cause).lower() for sign in SIGNS):
+        if _is_a_runtimes(cause) and any(sign in str(cause).lower() for sign in SIGNS):
             return True
         cause = cause.__cause__
     return False
+
+
+def _is_a_runtimes(error: BaseException) -> bool:
+    """Whether a runtime chose the words. Ours name regions and files, which are called what a client wants."""
+    return isinstance(error, BackendError) or not isinstance(error, InferenceError | ModelLoadError)

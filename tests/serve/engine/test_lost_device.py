@@ -49,13 +49,14 @@ def test_it_is_told_when_a_copy_cannot_be_loaded_anew_for_the_same_reason(error:
     run(test)
 
 
-def test_other_reasons_are_not_told() -> None:
+@pytest.mark.parametrize("file", ["m", "illegal memory access"])
+def test_other_reasons_are_not_told(file: str) -> None:
     told: list[str] = []
 
     async def test() -> None:
         first = Fragile()
         first._lost = True
-        scene = Scene([first], Refusing(ModelLoadError("/models/m/1/model.onnx: not found")))
+        scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
         scene.instances[0].on_lost_device = told.append
         await scene.ask(1)
         await scene.up_again()

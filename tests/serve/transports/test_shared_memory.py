@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
+from serve.protocol.system_region import FOLDER
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import MakeTransport, running_server
 
@@ -70,6 +72,21 @@ def test_every_request_reads_and_writes_what_lies_there_then(client: triton.Infe
     client.register_system_shared_memory(NAME, f"/{NAME}", 100)
     with pytest.raises(InferenceServerException, match="are not inside of shared memory region"):
         client.infer("mlp", [x_shared], outputs=[y_shared])
+
+
+def test_a_name_that_reads_like_a_lost_device_costs_nobody_the_model(client: triton.InferenceServerClient, region: Any) -> None:
+    name = "device-side assert"
+    client.register_system_shared_memory(name, f"/{NAME}", 128)
+    shm.set_shared_memory_region(region, [np.ones((1, 64), np.float16)])
+    x_shared = triton.InferInput("x", (1, 64), "FP16")
+    x_shared.set_shared_memory(name, 128)
+    for _ in range(3):  # from then on its bytes are fetched where the batch is put together
+        client.infer("mlp", [x_shared])
+    os.truncate(Path(FOLDER) / NAME, 0)
+    with pytest.raises(InferenceServerException, match=f"shared memory region '{name}' has become smaller"):
+        client.infer("mlp", [x_shared])
+    os.truncate(Path(FOLDER) / NAME, 148)
+    assert client.is_model_ready("mlp")
 
 
 def test_status_tells_what_is_registered(client: triton.InferenceServerClient, region: Any) -> None:
