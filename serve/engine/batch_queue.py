@@ -55,6 +55,7 @@ class BatchQueue(Generic[T]):
         self.pace = pace
         self._targets = limits.targets
         self._max_rows, self._levels = limits.max_rows, limits.levels
+        self._full_rows = limits.max_rows  # of a batch that nobody else could join
         self._max_waiting, self._max_bytes = limits.max_waiting, limits.max_waiting_bytes
         self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
         self._count_levels = limits.levels > 1 or bool(limits.max_waiting_by_level)
@@ -92,6 +93,10 @@ class BatchQueue(Generic[T]):
         self._waiting += 1
         self._bytes = held
 
+    def part(self) -> None:
+        """Give requests out one by one from now on: waiting for others does not pay any more, and none can join."""
+        self._full_rows, self._targets, self._holds = 1, (1,), False
+
     def take(self, now: float, *, hurry: bool = False, begins: float | None = None) -> Batch[T] | None:
         """The batch that should leave at `now` (seconds); None when nothing waits or waiting still pays (see `next_due`).
 
@@ -120,7 +125,7 @@ class BatchQueue(Generic[T]):
         line = self._ready(now, hurry=False) if self._waiting else None
         if line is None:
             return False
-        return line.rows >= (self._max_rows if self.pace is None else self.pace.most_rows(line.bucket))
+        return line.rows >= (self._full_rows if self.pace is None else min(self._full_rows, self.pace.most_rows(line.bucket)))
 
     def take_late(self, now: float) -> list[T]:
         """Let all leave whose time has run out, wherever they stand: their places are wanted."""
@@ -183,11 +188,11 @@ class BatchQueue(Generic[T]):
     def _most_rows(self, line: WaitingLine[T], now: float) -> int:
         """The largest preferred size there is; all there is once the wait has been too long, and where batches are padded."""
         if len(self._targets) == 1 or self.limits.padded_rows:
-            return self._max_rows
+            return self._full_rows
         delay = self.limits.max_delay_s
         if delay and now >= line.first_arrival + delay:
-            return self._max_rows
-        return next((target for target in self._targets if target <= line.rows), self._max_rows)
+            return self._full_rows
+        return next((target for target in self._targets if target <= line.rows), self._full_rows)
 
     def _must_take_s(self, line: WaitingLine[T], most_rows: int, pace: Pace) -> float:
         """Seconds that requests must have left to be worth computing."""

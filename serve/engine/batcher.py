@@ -18,6 +18,7 @@ from serve.engine.delivery import Delivery
 from serve.engine.errors import UnavailableError
 from serve.engine.free_instances import FreeInstances
 from serve.engine.instance import Instance
+from serve.engine.joining import Joining
 from serve.engine.pace import Pace
 from serve.engine.requests import InferRequest
 from serve.engine.shedding import Running, Shedding, full_error, late_error
@@ -46,10 +47,12 @@ class Batcher:
         limits: BatchLimits,
         statistics: Statistics,
         short_s: Mapping[int, float] = NOTHING_KNOWN,
+        joining: Joining | None = None,
     ) -> None:
         self.company = Company()
         self._limits = limits
         self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
+        self._joining = joining  # None once nothing can change any more
         self._statistics = statistics
         self._instances = instances
         self._free = FreeInstances(instances)
@@ -170,6 +173,9 @@ class Batcher:
     def _next_batch(self, now: float, *, hurry: bool, begins: float | None = None) -> Batch[InferRequest] | None:
         """A batch that may start; those that turn out to be too late get their answers. For `begins` see BatchQueue.take."""
         share = self._share
+        if self._joining is not None and not self._joining.is_safe:
+            self._joining = None
+            self._queue.part()
         while share is None or (self._queue.is_ready(now, hurry=hurry) and share.claim()):
             batch = self._queue.take(now, hurry=hurry, begins=begins)
             if batch is None:

@@ -66,7 +66,7 @@ class Model:
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
         )
         instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
-        self.batcher = Batcher(instances, self.limits, self.statistics, self.short_s)
+        self.batcher = Batcher(instances, self.limits, self.statistics, self.short_s, self.joining)
 
     @property
     def max_batch_size(self) -> int:
