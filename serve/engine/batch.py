@@ -67,11 +67,10 @@ def run_batch(
     """
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
+        if len(some) > 1 and joining is not None and not joining.is_safe:  # which a request may have shown just now
+            return [result for request in some for result in _isolate(together, [request], one_is_bad=False)]
         return _run_together(backend, some, guard, memory, padded_sizes, joining)
 
-    if joining is not None and not joining.is_safe:
-        memory = None  # pieces of one request cannot be joined either
-        return [result for request in requests for result in _isolate(together, [request], one_is_bad=False)]
     return _isolate(together, requests, one_is_bad=False)
 
 
@@ -104,6 +103,7 @@ def _run_together(
     padded_sizes: Sequence[int],
     joining: Joining | None,
 ) -> list[Answered | Failed]:
+    as_it_is = joining is not None and not joining.is_safe  # then pieces of one request cannot be joined either
     started = time.monotonic_ns()
     inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name)) for name in requests[0].inputs}
     rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
@@ -111,9 +111,9 @@ def _run_together(
         rows = padded_rows(rows, padded_sizes)
         inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
     assembled = time.monotonic_ns()
-    outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, rows)
+    outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, 1 if as_it_is else rows)
     computed = time.monotonic_ns()
-    if joining is not None and joining.is_safe and len(requests) == 1:
+    if joining is not None and not as_it_is and len(requests) == 1:
         joining.look(outputs, rows)
     verdict = None if guard is None else guard.after(requests, inputs, outputs)
     answers = _take_apart(outputs if verdict is None else verdict.outputs, requests, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ from onnx import TensorProto, helper
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.control.warm_up import warm_up
 from serve.engine.backend import Placement
-from serve.engine.batch import Answered, run_batch
+from serve.engine.batch import Answered, Failed, run_batch
 from serve.engine.config import Defaults
+from serve.engine.errors import OutOfMemoryError
 from serve.engine.joining import Joining
+from serve.engine.memory_limit import MemoryLimit
 from serve.engine.model import Model
 from serve.engine.model_repository import LoadedVersion, find_models, load_version
 from serve.engine.requests import InferRequest
+from serve.engine.tensors import Tensors
 from tests.models import save_mlp, save_model
 from tests.serve.running_server import running_server
 
@@ -64,6 +68,33 @@ def test_requests_that_may_not_be_joined_get_their_own(tmp_path: Path) -> None:
         [],
         [[0, 3]],
     ]
+
+
+def test_what_a_batch_shows_when_it_is_halved_holds_for_the_rest_of_it(tmp_path: Path) -> None:
+    """The last two found two things in two rows, which could be cut."""
+    save_detector(tmp_path / "m" / "1" / "model.onnx")
+    (backend,) = loaded(tmp_path).backends
+    rows = [TWO] * 4 + [[1.0, 0, 0, 1], NONE, TWO, TWO]
+    results = run_batch(backend, [request(row) for row in rows], joining=Joining("m/1"))
+    answers = [answer["y"].tolist() for result in results if isinstance(result, Answered) for answer in result.answers]
+    assert answers == [[[0, column] for column in np.flatnonzero(row)] for row in rows]
+
+
+def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
+    class Full:
+        provider = precision = "test"
+
+        def compute_dtype(self, name: str) -> np.dtype[Any]:
+            return np.dtype(np.float32)
+
+        def run(self, inputs: Tensors) -> Tensors:
+            raise MemoryError(f"{len(inputs['x'])} rows")
+
+    joining = Joining("m/1")
+    joining.is_safe = False
+    (result,) = run_batch(Full(), [request(TWO)], memory=MemoryLimit("m/1"), joining=joining)
+    assert isinstance(result, Failed)
+    assert isinstance(result.error, OutOfMemoryError)
 
 
 def test_a_model_whose_rows_are_rows_stays_as_it_is(tmp_path: Path) -> None:
