@@ -103,11 +103,11 @@ def _run_together(
     padded_sizes: Sequence[int],
     joining: Joining | None,
 ) -> list[Answered | Failed]:
-    as_it_is = joining is not None and not joining.is_safe  # then pieces of one request cannot be joined either
+    as_it_is = joining is not None and not joining.is_safe  # a request that can be joined with none is not filled up or cut
     started = time.monotonic_ns()
     inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name)) for name in requests[0].inputs}
     rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
-    if padded_sizes:
+    if padded_sizes and not as_it_is:
         rows = padded_rows(rows, padded_sizes)
         inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
     assembled = time.monotonic_ns()
@@ -115,6 +115,8 @@ def _run_together(
     computed = time.monotonic_ns()
     if joining is not None and not as_it_is and len(requests) == 1:
         joining.look(outputs, rows)
+        if not joining.is_safe:
+            return _run_together(backend, requests, guard, memory, padded_sizes, joining)
     verdict = None if guard is None else guard.after(requests, inputs, outputs)
     answers = _take_apart(outputs if verdict is None else verdict.outputs, requests, rows)
     times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())

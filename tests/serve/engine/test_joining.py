@@ -80,6 +80,32 @@ def test_what_a_batch_shows_when_it_is_halved_holds_for_the_rest_of_it(tmp_path:
     assert answers == [[[0, column] for column in np.flatnonzero(row)] for row in rows]
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_what_cannot_be_joined_is_not_filled_up(tmp_path: Path, known: bool) -> None:
+    save_detector(tmp_path / "m" / "1" / "model.onnx")
+    (backend,) = loaded(tmp_path).backends
+    joining = Joining("m/1")
+    joining.is_safe = not known
+    (result,) = run_batch(backend, [request(TWO)], padded_sizes=(4,), joining=joining)
+    assert isinstance(result, Answered)
+    assert result.answers[0]["y"].tolist() == [[0, 0], [0, 1]]
+    assert not joining.is_safe
+
+
+@pytest.mark.parametrize("limit", [1, None])
+def test_what_was_computed_in_pieces_is_computed_anew(tmp_path: Path, limit: int | None) -> None:
+    """Each piece counts its rows from 0."""
+    save_detector(tmp_path / "m" / "1" / "model.onnx")
+    (backend,) = loaded(tmp_path).backends
+    memory = MemoryLimit("m/1", clock=lambda: 0.0)
+    memory._rows = limit
+    rows = np.array([TWO, TWO], np.float32)
+    asked = InferRequest({"x": rows}, ("y",), 2, (4,), None, lambda _: None)
+    (result,) = run_batch(backend, [asked], memory=memory, joining=Joining("m/1"))
+    assert isinstance(result, Answered)
+    assert result.answers[0]["y"].tolist() == np.argwhere(rows).tolist()
+
+
 def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
     class Full:
         provider = precision = "test"
