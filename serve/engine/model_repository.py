@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
+from serve.engine.as_loaded import AsLoaded
 from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.batch_limits import BatchLimits
 from serve.engine.batching import batch_limits
@@ -169,6 +170,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
         ModelLoadError: the file or its configuration cannot be used; the text says which and why.
     """
     check_own_parameters(files.config.message, files.config.source)
+    as_loaded = AsLoaded.look(files.model)
     interface = runtime.describe(files.model)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     copies = instances(config)
@@ -194,7 +196,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
             config=config,
             source=files.config.source,
         ),
-        reload=lambda number: runtime.load(files.model, interface, places[number], config),
+        reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
         joining=Joining(f"{files.name}/{files.version}") if config.max_batch_size else None,
     )
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path, PurePosixPath
 
 from protos.model_config_pb2 import ModelConfig
+from serve.engine.as_loaded import AsLoaded
 from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.errors import ModelLoadError
 from serve.engine.precision_guard.degradation import Degradation
@@ -57,7 +58,9 @@ def make_guard(
     if settings.policy is Policy.OFF:
         return None
     path = _twin_path(settings, model.parent, source)
-    twin = None if path is None else Fp32Twin(lambda: _load(path, runtime, placement, interface, config))
+    twin = None
+    if path is not None:
+        twin = Fp32Twin(AsLoaded.look(path).guarded(lambda: _load(path, runtime, placement, interface, config)))
     if settings.policy is Policy.FALLBACK:
         if twin is None:
             raise ModelLoadError(

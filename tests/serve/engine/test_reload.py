@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import Array
-from tests.models import save_counter
+from tests.models import save_counter, save_mlp
 from tests.serve.conftest import load_repository
 from tests.serve.engine.precision_guard.asking import WAIT_S, ask_model
 
@@ -44,3 +47,23 @@ def test_a_copy_that_takes_too_long_is_replaced_and_the_model_answers_again(tmp_
     asyncio.run(scene())
     for thread in set(threading.enumerate()) - before:
         thread.join(WAIT_S)  # the one that was given up computes on, and must not do so while the process ends
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_a_copy_is_not_loaded_anew_from_what_has_been_changed(tmp_path: Path, name: str) -> None:
+    folder = save_mlp(tmp_path / "mlp" / "1" / "model.onnx").parent
+    (folder / "model.onnx.data").write_bytes(b"weights")
+    (model,) = load_repository(tmp_path)
+    assert model.reload is not None
+    file = folder / name
+    before, content = file.stat(), file.read_bytes()
+    (folder / f"{name}.bak").write_bytes(content)
+    model.reload(0)
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(
+        ModelLoadError, match=f"{name}: has been changed since the model was loaded; put the file back, or load"
+    ):
+        model.reload(0)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    model.reload(0)

@@ -47,6 +47,17 @@ def test_for_shadow_runs_alone_the_twin_is_not_loaded_at_the_start(tmp_path: Pat
     assert counters(tmp_path).drift_threshold == 0.01
 
 
+def test_a_twin_that_was_changed_before_it_was_loaded_is_none_of_this_model(tmp_path: Path) -> None:
+    folder = write_table(tmp_path / "m", shadow_rate="1")
+    (model,) = load(tmp_path)
+    assert model.guard is not None
+    twin = folder / TWIN
+    twin.write_bytes(twin.read_bytes() + b"\0")
+    assert model.guard._shadow is not None
+    with pytest.raises(ModelLoadError, match="fp32/model.onnx: has been changed since the model was loaded"):
+        model.guard._shadow._twin.prepare()
+
+
 def test_no_shadow_rate_means_no_threshold(tmp_path: Path) -> None:
     write_table(tmp_path / "m", shadow_rate="0")
     assert counters(tmp_path).drift_threshold is None
