@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -92,7 +93,7 @@ class CrashProbe:
     def expect(self, trial: Trial) -> None:
         """Say that `safe_level` will be asked soon: the child starts while the caller does something else."""
         if self._verdicts.find(trial.key) is None:
-            with self._lock:
+            with self._lock, suppress(OSError):  # `safe_level` finds that out, too, and says so
                 self._running()
                 self._rest()
 

@@ -149,8 +149,11 @@ def test_a_trial_that_says_nothing_about_the_model_is_a_warning(
 
 def test_a_process_that_cannot_be_started_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     probing = Probing(tmp_path, command=(str(tmp_path / "absent"),))
-    assert probing.level(save_mlp(tmp_path / "m.onnx")) is OptimizationLevel.ALL
-    assert "could not be tried out" in caplog.text
+    path, runtime = save_mlp(tmp_path / "m.onnx"), OnnxRuntime(probing.probe)
+    assert probing.level(path) is OptimizationLevel.ALL
+    caplog.clear()
+    assert runtime.load(path, runtime.describe(path), ON_CPU, ModelConfig()).provider == "CPUExecutionProvider"
+    assert caplog.text.count(f"{path}: could not be tried out in a process of its own") == len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"level": "most", "crashes": {}}', '{"level": null}', "\x00"])
