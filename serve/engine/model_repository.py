@@ -223,10 +223,12 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
             continue
         path = named_file(declared, name, f"{declared.source}: label_filename is")
         try:
-            labels[output.name] = path.read_text(encoding="utf-8").splitlines()
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None
+        # Not splitlines, for which a class's name can hold ends of lines, too: the names of all that follow would be others.
+        labels[output.name] = text.removesuffix("\n").split("\n") if text else []
     return labels
 
 

@@ -133,6 +133,21 @@ def test_labels_lie_beside_the_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("a\u0085b\nc\u2028d\fe\n", ["a\u0085b", "c\u2028d\fe"]),
+        ("\ufeffcat\r\n\r\ndog", ["cat", "", "dog"]),
+        ("cat\n\n", ["cat", ""]),
+        ("", []),
+    ],
+)
+def test_every_line_is_one_label(tmp_path: Path, content: str, names: list[str]) -> None:
+    root = write_versions(tmp_path, "1", config=labelled("names.txt"))
+    (root / "mlp" / "names.txt").write_bytes(content.encode())
+    assert load(root).labels == {"y": names}
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("none.txt", "cannot read the labels 'none.txt': No such file or directory"),
