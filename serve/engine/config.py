@@ -147,6 +147,9 @@ def _usual_batch_size(interface: ModelInterface, defaults: Defaults, source: Pat
 def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, *, batched: bool) -> None:
     entries = {entry.name: entry for entry in declared}
     known = {spec.name for spec in specs}
+    if len(entries) < len(declared):
+        twice = next(entry.name for entry in declared if entry is not entries[entry.name])
+        raise ModelLoadError(f"{where} {twice!r} is there twice, expected each once; remove one")
     for unknown in sorted(entries.keys() - known):
         raise ModelLoadError(f"{where} {unknown!r} is not in the model, which has {', '.join(map(repr, sorted(known)))}")
     for spec in specs:

@@ -96,6 +96,10 @@ def test_a_batch_size_counts_wherever_it_stands(tmp_path: Path, before: str, wri
         ("sequence_batching {}", "sequence_batching is not supported; use dynamic_batching"),
         ('max_batch_size: 4 input [{name: "q"}]', "input 'q' is not in the model, which has 'x'"),
         (
+            'input [{name: "x" data_type: TYPE_INT8 dims: [9]}, {name: "x" data_type: TYPE_FP16 dims: [3, -1]}]',
+            "config.pbtxt: input 'x' is there twice, expected each once; remove one",
+        ),
+        (
             'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP32 dims: [3, -1]}]',
             "'x' has TYPE_FP32, the model has TYPE_FP16",
         ),
