@@ -248,9 +248,8 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def _version_folders(folder: Path) -> dict[int, Path]:
-    return {
-        int(f.name): f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit() and int(f.name) > 0 and f.is_dir()
-    }
+    numbered = sorted((f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit()), key=lambda f: -len(f.name))
+    return {int(f.name): f for f in numbered if int(f.name) > 0 and f.is_dir()}  # of 1 and 01 the former counts
 
 
 def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:

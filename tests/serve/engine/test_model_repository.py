@@ -47,6 +47,14 @@ def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected
     assert found(root) == [("mlp", version) for version in expected]
 
 
+def test_a_version_is_what_its_plain_number_names(tmp_path: Path) -> None:
+    """In whatever order the file system lists the folders."""
+    root = write_versions(tmp_path, "1", *("0" * zeros + "1" for zeros in range(1, 41)), "02")
+    assert [(files.version, files.model.parent.name) for files in find_models(root)] == [(2, "02")]
+    (root / "mlp" / "config.pbtxt").write_text("version_policy { all {} }")
+    assert [files.model.parent.name for files in find_models(root)] == ["1", "02"]
+
+
 def test_versions_that_are_asked_for_and_missing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_versions(tmp_path, "1", config="version_policy { specific { versions: [9, 1, 7] } }")
     assert found(root) == [("mlp", 1)]
