@@ -62,6 +62,8 @@ class Delivery:
             if request.cancelled or request.replayed:
                 self.fail(request, lost.error)
                 continue
+            if not lost.untouched:
+                request.bucket = object()  # one of them may be what breaks copies, and is not to take the others along again
             try:
                 self._queue.offer(request)
             except FullError:

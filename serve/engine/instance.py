@@ -143,7 +143,7 @@ class Instance:
         """What becomes of a batch, and what broke this copy, if this batch did."""
         how = self._how
         if copy.is_broken:
-            return [_lost(requests)], None
+            return [_lost(requests, untouched=True)], None
         try:
             results = run_batch(
                 copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes, joining=how.joining
@@ -190,7 +190,7 @@ class Instance:
         error = UnavailableError(f"the model did not answer within its {limit_s:g} s and is being restarted; try again later")
         job.finished([Failed(request, error) for request in job.requests])
         for untouched in behind:
-            untouched.finished([_lost(untouched.requests)])
+            untouched.finished([_lost(untouched.requests, untouched=True)])
 
     def _take_out(self, fault: str, loop: asyncio.AbstractEventLoop) -> None:
         self.is_up = False
@@ -240,8 +240,8 @@ class Instance:
             self._timer = None
 
 
-def _lost(requests: list[InferRequest]) -> Lost:
-    return Lost(requests, UnavailableError("the device failed while it computed this request; send it again"))
+def _lost(requests: list[InferRequest], *, untouched: bool = False) -> Lost:
+    return Lost(requests, UnavailableError("the device failed while it computed this request; send it again"), untouched)
 
 
 def _first_line(error: Exception) -> str:

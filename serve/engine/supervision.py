@@ -23,10 +23,12 @@ class Lost:
     Attributes:
         requests: in order of arrival.
         error: what they get if none can.
+        untouched: their batch had not begun, so that none of them has broken the copy.
     """
 
     requests: list[InferRequest]
     error: InferenceError
+    untouched: bool = False
 
 
 Results = Sequence[Answered | Failed | Lost]

@@ -127,7 +127,7 @@ def test_a_copy_whose_device_is_lost_is_loaded_anew_and_its_requests_are_replaye
         first._lost = True
         scene = Scene([first], lambda: second)
         assert await scene.ask(1, 2, 3) == [2, 3, 4]
-        assert (first.batches, second.batches) == ([[1, 2, 3]], [[1, 2, 3]])
+        assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
         (instance,) = scene.instances
         assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
         assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
@@ -148,6 +148,16 @@ def test_what_breaks_copy_after_copy_fails_the_second_time() -> None:
         scene = Scene([Fragile()], Fragile)
         assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
         assert await scene.ask(5) == [6]
+        assert scene.reloads == 2
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_what_breaks_copies_takes_no_others_along() -> None:
+    async def test() -> None:
+        scene = Scene([Fragile()], Fragile)
+        assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
         assert scene.reloads == 2
         await scene.batcher.drain()
 
