@@ -9,6 +9,8 @@ import threading
 import time
 from typing import NoReturn
 
+from serve.engine.temporary_folders import remove_temporary_folders
+
 WAIT_S = 0.5  # for threads that have been told to end
 
 
@@ -30,7 +32,8 @@ def leave_threads_behind(code: int = 0) -> None:
 
 
 def leave_at_once(code: int) -> NoReturn:
-    """End the process here: what was written goes out, and nothing else is cleaned up."""
+    """End the process here: what was written goes out, temporary folders go, and nothing else is cleaned up."""
+    remove_temporary_folders()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

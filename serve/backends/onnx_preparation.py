@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from serve.backends.onnx_interface import read_external_weights
 from serve.backends.upcast import HALF_TYPES, half_types, upcast_to_fp32
 from serve.backends.weight_file import large_weights_bytes, move_weights
 from serve.engine.errors import ModelLoadError
+from serve.engine.temporary_folders import temporary_folder
 
 # From here on weights go to the runtime through a file; see weight_file.
 INLINE_BYTES = 1 << 18
@@ -74,7 +74,7 @@ def _room_for_weights(opened: OnnxFile) -> Iterator[Path | None]:
         yield None
         return
     try:
-        folder = tempfile.TemporaryDirectory(prefix="halfserve-", ignore_cleanup_errors=True)
+        folder = temporary_folder("halfserve-")
     except OSError as error:
         if size > MAX_MESSAGE_BYTES:
             reason = f"needs a temporary folder for its weights, and has none ({error}); set TMPDIR"

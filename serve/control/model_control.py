@@ -27,6 +27,7 @@ from serve.engine.errors import (
 )
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model_repository import find_models, model_names
+from serve.engine.temporary_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfi
     """A repository with one model, of the files that a request brings."""
     if config is None:
         raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
-    folder = tempfile.TemporaryDirectory(prefix="halfserve-model-", ignore_cleanup_errors=True)
+    folder = temporary_folder("halfserve-model-")
     try:
         model = Path(folder.name) / name
         model.mkdir()

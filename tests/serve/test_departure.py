@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
-from tests.models import save_counter
+from tests.models import save_counter, save_model
 
 ROOT = Path(__file__).parents[2]
 # A runtime that computes for minutes on a thread that nobody can end, in a process that is done.
@@ -34,3 +37,38 @@ def test_a_thread_inside_a_runtime_does_not_make_the_end_a_crash(tmp_path: Path,
     command = [sys.executable, "-c", PROGRAM, str(model), str(steps)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "served", "")
+
+
+# A model that is being loaded by then, and whose weights are in a file for that.
+LOADING = """
+import sys, threading
+from pathlib import Path
+from serve.backends.onnx_preparation import prepared
+from serve.departure import leave_threads_behind
+begun = threading.Event()
+def load():
+    with prepared(Path(sys.argv[1]), for_gpu=False) as model:
+        print(Path(model.source).with_name("weights.bin").stat().st_size, end="")
+        begun.set()
+        threading.Event().wait()
+threading.Thread(target=load, daemon=True).start()
+begun.wait()
+leave_threads_behind(3)
+"""
+
+
+def test_a_model_that_is_being_loaded_leaves_no_files_behind(tmp_path: Path) -> None:
+    half, temporary = TensorProto.FLOAT16, tmp_path / "temporary"
+    temporary.mkdir()
+    model = save_model(
+        tmp_path / "model.onnx",
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        [("x", half, ["n", 1 << 18])],
+        [("y", half, ["n", 1 << 18])],
+        {"w": np.zeros(1 << 18, np.float16)},
+    )
+    command = [sys.executable, "-c", LOADING, str(model)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, str(4 << 18), "")
+    assert list(temporary.iterdir()) == []
