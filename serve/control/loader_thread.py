@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from serve.control.giving_way import giving_way
@@ -22,8 +22,15 @@ class LoaderThread:
         in_service: there are requests, and what it runs pauses for them.
     """
 
-    def __init__(self) -> None:
-        self._worker = Worker("loader")
+    def __init__(self, name: str = "loader", *, works_long: bool = True) -> None:
+        """A thread with nothing to do.
+
+        Args:
+            name: of the thread.
+            works_long: what it runs takes long, and gives way to those that answer requests.
+        """
+        self._worker = Worker(name)
+        self._works_long = works_long
         self.in_service = False
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -42,7 +49,7 @@ class LoaderThread:
         def work() -> None:
             result, failure = None, None
             try:
-                with SHORT_TURNS.during(), giving_way(), pausing(pauses=self.in_service):
+                with self._manners():
                     pause()
                     result = function(*arguments)
             except BaseException as error:  # noqa: BLE001  (whatever it is belongs to the caller, not to this thread)
@@ -52,6 +59,14 @@ class LoaderThread:
 
         self._worker.submit(work)
         return await done
+
+    @contextlib.contextmanager
+    def _manners(self) -> Iterator[None]:
+        if not self._works_long:
+            yield
+            return
+        with SHORT_TURNS.during(), giving_way(), pausing(pauses=self.in_service):
+            yield
 
     def stop(self) -> None:
         """End the thread after what it is doing. Does not wait for it."""

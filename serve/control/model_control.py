@@ -48,6 +48,8 @@ class ModelControl:
         self._path = path
         self._options = options
         self._thread = LoaderThread()
+        # Who asks what there is must not wait for what is being loaded.
+        self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
         self._switch = Switch(core, loader, self._thread)
         # A lock is there while someone holds it or waits for it: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -82,6 +84,8 @@ class ModelControl:
         for task in self._tasks:
             task.cancel()
         self._thread.stop()
+        if self._lookout is not None:
+            self._lookout.stop()
         for uploads in self._uploads.values():
             for upload in uploads:
                 upload.cleanup()
@@ -103,10 +107,10 @@ class ModelControl:
 
     async def refresh(self) -> None:
         """List what could be loaded."""
-        if self._options.mode is not ControlMode.EXPLICIT:
+        if self._lookout is None:
             return
         try:
-            self._core.loadable = frozenset(await self._thread.run(model_names, self._path))
+            self._core.loadable = frozenset(await self._lookout.run(model_names, self._path))
         except ModelLoadError as error:
             logger.warning("%s", error)
 
