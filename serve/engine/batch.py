@@ -67,16 +67,20 @@ def run_batch(
     """
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
-        if len(some) > 1 and joining is not None and not joining.is_safe:  # which a request may have shown just now
-            return [result for request in some for result in _isolate(together, [request], one_is_bad=False)]
         return _run_together(backend, some, guard, memory, padded_sizes, joining)
 
-    return _isolate(together, requests, one_is_bad=False)
+    return _isolate(together, requests, joining, one_is_bad=False)
 
 
 def _isolate(
-    together: Callable[[list[InferRequest]], list[Answered | Failed]], requests: list[InferRequest], *, one_is_bad: bool
+    together: Callable[[list[InferRequest]], list[Answered | Failed]],
+    requests: list[InferRequest],
+    joining: Joining | None,
+    *,
+    one_is_bad: bool,
 ) -> list[Answered | Failed]:
+    if len(requests) > 1 and joining is not None and not joining.is_safe:  # which one of them may have shown just now
+        return [result for request in requests for result in _isolate(together, [request], joining, one_is_bad=False)]
     if not one_is_bad or len(requests) == 1:
         try:
             return together(requests)
@@ -89,10 +93,10 @@ def _isolate(
                 )
                 return [Failed(requests[0], known)]
     middle = len(requests) // 2
-    left = _isolate(together, requests[:middle], one_is_bad=False)
+    left = _isolate(together, requests[:middle], joining, one_is_bad=False)
     # What failed together and is not on the left is on the right: that need not be run whole to see it fail.
     left_is_good = not any(isinstance(result, Failed) for result in left)
-    return left + _isolate(together, requests[middle:], one_is_bad=left_is_good)
+    return left + _isolate(together, requests[middle:], joining, one_is_bad=left_is_good)
 
 
 def _run_together(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,19 @@ def test_what_a_batch_shows_when_it_is_halved_holds_for_the_rest_of_it(tmp_path:
     results = run_batch(backend, [request(row) for row in rows], joining=Joining("m/1"))
     answers = [answer["y"].tolist() for result in results if isinstance(result, Answered) for answer in result.answers]
     assert answers == [[[0, column] for column in np.flatnonzero(row)] for row in rows]
+
+
+def test_a_batch_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
+    save_detector(tmp_path / "m" / "1" / "model.onnx")
+    (backend,) = loaded(tmp_path).backends
+    kept = weakref.ref(backend)
+    gc.disable()
+    try:
+        run_batch(backend, [request(TWO)], joining=Joining("m/1"))
+        del backend
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("known", [True, False])
