@@ -55,12 +55,28 @@ class SystemRegion:
         Raises:
             InvalidArgumentError: the client has shrunk its file.
         """
-        if os.preadv(self.file.descriptor, [target], self.offset + offset) != target.nbytes:
-            raise InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
+        at = 0
+        while at < target.nbytes:  # the system takes up to 2 GiB in one go
+            count = os.preadv(self.file.descriptor, [target[at:]], self.offset + offset + at)
+            if not count:
+                raise InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
+            at += count
 
     def write(self, offset: int, data: bytes) -> None:
-        """Put bytes into the region."""
-        os.pwrite(self.file.descriptor, data, self.offset + offset)
+        """Put bytes into the region.
+
+        Raises:
+            InvalidArgumentError: the system has no memory for them: a file there may be longer than what is left.
+        """
+        view, at = memoryview(data), 0
+        while at < len(view):  # where memory runs out, the system takes what still fits
+            try:
+                at += os.pwrite(self.file.descriptor, view[at:], self.offset + offset + at)
+            except OSError as error:
+                raise InvalidArgumentError(
+                    f"an output of {len(view)} bytes cannot be written to shared memory region {self.name!r}: "
+                    f"{error.strerror}; make room for shared memory, or have the output sent"
+                ) from None
 
 
 def open_system_region(name: str, key: str, offset: int, byte_size: int) -> SystemRegion:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory as SystemMemory
@@ -87,6 +88,18 @@ def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory:
     block.path.write_bytes(bytes(20))
     with pytest.raises(InvalidArgumentError, match="shared memory region 'r' has become smaller"):
         memory.read(place(0, 50))
+
+
+def test_an_output_for_which_there_is_no_memory_is_no_answer(block: Block, memory: SharedMemory) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))  # as where memory runs out after so many bytes
+    try:
+        with pytest.raises(InvalidArgumentError, match=r"an output of 40 bytes cannot be written to .* 'r': .*; make room"):
+            memory.write(place(0, 40), bytes(40))
+        memory.write(place(0, 30), bytes(30))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert block.content[40:] == bytes(range(40, 100))
 
 
 @pytest.mark.parametrize(
