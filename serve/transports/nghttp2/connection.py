@@ -146,9 +146,10 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             transport.close()
 
     def ping(self) -> None:
-        """Ask whether the other side still lives."""
+        """Ask whether the other side still lives; one that cannot be asked any more does not answer either."""
         self.pinged_s = self._loop.time()
-        self._http2.ping()
+        with contextlib.suppress(NGH2Error):
+            self._http2.ping()
         self.flush()
 
     def go_away(self) -> None:
@@ -157,7 +158,8 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._closing = True
             self._repeated.retire()
             self.flush()
-            self._http2.send_goaway(NO_ERROR)
+            with contextlib.suppress(NGH2Error):  # it is at its end already
+                self._http2.send_goaway(NO_ERROR)
             self.flush()
 
     def close(self) -> None:

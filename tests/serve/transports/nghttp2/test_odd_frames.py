@@ -25,7 +25,7 @@ from tests.serve.transports.nghttp2.connection_scene import Scene, begun
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES
 from tests.serve.transports.nghttp2.raw_frames import FIELD, FIRST, begin, data, ends, raw
 
-PING, RESERVED = 0x6, 1 << 31
+PING, CONTINUATION, RESERVED = 0x6, 0x9, 1 << 31
 TOO_MUCH = MAX_WINDOW_BYTES - WINDOW_BYTES + 100  # of which two answers have used some
 
 
@@ -157,5 +157,21 @@ def test_more_calls_than_allowed_are_too_many_wherever_they_are(more: bytes) -> 
         scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + more))
         assert ends(scene) == [("connection", 0)]
         assert sorted(scene.connection._calls) == [FIRST, FIRST + 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("frames", [raw(CONTINUATION, 0, FIRST, b""), raw(CONTINUATION, 0, FIRST, b"") + bytes(100), None])
+def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes | None) -> None:
+    """It stays where its client does not read: whoever looks after all connections must not fall over it."""
+
+    async def run() -> None:
+        scene = Scene() if frames is None else await begun()
+        scene.send(b"GET / HTTP/1.1\r\nHost: no-http2\r\n\r\n" if frames is None else frames)
+        assert scene.wire.has_closed
+        scene.connection.ping()
+        assert scene.connection.pinged_s is not None  # there will be no answer: it is ended when that is due
+        scene.connection.go_away()
+        scene.connection.give_up_stalled(2**60)
 
     asyncio.run(run())
