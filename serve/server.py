@@ -239,7 +239,7 @@ async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer
         await asyncio.wait_for(core.drain(), drain_s)
     except TimeoutError:
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
-    # Answers are on their way out and health watchers must not hold the server up: a moment is enough for both.
+    # Health watchers must not hold the server up: a moment is enough for them. Answers on their way out have what is left.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)
 

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from ngh2.exceptions import NGH2Error
 
 from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2.frame_reader import FrameReader
+from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
 from serve.transports.nghttp2.frames import NO_ERROR
 from serve.transports.nghttp2.session import GrpcSession, Route
 
@@ -35,6 +35,9 @@ class Owner(Protocol):
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Have `connection.flush` called at the end of this turn of the loop."""
 
+    def sent(self, connection: GrpcConnection) -> None:
+        """A connection that takes no new calls may have less to send."""
+
 
 class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     """The server's side of one client connection: its session, and the socket.
@@ -48,8 +51,8 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         self._owner = owner
         self._transport: asyncio.Transport | None = None
         self._peer = ""
-        self._reader = FrameReader(self._repeated)
-        self._receiving = self._has_more = False
+        self._reader: FrameReader | NoReader = FrameReader(self._repeated)
+        self._receiving = self._has_more = self._goes = self._has_left = False
         self._loop = asyncio.get_running_loop()  # which asks the kernel who it is each time that somebody looks for it
         self.opened_s = self.heard_s = self._loop.time()
 
@@ -61,6 +64,15 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             host, port = name[:2] if isinstance(name, tuple) else ("unix", 0)
             self._peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return self._peer
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether its client has answers still to read."""
+        if self._transport is None:
+            return False
+        if self._has_left:
+            return self._transport.get_write_buffer_size() > 0
+        return self._outlet.paused or self._http2.queued_body_size() > 0
 
     # asyncio's side
 
@@ -113,8 +125,9 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         """The socket takes more."""
-        self._outlet.paused = False
-        self.flush()
+        if not self._has_left:
+            self._outlet.paused = False
+            self.flush()
 
     # The server's side
 
@@ -143,7 +156,9 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._give_up()
             return
         if not (self._http2.want_read or self._http2.want_write or repeated.unsent):
-            transport.close()
+            self._leave(transport)
+        elif self._goes:
+            self._owner.sent(self)
 
     def ping(self) -> None:
         """Ask whether the other side still lives; one that cannot be asked any more does not answer either."""
@@ -155,7 +170,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def go_away(self) -> None:
         """Take no new calls, and say so."""
         if not self._closing and self._transport is not None:
-            self._closing = True
+            self._closing = self._goes = True
             self._repeated.retire()
             self.flush()
             with contextlib.suppress(NGH2Error):  # it is at its end already
@@ -167,7 +182,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if self._transport is not None:
             self.flush()
             if self._transport is not None:
-                self._transport.close()
+                self._leave(self._transport)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -198,6 +213,20 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def _broken(self, error: NGH2Error) -> None:
         logger.info("a connection broke HTTP/2: %s", error)
         self._give_up()
+
+    def _leave(self, transport: asyncio.Transport) -> None:
+        """Close once what was written is out: where the client was told to go, when it has read that.
+
+        It may still say that it has read some. For a socket that is closed already the system would answer with a reset, and
+        take away what of the answers has arrived and is not read yet.
+        """
+        if not self._goes or not transport.can_write_eof():  # TLS waits for the client's word by itself
+            transport.close()
+        elif not self._has_left:
+            self._has_left = self._outlet.paused = True  # nothing can be written any more
+            self._reader = NoReader()
+            transport.write_eof()
+            self.pinged_s = self._loop.time()  # it has as long to close as for the answer to a ping
 
     def _give_up(self) -> None:
         """Say why, if that is still possible, and close."""

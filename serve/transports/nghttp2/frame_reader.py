@@ -196,3 +196,13 @@ class FrameReader:
     def _pass_on(self, piece: Bytes, flags: int, teller: Teller) -> None:
         teller.tell(head_of(DATA, flags, self._stream, len(piece)))
         teller.tell(piece)
+
+
+class NoReader:
+    """Drops what comes on a connection that is over."""
+
+    __slots__ = ()
+
+    def read(self, data: Bytes, teller: Teller) -> bool:  # noqa: ARG002  (the signature is FrameReader's)
+        """Take bytes; none are left."""
+        return False

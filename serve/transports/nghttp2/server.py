@@ -75,6 +75,7 @@ class Nghttp2Server:
         self._changed = asyncio.Event()
         self._servers: list[asyncio.Server] = []
         self._closing = False
+        self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
         self._sweeping: asyncio.TimerHandle | None = None
         self._linger: Linger | None = None  # once it listens
         service.tell("connections", lambda: len(self._connections))
@@ -120,10 +121,14 @@ class Nghttp2Server:
             )
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
+        """Take no new calls, give those in flight `grace_s` seconds to end and their answers to be read, then close.
+
+        Called again, it gives calls the time that is over first, and answers the time that is over last.
+        """
         if not self._servers:
             return
         self._closing = True
+        self._leave_by_s = max(self._leave_by_s, asyncio.get_running_loop().time() + grace_s)
         for server in self._servers:
             server.close()
         if self._socket is not None and not self._listening:
@@ -135,6 +140,9 @@ class Nghttp2Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._until(lambda: not any(connection.calls for connection in self._connections))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._leave_by_s):
+                await self._until(lambda: not any(connection.has_unsent for connection in self._connections))
         for connection in list(self._connections):
             connection.close()
         with contextlib.suppress(TimeoutError):
@@ -168,13 +176,17 @@ class Nghttp2Server:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.add(connection)
 
+    def sent(self, connection: GrpcConnection) -> None:  # noqa: ARG002  (all are looked at)
+        """Whoever waits for answers to be read looks again."""
+        self._changed.set()
+
     def _reroute(self) -> None:
         """Whoever was let in by its headers is asked for them again."""
         for connection in self._connections:
             connection.reroute()
 
     async def _until(self, reached: Callable[[], bool]) -> None:
-        """Wait until what is asked for is true; it is asked whenever a connection has sent something or ended."""
+        """Wait until what is asked for is true; it is asked whenever a connection has written something or ended."""
         while not reached():
             self._changed.clear()
             await self._changed.wait()

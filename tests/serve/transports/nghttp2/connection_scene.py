@@ -21,14 +21,15 @@ from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
 
 
 class Wire(asyncio.Transport):
-    """Keeps what is written; it `pauses` while nothing is to be read."""
+    """Keeps what is written; it `pauses` while nothing is to be read, and `listens_on` if it is closed on this side alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written: deque[bytes] = deque()
-        self.pauses = self.has_closed = False
+        self.pauses = self.has_closed = self.listens_on = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.listens_on, "written after its end"  # as a real one would say
         self.written.append(bytes(data))
 
     def pause_reading(self) -> None:
@@ -36,6 +37,12 @@ class Wire(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self.pauses = False
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.has_closed = self.listens_on = True
 
     def close(self) -> None:
         self.has_closed = True
@@ -58,6 +65,9 @@ class Owner:
     def flush_soon(self, connection: GrpcConnection) -> None:
         if self._scene.flushes:
             connection.flush()
+
+    def sent(self, connection: GrpcConnection) -> None:
+        pass
 
 
 class WaitingCall(_Unary):

@@ -175,3 +175,40 @@ def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes | Non
         scene.connection.give_up_stalled(2**60)
 
     asyncio.run(run())
+
+
+def test_what_comes_after_the_end_is_dropped_and_the_client_may_read_all() -> None:
+    """A window that it opens after the last answer must meet a socket that is open: a reset would cost it that answer."""
+
+    async def run() -> None:
+        scene = await begun()
+        stream = scene.call(frame(b"x"))
+        scene.push()
+        scene.connection.go_away()
+        assert not scene.wire.has_closed
+        scene.answer(stream)
+        assert scene.wire.listens_on
+        assert scene.connection.pinged_s is not None  # it has so long to close
+        scene.send(window_update(0, 100) + b"whatever it is")
+        scene.connection.close()
+        scene.read()
+        assert scene.answered(stream) == [b"x"]
+
+    asyncio.run(run())
+
+
+def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
+    async def run() -> None:
+        scene = await begun()
+        first, second = scene.call(frame(b"x")), scene.call(frame(b"y"))
+        scene.push()
+        scene.connection.go_away()
+        scene.answer(first)
+        scene.connection.close()
+        assert scene.wire.listens_on
+        scene.answer(second)
+        scene.connection.resume_writing()
+        scene.read()
+        assert (scene.answered(first), scene.answered(second)) == ([b"x"], None)
+
+    asyncio.run(run())

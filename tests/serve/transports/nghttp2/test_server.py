@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.transports.nghttp2.calls import SERVER_LIVE, mlp_request, serves
 from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
+
+ROWS = 2**19  # 2 MiB
 
 
 def test_what_is_not_http2_is_closed(nghttp2: RunningServer) -> None:
@@ -86,28 +90,67 @@ def test_compressed_requests_are_taken(nghttp2: RunningServer, kind: grpc.Compre
         assert len(infer(mlp_request(16), timeout=20).raw_output_contents) == 1
 
 
-def test_a_call_in_flight_ends_well_while_the_server_stops() -> None:
-    backend = HeldBackend(held=True)
+@contextmanager
+def stopping_server(backend: HeldBackend) -> Iterator[tuple[RunningServer, Callable[[float], threading.Thread]]]:
+    """A server, and what begins to stop its transport, with so many seconds of grace."""
     transports: list[Nghttp2Server] = []
 
     def make(service: Service, host: str, port: int) -> Nghttp2Server:
         transports.append(Nghttp2Server(service, host, port))
         return transports[0]
 
-    with running_server(lambda: [held_model(backend)], make) as server, grpc.insecure_channel(server.address) as channel:
-        request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.float32(1).tobytes()])
-        request.inputs.add(name="x", datatype="FP32", shape=[1, 1])
+    with running_server(lambda: [held_model(backend, max_rows=ROWS)], make) as server:
+
+        def stop(grace_s: float) -> threading.Thread:
+            stopping = threading.Thread(target=server.run, args=(transports[0].stop(grace_s),))
+            stopping.start()
+            while not server.call(lambda: transports[0].is_closing):
+                pass
+            return stopping
+
+        yield server, stop
+
+
+def held_request(rows: int) -> bytes:
+    request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.ones(rows, np.float32).tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=[rows, 1])
+    return request.SerializeToString()
+
+
+def test_a_call_in_flight_ends_well_while_the_server_stops() -> None:
+    backend = HeldBackend(held=True)
+    with stopping_server(backend) as (server, stop), grpc.insecure_channel(server.address) as channel:
         infer = channel.unary_unary(INFER.decode(), response_deserializer=pb.ModelInferResponse.FromString)
-        running = infer.future(request.SerializeToString(), timeout=20)
+        running = infer.future(held_request(1), timeout=20)
         assert backend.entered.wait(20)
-        stopping = threading.Thread(target=server.run, args=(transports[0].stop(20.0),))
-        stopping.start()
-        while not server.call(lambda: transports[0].is_closing):
-            pass
+        stopping = stop(20.0)
         backend.release.set()
         assert np.frombuffer(running.result(20).raw_output_contents[0], np.float32).tolist() == [2]
         stopping.join(20)
         assert not stopping.is_alive()
+
+
+def test_an_answer_that_is_read_bit_by_bit_is_whole_though_the_server_stops() -> None:
+    """More than the client's window, and than a socket holds; and beside a stream that does not end by itself."""
+    backend = HeldBackend(held=True)
+    with stopping_server(backend) as (server, stop), peer(server) as slow:
+        watch = slow.http2.send_request(call_headers(b"/grpc.health.v1.Health/Watch"))
+        slow.http2.send_data(watch, frame(b""))
+        stream = slow.http2.send_request(call_headers())
+        slow.http2.send_data(stream, frame(held_request(ROWS)), end_stream=True)
+        while slow.http2.queued_body_size():
+            assert slow.read()
+        assert backend.entered.wait(20)
+        stopping = [stop(20.0)]
+        backend.release.set()
+        server.run(server.core.drain())
+        stopping.append(stop(0.0))  # of what is in flight no more than the stream is left
+        assert slow.status(stream) == (0, "")
+        (output,) = pb.ModelInferResponse.FromString(slow.body(stream)[5:]).raw_output_contents
+        assert output == np.full(ROWS, 2, np.float32).tobytes()
+        for one in stopping:
+            one.join(20)
+            assert not one.is_alive()
 
 
 def test_tls_with_alpn(repository: Path) -> None:
