@@ -54,6 +54,10 @@ class HttpConnection(H11Protocol):
         if self._unread_bytes and self._unread is None:
             self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread)
 
+    def tell_when_read(self) -> None:
+        """Have `flow.drain` wait until the client has taken all that was written, or has gone."""
+        self.transport.set_write_buffer_limits(0)
+
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  (uvicorn hands its own text over)
         """Answer what is no HTTP in the form of all other errors."""
         body = b'{"error":"the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"}'

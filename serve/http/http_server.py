@@ -69,6 +69,7 @@ class HttpServer:
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
+        self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it stops
 
     @property
     def connections(self) -> int:
@@ -106,9 +107,14 @@ class HttpServer:
             )
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connections, give requests in flight `grace_s` seconds to be answered, then close."""
+        """Take no new connections, give requests in flight `grace_s` seconds to be answered, and to be read, then close.
+
+        Called again, it gives requests the time that is over first, and answers the time that is over last.
+        """
         if not self._servers:
             return
+        loop = asyncio.get_running_loop()
+        self._leave_by_s = max(self._leave_by_s, loop.time() + grace_s)
         for server in self._servers:
             server.close()
         if self._clock is not None:
@@ -122,9 +128,18 @@ class HttpServer:
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*left, return_exceptions=True)
-        for connection in list(self._state.connections):
-            if connection.transport is not None:
-                connection.transport.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._leave_by_s):
+                for connection in self._open():
+                    connection.tell_when_read()
+                for connection in self._open():
+                    await connection.flow.drain()
+        for connection in self._open():
+            connection.transport.close()
+
+    def _open(self) -> list[HttpConnection]:
+        """The connections that have a transport."""
+        return [one for one in self._state.connections if isinstance(one, HttpConnection) and one.transport is not None]
 
     def _connection(self) -> HttpConnection:
         return HttpConnection(self._config, self._state, self._limits)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -217,6 +218,34 @@ def test_what_does_not_end_in_time_is_cut_off() -> None:
         server.run(rest.stop(0.01))
         assert ended(busy)
         backend.release.set()
+
+
+def test_an_answer_that_is_read_slowly_is_whole_before_the_server_has_stopped(server: RunningServer) -> None:
+    """More than sockets hold; the process may end as soon as its server has stopped."""
+    size = 2**24
+
+    async def large(_: Request) -> Response:
+        return Response(bytes(size))
+
+    app = application([Route("/large", large)], "127.0.0.1", HttpOptions())
+    listening = server.call(lambda: HttpServer(app, "127.0.0.1", 0, limits=HttpLimits()))
+    port = server.run(listening.start())
+
+    async def stop() -> int:
+        (connection,) = listening._state.connections
+        await asyncio.gather(listening.stop(HOLD_S), listening.stop(0.0))
+        assert connection.transport is not None
+        return connection.transport.get_write_buffer_size()
+
+    with socket.create_connection(("127.0.0.1", port)) as slow, ThreadPoolExecutor(1) as threads:
+        slow.sendall(b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        slow.settimeout(HOLD_S)
+        got = len(slow.recv(1))
+        stopping = threads.submit(lambda: server.run(stop()))
+        while piece := slow.recv(2**16):
+            got += len(piece)
+        assert got > size
+        assert stopping.result(HOLD_S) == 0
 
 
 def test_a_port_that_is_taken_is_said_and_none_is_kept(server: RunningServer) -> None:
