@@ -25,7 +25,8 @@ def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool)
     count_of_rows = scores.shape[0] if batched else 1
     rows = scores.reshape(count_of_rows, math.prod(scores.shape[batched:]))
     # Floating numbers of fewer bits are float64 without loss, whole numbers of 64 bits are not. A NaN is sorted to the end.
-    falling = ~rows if rows.dtype.kind in "iu" else -rows.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN of the signalling kind is still only a NaN
+        falling = ~rows if rows.dtype.kind in "iu" else -rows.astype(np.float64)
     descending = np.argsort(falling, axis=1, kind="stable")[:, :count]
     best = np.empty(descending.shape, object)
     for place, index in np.ndenumerate(descending):

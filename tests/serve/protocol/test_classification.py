@@ -33,6 +33,12 @@ def test_what_is_no_number_is_never_the_best() -> None:
     assert classify(scores, 3, (), batched=True).tolist() == [[b"1.000000:2", b"-inf:1", b"nan:0"]]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_nan_of_the_signalling_kind_is_a_nan_like_others() -> None:
+    scores = np.array([0x7F800001, 0x3F800000] * 8, np.uint32).view(np.float32)
+    assert classify(scores, 9, (), batched=False).tolist()[6:] == [b"1.000000:13", b"1.000000:15", b"nan:0"]
+
+
 @given(hnp.arrays(np.float32, st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 3))), st.integers(1, 20))
 def test_every_class_comes_once_and_in_order(scores: np.ndarray[Any, Any], count: int) -> None:
     named = classify(scores, count, (), batched=True)
