@@ -11,6 +11,7 @@ from serve.http.browser_guard import App, Message
 from serve.http.statuses import http_status
 from serve.protocol.service import Service
 from serve.security.gate import Gate
+from serve.security.gate_pass import Pass
 
 PASS = "halfserve.pass"  # noqa: S105  (where a request's scope holds what the gate gave)
 # Browsers ask their user for a name and a password on the second; the password is the token.
@@ -53,12 +54,25 @@ class TokenGuard:
             return
         scope[PASS] = given
         app = self._app if given.sees_all else self._view(given.service(self._service))
-        await app(scope, receive, send)
+        # An inference request is checked where it is counted.
+        await app(scope, receive if path.endswith("/infer") else _checked(given, receive), send)
 
     def _view(self, service: Service) -> App:
         if service not in self._views:
             self._views[service] = self._app_of(service)
         return self._views[service]
+
+
+def _checked(given: Pass, receive: Callable[[], Awaitable[Message]]) -> Callable[[], Awaitable[Message]]:
+    """What receives a body, and checks once it is there that its sender would be let in now."""
+
+    async def received() -> Message:
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            given.check()
+        return message
+
+    return received
 
 
 def peer_of(scope: Any) -> str:

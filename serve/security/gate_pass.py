@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
 
 from serve.engine.errors import InferenceError
 from serve.protocol.observed_inference import WatchableInference
-from serve.protocol.service import Service
+from serve.protocol.service import Service, StreamMethod, UnaryMethod
 from serve.security.client_limits import Share, Shares, network_of
 from serve.security.gated_inference import GatedInference
 from serve.security.model_rights import ModelRights
@@ -80,6 +84,29 @@ class Pass:
         """What the caller may see of a service."""
         return service if self._rights is None else self._views.of(service, self._rights)
 
+    def check(self) -> None:
+        """Check that the caller would be let in now: a call may take its time to bring its request.
+
+        Raises:
+            UnauthenticatedError: the token does not hold any more.
+        """
+        try:
+            if self._bearer is not None:
+                self._bearer.check()
+        except InferenceError as error:
+            self._count(error)
+            raise
+
+    def unary(self, method: UnaryMethod) -> UnaryMethod:
+        """A method that checks again when the request is there."""
+        return method if self._bearer is None else replace(method, answer=partial(_checked_answer, self.check, method.answer))
+
+    def stream(self, method: StreamMethod) -> StreamMethod:
+        """A method that checks again with each request, and at their end."""
+        if self._bearer is None:
+            return method
+        return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
+
     def charge(self, peer: str) -> None:
         """Count one call that is no inference.
 
@@ -118,3 +145,15 @@ class Pass:
             return None
         # A name in the token file holds no colon: no address can be mistaken for one.
         return self._shares.of(f"address:{network_of(peer)}" if self._bearer is None else self._bearer.holder.name)
+
+
+def _checked_answer(check: Callable[[], None], answer: Callable[[Any], Message], request: Message) -> Message:
+    check()
+    return answer(request)
+
+
+async def _checked_requests(check: Callable[[], None], requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        check()
+        yield request
+    check()  # some methods act when they have seen that there is no other

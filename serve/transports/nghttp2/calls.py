@@ -55,9 +55,10 @@ class Calls:
         name = path.decode("ascii", "replace")
         unary = service.unary.get(name)
         if unary is not None:
-            return partial(UnaryCall, encoding=encoding, method=unary)
+            return partial(UnaryCall, encoding=encoding, method=unary if given is None else given.unary(unary))
         method = service.streams.get(name)
         if method is not None:
+            method = method if given is None else given.stream(method)
             return partial(StreamCall, encoding=encoding, method=method, time_left_s=time_left)
         return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
 
