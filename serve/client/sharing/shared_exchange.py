@@ -10,7 +10,7 @@ from protos.inference_pb2 import ModelInferResponse
 from serve.client.answer import InferAnswer, answer_of
 from serve.client.calls import Call, Exchange
 from serve.client.control import register_region, unregister_region
-from serve.client.errors import AlreadyExists, InferenceClientError, ModelNotFound
+from serve.client.errors import AlreadyExists, InferenceClientError, ModelNotFound, Repeat
 from serve.client.messages import array_of, output_arrays
 from serve.client.sharing.shared_region import SharedRegion
 from serve.client.sharing.shared_tensors import SharedTensors, SlabPool
@@ -58,16 +58,19 @@ def settle(pool: SlabPool | None, sharing: SharedTensors, failure: BaseException
 
 
 def _register_slab(pool: SlabPool, slab: SharedRegion) -> Exchange[None]:
+    pool.mark_registered(slab)  # before it is: a call that is given up may be heard all the same
     try:
         yield from register_region(slab.name, slab.key, slab.byte_size)
     except AlreadyExists:
-        pass  # a repetition of a call that the server had heard after all
+        return  # a repetition of a call that the server had heard after all
     except InferenceClientError as error:
-        if error.code in MAY_STILL_RUN:
+        may_be_heard = error.code in MAY_STILL_RUN
+        if not may_be_heard or error.repeat is Repeat.SAFE:
+            pool.mark_unregistered(slab)
+        if may_be_heard:
             raise
         pool.is_on = False
         raise SharingRefused from None
-    pool.mark_registered(slab)
 
 
 def _register_again(sharing: SharedTensors) -> Exchange[bool]:
@@ -87,12 +90,15 @@ def unregister_all(pool: SlabPool) -> Exchange[None]:
 
 
 def _unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
-    for position, name in enumerate(names):
-        try:
+    position = 0
+    try:
+        for position, name in enumerate(names):  # noqa: B007  (counted for what follows)
             yield from unregister_region(name)
-        except InferenceClientError:
-            pool.not_unregistered(names[position:])
-            return
+    except InferenceClientError:
+        pool.not_unregistered(names[position:])
+    except BaseException:  # somebody has given up waiting
+        pool.not_unregistered(names[position:])
+        raise
 
 
 def _outputs(sharing: SharedTensors, response: ModelInferResponse) -> dict[str, Array]:

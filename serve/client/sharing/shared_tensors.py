@@ -81,19 +81,27 @@ class SlabPool:
             self._abandoned += names
 
     def is_registered(self, slab: SharedRegion) -> bool:
-        """Whether the server knows the region, as far as is known."""
+        """Whether the server knows the region, or may know it."""
         return slab.name in self._registered
 
     def mark_registered(self, slab: SharedRegion) -> None:
-        """The server knows the region from now on."""
+        """The server may know the region from now on."""
         with self._lock:
             self._registered.add(slab.name)
 
+    def mark_unregistered(self, slab: SharedRegion) -> None:
+        """The server does not know the region."""
+        with self._lock:
+            self._registered.discard(slab.name)
+
     def take_all(self) -> list[str]:
-        """Give everything up; the names that are to be unregistered."""
+        """Give everything up, what requests under way use too; the names that are to be unregistered."""
         with self._lock:
             slabs, self._free = self._free, []
         self.abandon(slabs)
+        with self._lock:
+            in_use, self._registered = self._registered, set()
+            self._abandoned += in_use
         return self.take_abandoned()
 
 

@@ -16,6 +16,7 @@ from serve.client.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    Repeat,
     ServerUnavailable,
     Unsupported,
 )
@@ -131,10 +132,34 @@ def test_what_the_server_did_not_hear_is_said_again() -> None:
     register(late)
     with pytest.raises(DeadlineExceeded):
         late.throw(DeadlineExceeded("late"))
-    gone = ServerUnavailable("gone")
+    gone = ServerUnavailable("gone", repeat=Repeat.SAFE)
     with pytest.raises(ServerUnavailable, match="gone"):
         drive(ask(state, LARGE), [gone, gone])
     called, _ = drive(ask(state, LARGE), [None, None, AlreadyExists("known"), None, pb.ModelInferResponse()])
+    assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+
+
+@pytest.mark.parametrize("late", [DeadlineExceeded("late"), GeneratorExit()])
+def test_memory_that_the_server_may_have_heard_of_is_taken_back(late: BaseException) -> None:
+    state = state_with("FP32", shared_memory=True)
+    given_up = ask(state, LARGE)
+    assert next(given_up).method == "SystemSharedMemoryRegister"  # type: ignore[union-attr]  # (see above)
+    with pytest.raises(type(late)):
+        given_up.throw(late)
+    called, _ = drive(ask(state, LARGE), [None] * 3 + [pb.ModelInferResponse()])
+    assert called == ["SystemSharedMemoryUnregister", *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
+
+
+def test_memory_that_nobody_waited_to_take_back_is_taken_back_later() -> None:
+    state = state_with("FP32", shared_memory=True)
+    late = ask(state, LARGE)
+    register(late)
+    with pytest.raises(DeadlineExceeded):
+        late.throw(DeadlineExceeded("late"))
+    given_up = ask(state, LARGE)
+    assert next(given_up).method == "SystemSharedMemoryUnregister"  # type: ignore[union-attr]  # (see above)
+    given_up.close()
+    called, _ = drive(ask(state, LARGE), [None] * 4 + [pb.ModelInferResponse()])
     assert called == [*["SystemSharedMemoryUnregister"] * 2, *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from protos import inference_pb2 as pb
-from serve.client import InferenceClientError, InvalidRequest, SharedRegion, Unsupported
+from serve.client import (
+    AsyncInferenceClient,
+    Cancelled,
+    InferenceClientError,
+    InvalidRequest,
+    SharedRegion,
+    Unsupported,
+)
 from serve.client.sharing import shared_tensors
 from serve.client.sharing.shared_region import FOLDER
 from serve.client.sharing.shared_tensors import SlabPool
@@ -116,6 +124,28 @@ def test_closing_asks_a_server_once(scripted: ScriptedServer, connect: Connect) 
     client.infer("m", {"x": np.ones((40_000, 2), np.float32)})
     client.close()
     assert scripted.count("SystemSharedMemoryUnregister") == 1
+
+
+def test_closing_takes_back_what_is_in_use(scripted: ScriptedServer) -> None:
+    scripted.serve_model()
+    scripted.answers |= {
+        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
+        "ModelInfer": [pb.ModelInferResponse()],
+        "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
+    }
+    scripted.held, before = {"ModelInfer"}, ours()
+
+    async def close_meanwhile() -> None:
+        client = AsyncInferenceClient(scripted.address, shared_memory=True)
+        asking = asyncio.create_task(client.infer("m", {"x": np.ones((40_000, 2), np.float32)}))
+        assert await asyncio.to_thread(scripted.arrived.wait, 10)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asking
+
+    asyncio.run(close_meanwhile())
+    assert scripted.count("SystemSharedMemoryUnregister") == scripted.count("SystemSharedMemoryRegister") == 1
+    assert ours() == before
 
 
 def test_streams_share_too(sharing: RunningServer, connect: Connect) -> None:
@@ -222,5 +252,5 @@ def test_a_pool_keeps_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.give_back(slabs)
     assert pool.take_abandoned() == [slabs[0].name]
     assert pool.take(1) is slabs[1]
-    assert sorted(pool.take_all()) == sorted(slab.name for slab in slabs[2:])
+    assert sorted(pool.take_all()) == sorted(slab.name for slab in slabs[1:])
     assert not ours() & {slabs[0].name, slabs[2].name, slabs[3].name}
