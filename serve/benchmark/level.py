@@ -54,7 +54,7 @@ class Level:
         tally: what was measured.
         latency: of the requests that succeeded.
         histogram: the same, whole.
-        server: the server's counters over this load; None from a server that keeps none.
+        server: the server's counters over this load; None from a server that keeps none, or was started again meanwhile.
         models: the names of the models that the requests were for.
         windows: the same in slices of time, in their order, for as long as requests were started.
         goodput_ms: the latency up to which an answer is of use; None for any.

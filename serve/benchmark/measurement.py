@@ -101,7 +101,7 @@ def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = la
     before = _totals(bench)
     outcome = bench.generator.run(order, lambda tally: _shown(tally, on_window))
     after = None if outcome.ended_early else _totals(bench)
-    server = after - before if before and after else None
+    server = after.since(before) if before and after else None
     return _level(bench, load, how, outcome.tally, server=server, windows=outcome.windows, ended_early=outcome.ended_early)
 
 
@@ -154,7 +154,7 @@ def _until_stable(bench: Bench, load: Load, how: Measurement, order: Order, on_w
         load,
         how,
         last[0].then(last[1:]) if last else outcome.tally,
-        server=end - first if first and end and last else None,
+        server=end.since(first) if first and end and last else None,
         windows=found.windows or outcome.windows,
         stable=found.stable,
         ended_early=outcome.ended_early,

@@ -14,7 +14,7 @@ NANOSECONDS_PER_MS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class ServerTotals:
-    """Counters since the model was loaded, or between two moments when one is taken from another.
+    """Counters since the model was loaded, or between two moments.
 
     Attributes:
         requests: answered with success.
@@ -63,8 +63,10 @@ class ServerTotals:
     def __add__(self, other: ServerTotals) -> ServerTotals:
         return ServerTotals(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
-    def __sub__(self, other: ServerTotals) -> ServerTotals:
-        return ServerTotals(**{name: value - getattr(other, name) for name, value in vars(self).items()})
+    def since(self, before: ServerTotals) -> ServerTotals | None:
+        """What was counted since an earlier moment; None where the counters have started anew in between."""
+        counts = {name: value - getattr(before, name) for name, value in vars(self).items()}
+        return None if min(counts.values()) < 0 else ServerTotals(**counts)
 
     @property
     def mean_batch_size(self) -> float | None:

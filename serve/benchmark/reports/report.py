@@ -26,7 +26,7 @@ bench.json holds one object:
 - "differences": one object per contestant after the first: "name", "outputs": [{"output", "max_abs", "scaled", "mismatched",
   "agreement"}], "not_compared": outputs that only one side has
 
-Where the server keeps no statistics, what it would have told is null.
+Where the server keeps no statistics, or was started again in the middle of a load, what it would have told is null.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from serve.benchmark.errors import BenchmarkArgumentError
 from serve.benchmark.load.order import Order
 from serve.benchmark.loads import Load
 from serve.benchmark.measurement import Measurement, measure
+from serve.benchmark.server_statistics import ServerTotals
 from serve.client import InferenceClient, InferenceClientError
 from serve.client.errors import DeadlineExceeded
 from serve.client.tls import Tls
@@ -113,6 +114,16 @@ def test_a_server_too_busy_to_tell_its_counters_is_measured_all_the_same(server:
     with Contestant(server.address, ["mlp"], RequestOptions()) as contestant:
         level = measure(replace(contestant.bench, read_totals=too_busy), Load(concurrency=2), SHORT)
     assert (level.requests, level.server) == (12, None)
+
+
+@pytest.mark.parametrize("until_stable", [False, True])
+def test_counters_that_start_anew_in_the_middle_tell_nothing(server: RunningServer, until_stable: bool) -> None:
+    counters = (ServerTotals(requests=100, rows=100 + n, executions=100 - n) for n in range(50))
+    how = Measurement(seconds=0.05, until_stable=True, warmup_s=0) if until_stable else SHORT
+    with Contestant(server.address, ["mlp"], RequestOptions()) as contestant:
+        level = measure(replace(contestant.bench, read_totals=lambda: next(counters)), Load(concurrency=2), how)
+    assert level.server is None
+    assert level.to_json()["mean_batch_size"] is None
 
 
 def test_names_that_no_model_has(server: RunningServer) -> None:

@@ -16,10 +16,16 @@ def statistics(scale: int) -> pb.ModelStatistics:
 
 
 def test_what_happened_between_two_moments() -> None:
-    share = ServerTotals.of([statistics(5)]) - ServerTotals.of([statistics(2)])
+    share = ServerTotals.of([statistics(5)]).since(ServerTotals.of([statistics(2)]))
+    assert share is not None
     assert (share.requests, share.mean_batch_size) == (60, 4.0)
     assert share.queue_ms == pytest.approx(0.1)
     assert share.compute_ms == pytest.approx(0.225)
+
+
+def test_a_server_that_was_started_again_in_between() -> None:
+    before = ServerTotals(requests=10_000, rows=10_000, executions=10_000)
+    assert ServerTotals(requests=20_000, rows=20_000, executions=5_000).since(before) is None
 
 
 def test_versions_are_added_up() -> None:
@@ -27,7 +33,8 @@ def test_versions_are_added_up() -> None:
 
 
 def test_a_server_that_did_nothing_has_no_means() -> None:
-    idle = ServerTotals.of([statistics(2)]) - ServerTotals.of([statistics(2)])
+    idle = ServerTotals.of([statistics(2)]).since(ServerTotals.of([statistics(2)]))
+    assert idle is not None
     assert (idle.mean_batch_size, idle.queue_ms, idle.compute_ms) == (None, None, None)
 
 
