@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from serve.benchmark.errors import BenchmarkArgumentError
 from serve.benchmark.reports.csv_file import write_csv
 from serve.benchmark.reports.report import Report, write_json
 from serve.client.atomic_file import checked_output
@@ -36,6 +37,7 @@ class Files:
         """One per file.
 
         Raises:
+            BenchmarkArgumentError: two options name one file, of which the second would be left.
             OSError: a file cannot be written; the text names the option.
             ModuleNotFoundError: a package that draws is missing.
         """
@@ -46,7 +48,18 @@ class Files:
             (self.hgrm, "--hgrm", _percentiles),
             (self.plot, "--plot", _plot),
         ]
+        _check_apart([(path, option) for path, option, _ in wanted if path is not None])
         return [_writer(checked_output(path, option), find()) for path, option, find in wanted if path is not None]
+
+
+def _check_apart(outputs: Sequence[tuple[Path, str]]) -> None:
+    taken: dict[Path, str] = {}
+    for path, option in outputs:
+        if path.exists() and not path.is_file():
+            continue  # /dev/null and pipes take whatever comes
+        before = taken.setdefault(path.resolve(), option)
+        if before != option:
+            raise BenchmarkArgumentError(f"{before} and {option} {path}: are one file; expected a file for each")
 
 
 def _writer(path: Path, write: WriteFile) -> Writer:

@@ -13,6 +13,7 @@ import matplotlib.image
 import pytest
 
 from serve.benchmark.accuracy import Difference
+from serve.benchmark.errors import BenchmarkArgumentError
 from serve.benchmark.loads import Load
 from serve.benchmark.reports.csv_file import write_csv
 from serve.benchmark.reports.page import page
@@ -145,3 +146,10 @@ def test_what_cannot_be_written_is_found_before_and_leaves_nothing(tmp_path: Pat
     (write,) = Files(**{option: tmp_path / "a.txt"}).writers()
     write(report(level(1)))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_each_output_has_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a.json")
+    with pytest.raises(BenchmarkArgumentError, match="--output and --csv .*link: are one file; expected a file for each"):
+        Files(output=tmp_path / "a.json", csv=tmp_path / "link").writers()
+    assert len(Files(output=Path("/dev/null"), csv=Path("/dev/null")).writers()) == 2
