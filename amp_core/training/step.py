@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
+from amp_core.training.clipping import clip_gradients
 from amp_core.training.log import StepRecord
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def train_step(
     with recording(scale):
         loss = _accumulate_gradients(training, batches)
     scaler.unscale_(optimizer)
-    norm = clip_grad_norm_(training.model.parameters(), training.clip or math.inf).item()
+    norm = clip_gradients(training.model.parameters(), training.clip or math.inf).item()
     skipped = not _step_and_update(training, norm)
     if not skipped:
         training.scheduler.step()

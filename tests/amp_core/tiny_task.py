@@ -158,6 +158,33 @@ def nan_loss(outputs: Tensor, _: Tensor) -> Tensor:
     return outputs.float().mean() * float("nan")
 
 
+class Words(nn.Module):
+    """Whose gradient is sparse, or the same without being so."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 2, sparse=sparse)
+        self.last = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.words(x).sum(1))
+        return y
+
+
+def sparse_words() -> nn.Module:
+    return Words(sparse=True)
+
+
+def dense_words() -> nn.Module:
+    return Words(sparse=False)
+
+
+def sentences() -> tuple[TensorDataset, TensorDataset]:
+    words = torch.randint(0, 20, (80, 3), generator=torch.Generator().manual_seed(7))
+    long = (words.sum(1) > 30).long()
+    return TensorDataset(words[:64], long[:64]), TensorDataset(words[64:], long[64:])
+
+
 def one_poisoned() -> tuple[TensorDataset, TensorDataset]:
     """One item overflows float16."""
     train, held_out = data()

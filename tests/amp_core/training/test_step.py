@@ -70,6 +70,19 @@ def test_any_optimizer(tmp_path: Path) -> None:
     assert groups[0]["momentum"] == 0.9
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sparse_gradients_are_as_dense_ones(tmp_path: Path, dtype: str, clip: float) -> None:
+    same = {"data": f"{HERE}:sentences", "optimizer": "torch.optim:SGD", "learning_rate": 0.5, "dtype": dtype, "clip": clip}
+    for kind in ("sparse", "dense"):
+        train(settings(tmp_path / kind, model=f"{HERE}:{kind}_words", **same))
+    torch.testing.assert_close(weights(tmp_path / "sparse"), weights(tmp_path / "dense"), rtol=1e-4, atol=1e-6)
+    for sparse, dense in zip(steps(tmp_path / "sparse"), steps(tmp_path / "dense"), strict=True):
+        assert sparse == pytest.approx(dense, rel=1e-4)
+        assert not sparse["skipped"]
+        assert sparse["gradient_norm"] > clip
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
