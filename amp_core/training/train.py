@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -109,6 +110,8 @@ def train(
         before = world.from_first(load_checkpoint(path) if resume and world.is_first and path.exists() else None)
         if before is not None:
             _check_same_run(settings, before, world)
+        if settings.record_every:
+            import_module("amp_core.recorder")  # before the seed: the first import of what it prints with draws a number
         seed_everything(settings.seed)
         with TrainingRun(settings, device, world, before) as run:
             _go_through(run, is_new=before is None, on_step=on_step, on_epoch=on_epoch)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 from amp_core import recorder
 from amp_core.checkpoint import load_checkpoint
 from amp_core.training.train import train
-from tests.amp_core.training.runs import Halfserve, assert_same_weights, command, killed_in, settings
+from tests.amp_core.training.runs import Halfserve, assert_same_run, assert_same_weights, command, killed_in, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,6 +26,24 @@ def test_recording_changes_nothing_and_is_kept(tmp_path: Path) -> None:
     assert values == load_checkpoint(tmp_path / "recorded" / "checkpoint.pt").record
     assert len(recorder.Record.from_dict(values).entries) > 4
     assert (tmp_path / "recorded" / "record.png").read_bytes().startswith(b"\x89PNG")
+
+
+IN_A_NEW_PROCESS = """
+import sys
+from pathlib import Path
+from amp_core.training.train import train
+from tests.amp_core.training.runs import settings
+
+for name, every in (("first", 5), ("second", 5), ("unrecorded", 0)):
+    train(settings(Path(sys.argv[1], name), epochs=1, record_every=every))
+"""
+
+
+def test_what_is_imported_for_it_draws_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "first", tmp_path / "second")
+    assert_same_run(tmp_path / "first", tmp_path / "unrecorded")
 
 
 def test_a_resumed_run_has_the_whole_record(tmp_path: Path) -> None:
