@@ -79,7 +79,7 @@ def train_step(
     """
     optimizer, scaler = training.optimizer, training.scaler
     optimizer.zero_grad()
-    scale, learning_rate = scaler.get_scale(), optimizer.param_groups[0]["lr"]
+    scale, learning_rate = scaler.get_scale(), float(optimizer.param_groups[0]["lr"])
     with recording(scale):
         loss = _accumulate_gradients(training, batches)
     scaler.unscale_(optimizer)

@@ -241,5 +241,9 @@ def sgd(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
+def rate_in_a_tensor(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(lr), foreach=False)
+
+
 def no_optimizer(parameters: list[nn.Parameter], lr: float) -> float:
     return lr * len(parameters)

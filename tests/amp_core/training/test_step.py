@@ -70,6 +70,13 @@ def test_any_optimizer(tmp_path: Path) -> None:
     assert groups[0]["momentum"] == 0.9
 
 
+def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
+    for name, optimizer in (("tensor", f"{HERE}:rate_in_a_tensor"), ("number", "torch.optim:Adam")):
+        train(settings(tmp_path / name, **PLAIN, optimizer=optimizer))
+    rates = [[step["learning_rate"] for step in steps(tmp_path / name)] for name in ("tensor", "number")]
+    assert rates[0] == pytest.approx(rates[1])
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sparse_gradients_are_as_dense_ones(tmp_path: Path, dtype: str, clip: float) -> None:
