@@ -34,14 +34,14 @@ class SharedRegion:
             begins at a multiple of 64.
 
     Raises:
-        InvalidRequest: the size is below 1.
+        InvalidRequest: the size is no whole number of 1 or more.
         InferenceClientError: there is no shared memory here, or too little (code "RESOURCE_EXHAUSTED").
     """
 
     def __init__(self, byte_size: int) -> None:
-        if byte_size < 1:
-            raise InvalidRequest(f"a shared memory region needs at least 1 byte, not {byte_size}")
-        self.byte_size = (-(-byte_size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
+        if not isinstance(byte_size, int | np.integer) or byte_size < 1:
+            raise InvalidRequest(f"a shared memory region needs a whole number of bytes, 1 or more, not {byte_size!r}")
+        self.byte_size = (-(-int(byte_size) // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
         self.name = f"halfserve-{os.getpid()}-{secrets.token_hex(8)}"
         self.key = f"/{self.name}"
         path = f"{FOLDER}{self.key}"
@@ -108,11 +108,13 @@ def _map_new(path: str, byte_size: int) -> mmap.mmap:
         # Pages are taken now: later, a full /dev/shm would kill this process with SIGBUS at the first write.
         os.posix_fallocate(descriptor, 0, byte_size)
         return mmap.mmap(descriptor, byte_size)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too: taking many pages lasts
         os.unlink(path)  # noqa: PTH108  (PTH would have a Path made for it)
+        if not isinstance(error, OSError | OverflowError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "more than there are addresses"
         raise InferenceClientError(
-            f"{FOLDER} has no room for {byte_size} bytes: {error.strerror}; send the tensors in the message",
-            code="RESOURCE_EXHAUSTED",
+            f"{FOLDER} has no room for {byte_size} bytes: {reason}; send the tensors in the message", code="RESOURCE_EXHAUSTED"
         ) from None
     finally:
         os.close(descriptor)

@@ -225,11 +225,24 @@ def test_arrays_that_a_region_cannot_hold(shape: int, dtype: Any, text: str) -> 
 
 def test_regions_that_cannot_be() -> None:
     before = ours()
-    with pytest.raises(InvalidRequest, match="needs at least 1 byte, not 0"):
-        SharedRegion(0)
-    with pytest.raises(InferenceClientError, match="has no room for .* bytes: .*; send the tensors in the message") as full:
-        SharedRegion(2**60)
-    assert full.value.code == "RESOURCE_EXHAUSTED"
+    for odd in (0, 1.5, "5"):
+        with pytest.raises(InvalidRequest, match=f"needs a whole number of bytes, 1 or more, not {odd!r}"):
+            SharedRegion(odd)  # type: ignore[arg-type]  # (what a caller may have computed)
+    for much in (2**60, 2**70):
+        with pytest.raises(InferenceClientError, match="has no room for .* bytes: .*; send the tensors in the message") as full:
+            SharedRegion(much)
+        assert full.value.code == "RESOURCE_EXHAUSTED"
+    assert ours() == before
+
+
+def test_a_region_whose_making_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = ours()
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SharedRegion(64)
     assert ours() == before
 
 
