@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from serve.client.checks import check_text
 from serve.client.errors import InvalidRequest
 
 Balancing = Literal["pick_first", "round_robin"]
@@ -47,8 +48,11 @@ def target_of(address: str | Sequence[str]) -> Target:
     itself; gRPC takes only IP addresses there.
 
     Raises:
-        InvalidRequest: an address has a scheme, or no host, or no port between 1 and 65535; or names stand in a sequence.
+        InvalidRequest: an address has a scheme, or no host, or no port between 1 and 65535, or is not UTF-8; or names stand in
+            a sequence.
     """
+    for one in [address] if isinstance(address, str) else address:
+        check_text(one, "the address")
     if isinstance(address, str):
         if address.startswith(UNIX):
             return Target(address, address, is_local=True)

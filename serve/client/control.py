@@ -8,6 +8,7 @@ from typing import Any
 
 from protos import inference_pb2 as pb
 from serve.client.calls import Call, Exchange
+from serve.client.checks import check_text
 from serve.client.errors import InvalidRequest
 
 LogSetting = bool | int | str
@@ -30,6 +31,9 @@ def load_model(name: str, config: Mapping[str, Any] | str | None, files: Mapping
     if config is not None:
         request.parameters[CONFIG].string_param = _json_object(config)
     for path, content in (files or {}).items():
+        check_text(path, "the path of a model's file")
+        if not isinstance(content, bytes):
+            raise InvalidRequest(f"file {path!r} of a model to load must be bytes, not {type(content).__name__}")
         request.parameters[FILE + path].bytes_param = content
     # A second load would load the same thing twice, which costs time and memory, but the outcome is the same.
     yield Call(method="RepositoryModelLoad", request=request, answer=pb.RepositoryModelLoadResponse)
@@ -52,6 +56,7 @@ def log_settings(changes: Mapping[str, LogSetting]) -> Exchange[dict[str, LogSet
         elif isinstance(value, int) and 0 <= value < 2**32:
             setting.uint32_param = value
         elif isinstance(value, str):
+            check_text(value, f"log setting {name!r}")
             setting.string_param = value
         else:
             raise InvalidRequest(f"log setting {name!r} must be a bool, a whole number of 0 or more, or text, not {value!r}")
@@ -61,10 +66,13 @@ def log_settings(changes: Mapping[str, LogSetting]) -> Exchange[dict[str, LogSet
 
 def trace_settings(model: str, changes: Mapping[str, TraceSetting]) -> Exchange[dict[str, list[str]]]:
     """Change some settings of the server's tracing, of all models or of one, and return all of them; None clears a setting."""
+    check_text(model, "a model's name")
     request = pb.TraceSettingRequest(model_name=model)
     for name, value in changes.items():
         values = [] if value is None else [value] if isinstance(value, str | int | float) else list(value)
-        request.settings[name].value.extend(str(one) for one in values)
+        texts = [str(one) for one in values]
+        check_text("".join(texts), f"trace setting {name!r}")
+        request.settings[name].value.extend(texts)
     answer = yield Call(method="TraceSetting", request=request, answer=pb.TraceSettingResponse)
     return {name: list(setting.value) for name, setting in sorted(answer.settings.items())}
 
@@ -95,6 +103,7 @@ def regions() -> Exchange[dict[str, pb.SystemSharedMemoryStatusResponse.RegionSt
 
 
 def _named(name: str) -> str:
+    check_text(name, "a model's name")
     if not name:
         raise InvalidRequest("the model has no name; expected that of a folder in the server's model repository")
     return name

@@ -40,6 +40,10 @@ def test_load_and_unload(scripted: ScriptedServer, connect: Connect) -> None:
         (("m", "{", None), "the model's config is no JSON: .* at 1; expected a ModelConfig object"),
         (("m", "[1]", None), r"must be a JSON object with a ModelConfig's fields, not \[1\]"),
         (("m", None, {"1/model.onnx": b""}), "files of a model to load need a config beside them"),
+        ((5, None, None), "a model's name must be text, not 5"),
+        (("\udcff", None, None), r"a model's name must be text that UTF-8 can say, not '\\udcff'"),
+        (("m", "{}", {"\udcff": b""}), r"the path of a model's file must be text that UTF-8 can say, not '\\udcff'"),
+        (("m", "{}", {"1/model.onnx": "onnx"}), "file '1/model.onnx' of a model to load must be bytes, not str"),
     ],
 )
 def test_what_cannot_be_loaded(arguments: Any, text: str) -> None:
@@ -76,6 +80,12 @@ def test_trace_settings_are_lists_of_texts() -> None:
 def test_log_settings_that_there_are_not(value: Any) -> None:
     with pytest.raises(InvalidRequest, match="log setting 'a' must be a bool, a whole number of 0 or more, or text, not"):
         next(control.log_settings({"a": value}))
+
+
+def test_settings_that_utf_8_cannot_say() -> None:
+    for changed in (control.log_settings({"a": "\udcff"}), control.trace_settings("m", {"a": ["b", "\udcff"]})):
+        with pytest.raises(InvalidRequest, match="setting 'a' must be text that UTF-8 can say, not"):
+            next(changed)
 
 
 def test_a_server_that_cannot_be_controlled_says_so(scripted: ScriptedServer, connect: Connect) -> None:
