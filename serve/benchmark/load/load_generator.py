@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from serve.benchmark.errors import BenchmarkError
 from serve.benchmark.load.load_process import DONE, work
 from serve.benchmark.load.order import INTERRUPTED, Order, Outcome, Tally, Target
+from serve.benchmark.load.start import undisturbed
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,13 +41,14 @@ class LoadGenerator:
         numbers = [0] * len(requests) if models is None else list(models)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
-        for _ in range(processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, target, list(requests), numbers), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        with undisturbed():
+            for _ in range(processes):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=work, args=(theirs, target, list(requests), numbers), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
 
     def run(self, order: Order, on_window: OnWindow = lambda _: True) -> Outcome:
         """Generate one load and wait for its end.
@@ -77,7 +79,7 @@ class LoadGenerator:
     def close(self) -> None:
         """End the processes, and with them whatever is in flight."""
         for process in self._processes:
-            process.terminate()
+            process.kill()  # a load that is under way does not heed SIGTERM
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()

@@ -239,6 +239,26 @@ def test_a_token_lets_in_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert json.loads(capsys.readouterr().out)["levels"][0]["requests"] == 4
 
 
+TERMINATED_WITH_ITS_GROUP = """
+import os, signal, sys
+from halfserve import main
+from serve.benchmark.progress import ProgressBar
+
+signals = iter([signal.SIGTERM])
+ProgressBar.window = lambda *_: [os.killpg(0, number) for number in signals]
+main(["bench", "mlp", "--concurrency", "2", "--seconds", "60", "--warmup", "0", "--json", "--address", *sys.argv[1:]])
+"""
+
+
+def test_sigterm_for_the_whole_group_keeps_what_was_measured(server: RunningServer) -> None:
+    script = [sys.executable, "-c", TERMINATED_WITH_ITS_GROUP, server.address]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60, start_new_session=True)
+    assert done.returncode == 143, done.stderr
+    (level,) = json.loads(done.stdout)["levels"]
+    assert level["ended_early"] == INTERRUPTED
+    assert level["requests"] > 0
+
+
 def test_tokens_stay_out_of_the_report() -> None:
     arguments = ["bench", "mlp", "--header", "authorization: Bearer a:b", "--header=x-key:secret", "--rate", "5"]
     assert cli._command(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"
