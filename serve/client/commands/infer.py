@@ -73,7 +73,10 @@ def infer(
     rows: Annotated[int, _streaming(help="Rows of one request, with --stream.", min=1)] = 1,
     in_flight: Annotated[int, _streaming(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32,
     shared_memory: Annotated[
-        bool, typer.Option("--shared-memory", help="Leave large tensors in shared memory; the server must be on this machine.")
+        bool,
+        typer.Option(
+            "--shared-memory", help="Leave large tensors in shared memory; without --stream, of a server on this machine."
+        ),
     ] = False,
     compression: Annotated[Literal["gzip", "deflate"] | None, typer.Option(help="Compress what is sent.")] = None,
     timeout: Timeout = TIMEOUT_S,
@@ -108,14 +111,10 @@ def infer(
     question = Question(model=model, version=version, inputs=inputs, options=asked, as_json=as_json)
     if stream and output_file is not None:
         raise InvalidRequest("--output-file holds one answer; with --stream, send standard output to a file instead")
-    # A stream's tensors go over the wire, one request after the other.
+    if stream and shared_memory:
+        raise InvalidRequest("--shared-memory is for single requests; with --stream, the tensors travel in the messages")
     with connect(
-        address,
-        credentials,
-        timeout=timeout,
-        retries=retries,
-        compression=compression,
-        shared_memory=shared_memory and not stream,
+        address, credentials, timeout=timeout, retries=retries, compression=compression, shared_memory=shared_memory
     ) as client:
         if stream:
             _ask_stream(client, question, rows, in_flight)

@@ -112,6 +112,7 @@ def test_json_has_no_word_for_nan_so_strings_say_it(server: RunningServer, run: 
         (["infer", "mlp", "--input", "x=[1]", "--token-file", "none"], 1, "--token-file none: cannot be read: No such file"),
         (["infer", "mlp", "--input", "x=[1]", "--tls-key", "none"], 1, "TLS has a client key without its certificate"),
         (["infer", "mlp", "--input", "x=[1]", "--stream", "--output-file", "y.npz"], 1, "--output-file holds one answer"),
+        (["infer", "mlp", "--input", "x=[1]", "--stream", "--shared-memory"], 1, "--shared-memory is for single requests"),
         (["infer", "mlp", "--input", "-", "--input", "x=[1]", "--stream"], 2, "lines of JSON hold all inputs of a request"),
         (["infer", "mlp", "--input", "no.jsonl", "--stream"], 2, "--input no.jsonl: there is no file no.jsonl"),
         (["infer", "mlp", "--input", "x=-", "--input", "y=@-"], 2, "standard input can be read once"),
