@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_graphs
@@ -18,10 +20,11 @@ def drop_idle_casts(model: onnx_ir.Model) -> int:
     """
     removed = 0
     for graph in all_graphs(model):
-        earlier: dict[tuple[onnx_ir.Value | None, onnx_ir.DataType | None], onnx_ir.Value] = {}
+        earlier: dict[tuple[onnx_ir.Value | None, frozenset[tuple[str, Any]]], onnx_ir.Value] = {}
         for node in list(graph):
             if node.op_type == "Cast" and not node.domain and _touches_half(node):
-                key = node.inputs[0], node.outputs[0].dtype
+                # Not the type alone: two casts to float8 may differ in whether they saturate.
+                key = node.inputs[0], frozenset((name, entry.value) for name, entry in node.attributes.items())
                 removed += _simplify(graph, node, earlier.get(key))
                 earlier.setdefault(key, node.outputs[0])
     for graph in all_graphs(model):

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, judged, normal, ops, parse, types
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, judged, normal, ops, parse, run, types
 
 
 def cast_types(model: onnx.ModelProto) -> list[tuple[int, int]]:
@@ -80,6 +80,18 @@ def test_a_cast_that_both_types_want_is_made_twice_from_its_source() -> None:
     model = parse("g (int32[2] i, float[2] x) => (float[2] f, float[2] y) { f = Cast <to = 1> (i) y = Mul (f, x) }")
     converted = clean_both_ways(model, {"i": np.array([3, 60000], np.int32), "x": np.array([0.5, 0.25], np.float32)})
     assert cast_types(converted).count((onnx.TensorProto.INT32, FLOAT16)) == 1
+
+
+def test_casts_to_float8_that_treat_large_numbers_differently_stay_two() -> None:
+    model = parse(
+        """g (float[3] x) => (float[3] y, float[3] z) {
+        a = Cast <to = 17, saturate = 1> (x) y = Cast <to = 1> (a)
+        b = Cast <to = 17, saturate = 0> (x) z = Cast <to = 1> (b) }"""
+    )
+    converted, _ = halve(model, keep_io_types=False)
+    y, z = run(converted, x=np.array([1000, -1000, 1], np.float16))
+    assert y.tolist() == [448, -448, 1]
+    assert np.isnan(z[:2]).all()
 
 
 def test_a_cast_to_integers_takes_what_there_is() -> None:
