@@ -188,6 +188,8 @@ def _products(maker: _Maker) -> None:
     """The product of magnitudes, without what is added after it."""
     inputs = maker.node.input if maker.node.op_type == "Einsum" else maker.node.input[:2]
     factors = [maker.add("Abs", [name]) for name in inputs]
+    if maker.node.op_type == "Gemm" and maker.opset < 11:  # what is added was no option yet
+        factors.append(maker.constant([0.0], TensorProto.FLOAT, [1]))
     attributes = {name: abs(value) if name == "alpha" else value for name, value in maker.attributes.items() if name != "beta"}
     maker.finish(maker.add(maker.node.op_type, factors, domain=maker.node.domain, **attributes))
 

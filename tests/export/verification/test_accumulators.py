@@ -84,6 +84,17 @@ def test_products_are_looked_into_on_request(text: str, expected: float) -> None
     assert reaches(checked(text, products=True)) == pytest.approx([expected], rel=2e-3)
 
 
+@pytest.mark.parametrize("opset", [7, 9, 11])
+def test_a_gemm_that_must_add_something_is_looked_into_too(opset: int) -> None:
+    text = f'<ir_version: 8, opset_import: ["": {opset}]> g (float16[N, 8] x) => (float16[N, 3] y) {{ y = Gemm(x, w, b) }}'
+    model = parser.parse_model(text)
+    model.graph.initializer.extend([numpy_helper.from_array(W, "w"), numpy_helper.from_array(np.ones(3, np.float16), "b")])
+    checks = with_checks(round_every_node(model), products=True)
+    values = run_session(open_session(serialize(checks.model), "ORT_ENABLE_BASIC"), {"x": X[0]})
+    reach = float(list(values.values())[1])
+    assert reach == pytest.approx((np.abs(WIDE[0]) @ np.abs(W.astype(float))).max(), rel=2e-3)
+
+
 def test_a_risk_names_node_module_and_reach() -> None:
     (risk,) = checked("r = ReduceMean<axes=[0, 2]>(x)").over([1.3e6])
     assert str(risk) == ("ReduceMean 'summing' (encoder.0): its sum of magnitudes reaches 1.3e+06 inside, over float16's 65504")
