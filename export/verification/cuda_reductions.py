@@ -20,19 +20,18 @@ from onnx import helper
 AXES_ARE_INPUT_FROM = {"ReduceSum": 13, "ReduceMax": 18}
 
 
-def taken_apart(node: onnx.NodeProto, model: onnx.ModelProto, numbers: Iterator[int]) -> list[onnx.NodeProto]:
+def taken_apart(node: onnx.NodeProto, opset: int, numbers: Iterator[int]) -> list[onnx.NodeProto]:
     """The node, or for a reduction that rounds inside, the nodes it consists of.
 
     Args:
-        node: Any node.
-        model: The model it is in, for the opset.
+        node: Any node that computes in float16.
+        opset: The version of ONNX's own operators.
         numbers: Gives each reduction a number of its own, for the names of its inner values.
     """
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"):
         return [node]
     if _does_nothing(node):
         return [node]
-    opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     parts = _Parts(node, opset, f"{node.output[0]}/inside_{next(numbers)}")
     return {"ReduceSumSquare": _square_sum, "ReduceLogSum": _log_sum, "ReduceLogSumExp": _log_sum_exp}[node.op_type](parts)
 

@@ -29,6 +29,11 @@ class ElementTypes:
         self._opsets = opsets
         self._types = dict(outer or {})
 
+    @property
+    def opset(self) -> int:
+        """The version of ONNX's own operators."""
+        return self._opsets.get("", self._opsets.get("ai.onnx", 1))
+
     def within(self, graph: onnx.GraphProto) -> ElementTypes:
         """The types that a body sees, with what it declares itself."""
         inner = ElementTypes(self._opsets, self._types)

@@ -48,7 +48,6 @@ def round_every_node(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     try:
         inlined = inliner.inline_local_functions(model)
-        _take_apart(inlined.graph, inlined, count())
         typed = shape_inference.infer_shapes(inlined)
     except (shape_inference.InferenceError, ValueError, RuntimeError) as error:
         raise ExportError(f"cannot tell the types of the model's values: {str(error).splitlines()[0]}") from error
@@ -64,31 +63,23 @@ def simulated_node(node: onnx.NodeProto) -> bool:
     return any(name.endswith(BEFORE_ROUNDING) for name in node.output)
 
 
-def _take_apart(graph: onnx.GraphProto, model: onnx.ModelProto, numbers: Iterator[int]) -> None:
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        for body in bodies_of(node):
-            _take_apart(body, model, numbers)
-        nodes += taken_apart(node, model, numbers)
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, int], scopes: Iterator[int]) -> None:
+def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, int], numbers: Iterator[int]) -> None:
     types, constants = outer.within(graph), {**known, **constants_in(graph)}
-    rounder = _Rounder(types, next(scopes))
+    rounder = _Rounder(types, next(numbers))
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         bodies = bodies_of(node)
         types.guess(node)
         for body in bodies:
-            _rewrite(body, types, constants, scopes)
+            _rewrite(body, types, constants, numbers)
         if bodies or _only_moves(node) or not any(types.is_half(name) for name in node.input):
             nodes.append(node)
         elif is_running_sum(node, constants):
             nodes += running_sum(node, constants)
         else:
-            nodes += rounder.around(node)
+            for part in taken_apart(node, types.opset, numbers):
+                types.guess(part)
+                nodes += rounder.around(part)
     del graph.node[:]
     graph.node.extend(nodes)
     del graph.value_info[:]

@@ -211,6 +211,15 @@ def test_reductions_that_round_inside_do_so_at_every_opset(text: str, opset: int
     assert np.allclose(answer, REDUCTIONS[text](x), rtol=2e-3)
 
 
+@pytest.mark.parametrize("operator", ["ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"])
+@pytest.mark.parametrize("kind", ["int32", "float"])
+def test_reductions_of_other_types_stay(operator: str, kind: str) -> None:
+    text = f"g ({kind}[N, 5] x) => ({kind}[N, 1] y) {{ y = {operator} <axes = [1]> (x) }}"
+    rounded = round_every_node(parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}'))
+    assert [node.op_type for node in rounded.graph.node] == [operator]
+    assert run(rounded, np.ones((2, 5), {"int32": np.int32, "float": np.float32}[kind])).shape == (2, 1)
+
+
 def test_bodies_of_branches_round_too() -> None:
     model = parser.parse_model(BRANCHES)
     session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")
