@@ -53,7 +53,7 @@ def _lines(graph: onnx_ir.Graph) -> Iterator[str]:
         yield f"{value.name}={_tensor(tensor) if tensor is not None else ''}"
     for node in graph:
         inputs = ",".join(value.name or "" if value is not None else "" for value in node.inputs)
-        outputs = ",".join(value.name or "" for value in node.outputs)
+        outputs = ",".join(value.name or "" for value in node.outputs).rstrip(",")  # files leave out absent ones at the end
         attributes = ",".join(_attribute(attribute) for _, attribute in sorted(node.attributes.items()))
         yield f"{node.domain}:{node.op_type}({inputs})->({outputs})[{attributes}]"
 
