@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx
 import onnx_ir
 
 from export.model_file import open_model
-from export.onnx_fp16.graph_walk import all_graphs, bodies, is_float
+from export.onnx_fp16.graph_walk import all_graphs, all_nodes, bodies, is_float
 from export.onnx_fp16.prepare import prepare, repair_model
 from export.onnx_fp16.reporting import float_nodes
 from export.onnx_fp16.settings import Settings
@@ -49,6 +49,7 @@ class SearchedModel:
         floats: Names of all float32 tensors in `prepared`, those in bodies included.
         nodes: The main graph's float nodes by name, in its order.
         settings: What the user asked for.
+        made: Names of the nodes in `prepared` that repairs made.
     """
 
     original: onnx.ModelProto
@@ -56,6 +57,19 @@ class SearchedModel:
     floats: frozenset[str]
     nodes: dict[str, SearchedNode] = field(default_factory=dict)
     settings: Settings
+    made: frozenset[str] = frozenset()
+
+    def present(self, names: Collection[str]) -> list[str]:
+        """Those of the names that a conversion finds in the model where it is to keep all of them.
+
+        A repair leaves alone what is to be kept, so what it makes elsewhere, such as a Clip before a cube, is not there then.
+        """
+        if not self.made.intersection(names):
+            return sorted(names)
+        repaired = onnx_ir.from_proto(self.original)
+        repair_model(repaired, replace(self.settings, node_block_list=(*self.settings.node_block_list, *names)))
+        found = {node.name for node in all_nodes(repaired)}
+        return sorted(name for name in names if name in found or name not in self.made)
 
 
 def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -> SearchedModel:
@@ -68,10 +82,10 @@ def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -
     original.CopyFrom(open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto)
     densify(original)
     prepared = onnx_ir.from_proto(original)
+    prepare(prepared, settings)
+    own = {node.name for node in all_nodes(prepared)}
     if settings.repair:
         repair_model(prepared, settings)
-    else:
-        prepare(prepared, settings)
     main = {node.name for node in prepared.graph}
     nodes = [_searched(node) for node in float_nodes(prepared) if node.name in main]
     nodes += [_searched(node) for node in prepared.graph if any(bodies(node)) and node.name not in {n.name for n in nodes}]
@@ -81,6 +95,7 @@ def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -
         floats=frozenset(_float_names(prepared)),
         nodes=_in_order({node.name: node for node in nodes}, [node.name or "" for node in prepared.graph]),
         settings=settings,
+        made=frozenset(node.name or "" for node in all_nodes(prepared) if node.name not in own),
     )
 
 

@@ -164,7 +164,8 @@ class _Search:
         return blamed_edges(self._searched, measured, dict.fromkeys(trial.over, 1.0), breaking=breaking)
 
     def _result(self, trial: Trial, *, minimal: bool) -> SearchResult:
-        names = [name for name in self._searched.nodes if name in trial.blocked]
+        present = set(self._searched.present(trial.blocked))
+        names = [name for name in self._searched.nodes if name in present]
         measured = self._measured[0] if self._measured else Measurement()
         edges = self._edges(measured, self._trials.run(()), breaking=False)
         reasons = Reasons(self._searched, measured, edges, scalar_constants(self._searched.prepared))

@@ -143,7 +143,7 @@ class Trials:
             onnx_ir.from_proto(self._searched.original),
             keep_io_types=settings.keep_io_types,
             op_block_list=settings.op_block_list,
-            node_block_list=(*settings.node_block_list, *sorted(blocked)),
+            node_block_list=(*settings.node_block_list, *self._searched.present(blocked)),
             repair=settings.repair,
         )
         try:
