@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 
 from export.errors import ExportError
+from export.verification.interface import Input, inputs_of
 
 if TYPE_CHECKING:
     from export.model_file import ModelFile
@@ -28,10 +28,9 @@ def load_samples(path: Path, model: ModelFile) -> list[Array]:
         The arrays in the order of the model's inputs, in their types.
 
     Raises:
-        ExportError: The file cannot be read, holds no such arrays, or one does not fit its input.
+        ExportError: The file cannot be read, holds no such arrays, one does not fit its input, or an input is no tensor.
     """
-    initialized = {tensor.name for tensor in model.outline.graph.initializer}
-    inputs = [value for value in model.outline.graph.input if value.name not in initialized]
+    inputs = inputs_of(model.outline)
     arrays = _read(path)
     if len(inputs) == 1 and len(arrays) == 1:
         arrays = {inputs[0].name: next(iter(arrays.values()))}
@@ -58,19 +57,17 @@ def _read(path: Path) -> dict[str, Array]:
         raise ExportError(f"{path} is no .npz file of numbers; write one with numpy.savez(path, input_name=array)") from error
 
 
-def _fitting(array: Array, value: onnx.ValueInfoProto, path: Path) -> Array:
-    tensor = value.type.tensor_type
-    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
-    if not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise ExportError(f"{path}: {value.name!r} is {array.dtype}, the model takes {dtype}")
-    if tensor.HasField("shape"):
-        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-        fits = len(dims) == array.ndim and all(
-            want in (None, have) for want, have in zip(dims[1:], array.shape[1:], strict=True)
+def _fitting(array: Array, wanted: Input, path: Path) -> Array:
+    texts = array.dtype.kind == wanted.dtype.kind == "U"
+    if not texts and not np.can_cast(array.dtype, wanted.dtype, "same_kind"):
+        raise ExportError(f"{path}: {wanted.name!r} is {array.dtype}, the model takes {wanted.dtype}")
+    if wanted.dims is not None:
+        fits = len(wanted.dims) == array.ndim and all(
+            not isinstance(want, int) or want == have for want, have in zip(wanted.dims[1:], array.shape[1:], strict=True)
         )
         if not fits:
-            shown = [dim.dim_param or str(dim.dim_value or "?") for dim in tensor.shape.dim]
+            shown = ", ".join("?" if dim is None else str(dim) for dim in wanted.dims)
             raise ExportError(
-                f"{path}: {value.name!r} has shape {list(array.shape)}, the model takes [{', '.join(shown)}] (samples first)"
+                f"{path}: {wanted.name!r} has shape {list(array.shape)}, the model takes [{shown}] (samples first)"
             )
-    return array.astype(dtype, copy=False)
+    return array if texts else array.astype(wanted.dtype, copy=False)

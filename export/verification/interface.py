@@ -65,7 +65,7 @@ def inputs_of(model: onnx.ModelProto) -> list[Input]:
     """The inputs that a caller must give: those that no initializer has a value for.
 
     Raises:
-        ExportError: One is no tensor.
+        ExportError: One is no tensor, or of no type.
     """
     initialized = {tensor.name for tensor in model.graph.initializer}
     return [_input(value) for value in model.graph.input if value.name not in initialized]
@@ -81,6 +81,8 @@ def _input(value: onnx.ValueInfoProto) -> Input:
         raise ExportError(
             f"input {value.name!r} is a {(kind or 'value of no type').removesuffix('_type')}; only tensors can be sampled"
         )
+    if tensor.elem_type not in TensorProto.DataType.values() or tensor.elem_type == TensorProto.UNDEFINED:
+        raise ExportError(f"input {value.name!r} is a tensor of no known type; export the model again")
     dims = tuple(_dim(dim) for dim in tensor.shape.dim) if tensor.HasField("shape") else None
     return Input(name=value.name, elem_type=tensor.elem_type, dims=dims)
 

@@ -26,6 +26,12 @@ def two_inputs() -> ModelFile:
     return open_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
 
 
+def relu_of(value: onnx.ValueInfoProto) -> ModelFile:
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [value], [output])
+    return open_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10))
+
+
 def test_arrays_come_by_name_in_the_models_order_and_types(tmp_path: Path, two_inputs: ModelFile) -> None:
     np.savez(tmp_path / "s.npz", scale=np.ones((5, 1)), tokens=np.ones((5, 3), np.int32))
     tokens, scale = load_samples(tmp_path / "s.npz", two_inputs)
@@ -51,6 +57,33 @@ def test_initializers_that_are_inputs_are_not_asked_for(tmp_path: Path) -> None:
     model.graph.input.append(onnx.helper.make_tensor_value_info("w0", TensorProto.FLOAT, [4]))
     np.savez(tmp_path / "s.npz", x=np.ones(4, np.float32))
     assert len(load_samples(tmp_path / "s.npz", open_model(model))) == 1
+
+
+def test_sizes_below_zero_are_open(tmp_path: Path) -> None:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [-1, -1])
+    np.savez(tmp_path / "s.npz", x=np.ones((3, 4), np.float32))
+    assert load_samples(tmp_path / "s.npz", relu_of(x))[0].shape == (3, 4)
+
+
+def test_an_optional_tensor_is_sampled_as_a_tensor(tmp_path: Path) -> None:
+    kind = helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, ["n", 3]))
+    np.savez(tmp_path / "s.npz", x=np.ones((2, 3)))
+    (array,) = load_samples(tmp_path / "s.npz", relu_of(helper.make_value_info("x", kind)))
+    assert (array.dtype, array.shape) == (np.float32, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None), "input 'x' is a sequence; only tensors"),
+        (helper.make_tensor_value_info("x", TensorProto.UNDEFINED, None), "input 'x' is a tensor of no known type"),
+        (onnx.ValueInfoProto(name="x"), "input 'x' is a value of no type"),
+    ],
+)
+def test_inputs_that_cannot_be_sampled_are_named(value: onnx.ValueInfoProto, message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "s.npz", x=np.ones((2, 3), np.float32))
+    with pytest.raises(ExportError, match=message):
+        load_samples(tmp_path / "s.npz", relu_of(value))
 
 
 @pytest.mark.parametrize(
