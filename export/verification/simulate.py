@@ -6,8 +6,8 @@ node rounds. Casts that the model itself holds are never dropped, so they are wr
 are raised to float32, and its results are rounded back.
 
 Inside a node a sum is float32, as in ONNX Runtime's CUDA kernels: cuBLAS and cuDNN are called with float32 as compute type,
-and softmax and the norms accumulate in float32. Three reductions and CumSum round inside there; they are taken apart (see
-`export.verification.cuda_reductions` and `export.verification.running_sums`). For runtimes that sum in float16, see
+and softmax and the norms accumulate in float32. Three reductions, CumSum, Sum and Einsum round inside there; they are taken
+apart (see `export.verification.cuda_reductions`, `.running_sums` and `.two_by_two`). For runtimes that sum in float16, see
 `export.verification.accumulators`.
 """
 
@@ -24,6 +24,7 @@ from export.format_opset import format_opset
 from export.verification.cuda_reductions import taken_apart
 from export.verification.element_types import ElementTypes
 from export.verification.running_sums import constants_in, is_running_sum, running_sum
+from export.verification.two_by_two import two_by_two
 
 # These move or convert values: they cannot round, so the runtime may do as it likes.
 _MOVERS = """
@@ -77,12 +78,17 @@ def _rewrite(graph: onnx.GraphProto, outer: ElementTypes, known: Mapping[str, in
         elif is_running_sum(node, constants):
             nodes += running_sum(node, constants)
         else:
-            for part in taken_apart(node, types.opset, numbers):
+            for part in _parts(node, types.opset, numbers):
                 types.guess(part)
                 nodes += rounder.around(part)
     del graph.node[:]
     graph.node.extend(nodes)
     del graph.value_info[:]
+
+
+def _parts(node: onnx.NodeProto, opset: int, numbers: Iterator[int]) -> list[onnx.NodeProto]:
+    """What a node's kernel consists of, where it rounds inside; the node itself for any other."""
+    return [part for piece in two_by_two(node, numbers) for part in taken_apart(piece, opset, numbers)]
 
 
 class _Rounder:
