@@ -105,6 +105,7 @@ def test_given_samples_are_repeated_to_the_longest(
         (("--samples", "/nowhere.npz"), "cannot read the samples /nowhere.npz: No such file"),
         (("--labels", "/nowhere.npy"), "cannot read the labels /nowhere.npy: No such file"),
         (("--html", "/nowhere/v.html"), "cannot write the page /nowhere/v.html: expected a file in a folder that exists"),
+        (("--certificate", "/proc/c.json"), "cannot write the certificate /proc/c.json: No such file"),
         (("--max-scaled-error", "-1"), "max_scaled_error is -1.0; expected a number of at least 0"),
     ],
 )
