@@ -142,14 +142,18 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     """Write a checkpoint so that a reader sees the old file or the whole new one.
 
     Raises:
-        CheckpointError: If the folder is missing or cannot be written to.
+        CheckpointError: If the folder is missing or cannot be written to, or the disk is full.
     """
     content = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
     try:
         with atomic_file(path) as file:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, file)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:
+        # torch closes its archive whatever happened, and tells of the closing; why the file took no more is the context.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise CheckpointError(f"cannot write the checkpoint {path}: {reason.strerror or reason}") from error
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:

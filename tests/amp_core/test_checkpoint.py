@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -162,6 +163,21 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="cannot write the checkpoint .*: No such file or directory"):
         save_checkpoint(tmp_path / "nowhere" / "c.pt", checkpoint())
+
+
+@pytest.mark.parametrize("room_bytes", [0, 64, 30_000, 1_000_000])
+def test_a_full_disk_is_one_line_wherever_it_ends(tmp_path: Path, room_bytes: int) -> None:
+    save_checkpoint(tmp_path / "c.pt", checkpoint(step=1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = checkpoint(weights={"first": torch.ones(100_000), "second": torch.ones(200_000)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        with pytest.raises(CheckpointError, match="^cannot write the checkpoint .*c.pt: File too large$"):
+            save_checkpoint(tmp_path / "c.pt", large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+    assert load_checkpoint(tmp_path / "c.pt").step == 1
 
 
 def test_a_model_that_the_weights_do_not_fit() -> None:
