@@ -19,6 +19,19 @@ _LOCK = ".lock"
 
 
 @contextmanager
+def writing_into(path: Path) -> Iterator[None]:
+    """Say which folder could not be written to, where the system says only why.
+
+    Raises:
+        TrainingError: If the block raises an OSError: a full disk, a quota.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(f"cannot write into the folder {path}: {error.strerror or error}") from error
+
+
+@contextmanager
 def own_folder(path: Path) -> Iterator[None]:
     """Make the folder if it is missing, and keep other runs out of it while this one is in it.
 
@@ -27,20 +40,19 @@ def own_folder(path: Path) -> Iterator[None]:
     Raises:
         TrainingError: If the folder cannot be made or written to, or another run is in it.
     """
-    try:
+    with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / _LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise TrainingError(f"cannot write into the folder {path}: {error.strerror or error}") from error
+        lock = (path / _LOCK).open("a+b", buffering=0)  # nothing is left to be written, and to fail, when it is closed
     with lock:
-        _lock(lock, path)
-        for name in (CHECKPOINT, LOG, RECORD, RECORD_PLOT):
-            for unfinished in path.glob(f".{name}.*.tmp"):
-                unfinished.unlink(missing_ok=True)
+        with writing_into(path):
+            _lock(lock, path)
+            for name in (CHECKPOINT, LOG, RECORD, RECORD_PLOT):
+                for unfinished in path.glob(f".{name}.*.tmp"):
+                    unfinished.unlink(missing_ok=True)
         yield
 
 
-def _lock(file: IO[str], folder: Path) -> None:
+def _lock(file: IO[bytes], folder: Path) -> None:
     try:
         import fcntl  # noqa: PLC0415  (Windows has none; two runs in one folder are not kept apart there)
     except ImportError:
@@ -50,13 +62,12 @@ def _lock(file: IO[str], folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        owner = file.read().strip() or "unknown"
+        owner = file.read().decode(errors="replace").strip() or "unknown"
         raise TrainingError(f"another run (process {owner}) is writing into {folder}; choose another folder") from error
     except OSError:  # a file system without locks
         return
     file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    file.write(str(os.getpid()).encode())
 
 
 def set_previous_aside(folder: Path) -> None:

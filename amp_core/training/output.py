@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from amp_core.checkpoint import save_checkpoint
-from amp_core.training.folder import CHECKPOINT, LOG, TENSORBOARD, set_previous_aside
+from amp_core.training.folder import CHECKPOINT, LOG, TENSORBOARD, set_previous_aside, writing_into
 from amp_core.training.log import TrainLog
 from amp_core.training.recording import write_record
 from amp_core.training.tensorboard import Curves, curves
@@ -38,46 +38,62 @@ class Output:
         self._curves: Curves | None = None
         self._open_files = ExitStack()
         if run.world.is_first:
-            if is_new:
-                set_previous_aside(self._folder)
-            log = TrainLog(self._folder / LOG, keep_steps=steps_done, keep_epochs=epochs_done)
-            self._log = self._open_files.enter_context(log)
-            wanted = run.settings.tensorboard
-            self._curves = self._open_files.enter_context(
-                curves(self._folder / TENSORBOARD, wanted=wanted, steps_done=steps_done, skipped_steps=skipped_steps)
-            )
+            with writing_into(self._folder), ExitStack() as opened:
+                if is_new:
+                    set_previous_aside(self._folder)
+                log = TrainLog(self._folder / LOG, keep_steps=steps_done, keep_epochs=epochs_done)
+                self._log = opened.enter_context(log)
+                wanted = run.settings.tensorboard
+                self._curves = opened.enter_context(
+                    curves(self._folder / TENSORBOARD, wanted=wanted, steps_done=steps_done, skipped_steps=skipped_steps)
+                )
+                self._open_files = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._open_files.close()
+        with writing_into(self._folder):
+            self._open_files.close()
 
     def write_step(self, record: StepRecord) -> None:
-        """Write a step, and a checkpoint if it is time for one."""
-        if self._log:
-            self._log.write_step(record)
-        if self._curves:
-            self._curves.write_step(record)
+        """Write a step, and a checkpoint if it is time for one.
+
+        Raises:
+            TrainingError: If the folder cannot be written to.
+            CheckpointError: Likewise.
+        """
+        with writing_into(self._folder):
+            if self._log:
+                self._log.write_step(record)
+            if self._curves:
+                self._curves.write_step(record)
         every = self._run.settings.checkpoint_every
         if every and record.step % every == 0:
             self._save()
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation, and a checkpoint."""
-        if self._log:
-            self._log.write_epoch(evaluation.epoch, evaluation.metrics)
-        if self._curves:
-            self._curves.write_evaluation(evaluation.metrics, evaluation.step)
+        """Write an evaluation, and a checkpoint.
+
+        Raises:
+            TrainingError: If the folder cannot be written to.
+            CheckpointError: Likewise.
+        """
+        with writing_into(self._folder):
+            if self._log:
+                self._log.write_epoch(evaluation.epoch, evaluation.metrics)
+            if self._curves:
+                self._curves.write_evaluation(evaluation.metrics, evaluation.step)
         self._save()
 
     def _save(self) -> None:
         checkpoint = self._run.checkpoint()
         if self._log is None:
             return
-        self._log.sync()
-        if self._curves:
-            self._curves.sync()
-        save_checkpoint(self._folder / CHECKPOINT, checkpoint)
-        if checkpoint.record and self._run.is_complete:
-            write_record(checkpoint.record, self._folder)
+        with writing_into(self._folder):
+            self._log.sync()
+            if self._curves:
+                self._curves.sync()
+            save_checkpoint(self._folder / CHECKPOINT, checkpoint)
+            if checkpoint.record and self._run.is_complete:
+                write_record(checkpoint.record, self._folder)

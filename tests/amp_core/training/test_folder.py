@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,6 +33,17 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         train(settings(tmp_path / "file"))
     with pytest.raises(TrainingError, match="cannot write into the folder .*: Not a directory"):
         train(settings(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize("room_bytes", [0, 50, 500])
+def test_a_folder_that_takes_no_more_is_named(tmp_path: Path, room_bytes: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
+    try:
+        with pytest.raises(TrainingError, match=f"^cannot write into the folder {tmp_path}: File too large$"):
+            train(settings(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_unfinished_files_of_a_killed_run_are_removed_and_others_are_not(tmp_path: Path) -> None:
