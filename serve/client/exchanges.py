@@ -36,7 +36,8 @@ def wait_until_ready(model: str | None, version: str, deadline: Deadline) -> Exc
         try:
             if (yield call).ready:
                 return
-            lacking = "it is there, but not ready"
+            # Of a model that is not there a server says, as Triton's do, that it is not ready.
+            lacking = "it is there, but not ready" if model is None else "it is not there, or not ready yet"
         except (ServerUnavailable, ModelNotFound) as error:
             lacking = str(error)
         except DeadlineExceeded as error:

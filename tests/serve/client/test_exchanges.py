@@ -45,6 +45,7 @@ def test_waits_longer_and_longer_until_ready() -> None:
     ("model", "answer", "text"),
     [
         ("m", ModelNotFound("no 'm' here"), "^model 'm' was not ready within 0.001 s: no 'm' here$"),
+        ("m", pb.ModelReadyResponse(), "^model 'm' was not ready within 0.001 s: it is not there, or not ready yet$"),
         (None, pb.ServerReadyResponse(), "^the server was not ready within 0.001 s: it is there, but not ready$"),
     ],
 )
