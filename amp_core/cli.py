@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,41 +37,40 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+_step = partial(typer.Option, rich_help_panel="Each step")
+_length = partial(typer.Option, rich_help_panel="How long, and where")
+_kept = partial(typer.Option, rich_help_panel="What is kept")
+
+
 def train(
     model: Annotated[str, typer.Argument(help="MODULE:FACTORY of a function that returns the torch.nn.Module.")],
     data: Annotated[str, typer.Option(help="MODULE:FACTORY of a function that returns (training set, held-out set).")],
     out: Annotated[Path, typer.Option(help="Folder for checkpoint.pt and train.jsonl.")],
-    loss: Annotated[
-        str, typer.Option(help="MODULE:FUNCTION (output, target) -> scalar.")
-    ] = "torch.nn.functional:cross_entropy",
-    optimizer: Annotated[str, typer.Option(help="MODULE:FACTORY (parameters, lr=...) -> optimizer.")] = "torch.optim:AdamW",
-    dtype: Annotated[Dtype, typer.Option(help="float16 scales the loss; float32 trains without autocast.")] = Dtype.FLOAT16,
-    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    loss: Annotated[str, _step(help="MODULE:FUNCTION (output, target) -> scalar.")] = "torch.nn.functional:cross_entropy",
+    optimizer: Annotated[str, _step(help="MODULE:FACTORY (parameters, lr=...) -> optimizer.")] = "torch.optim:AdamW",
+    dtype: Annotated[Dtype, _step(help="float16 scales the loss; float32 trains without autocast.")] = Dtype.FLOAT16,
+    epochs: Annotated[int, _length(min=1, help="Passes over the training set.")] = 20,
     steps_per_epoch: Annotated[
-        int, typer.Option(min=0, help="Steps after which an epoch ends at the latest; needed for a set without a length.")
+        int, _length(min=0, help="Steps after which an epoch ends at the latest; needed for a set without a length.")
     ] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Items of one batch, in each process.")] = 64,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches per optimizer step.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="The highest, of a warm-up and a cosine.")] = 3e-3,
-    clip: Annotated[float, typer.Option(min=0.0, help="Largest gradient norm; 0 does not clip.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    policy: Annotated[
-        str, typer.Option(help="Which operation runs in which dtype: native, cuda, cuda+fp32:einsum,...")
-    ] = "native",
-    workers: Annotated[int, typer.Option(min=0, help="Processes that load data; 0 loads it here.")] = 0,
+    batch_size: Annotated[int, _step(min=1, help="Items of one batch, in each process.")] = 64,
+    accumulate: Annotated[int, _step(min=1, help="Batches per optimizer step.")] = 1,
+    learning_rate: Annotated[float, _step(help="The highest, of a warm-up and a cosine.")] = 3e-3,
+    clip: Annotated[float, _step(min=0.0, help="Largest gradient norm; 0 does not clip.")] = 1.0,
+    seed: Annotated[int, _length(min=0, help="Of the weights, of the order of the data, and of all else that is random.")] = 0,
+    device: Annotated[str, _length(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    policy: Annotated[str, _step(help="Which operation runs in which dtype: native, cuda, cuda+fp32:einsum,...")] = "native",
+    workers: Annotated[int, _length(min=0, help="Processes that load data; 0 loads it here.")] = 0,
     checkpoint_every: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints; 0 writes one at the end of each epoch only.")
+        int, _kept(min=0, help="Steps between checkpoints; 0 writes one at the end of each epoch only.")
     ] = 0,
     patience: Annotated[
-        int, typer.Option(min=1, help="Steps in a row, skipped or without a finite loss, before the cause is looked for.")
+        int, _length(min=1, help="Steps in a row, skipped or without a finite loss, before the cause is looked for.")
     ] = 10,
-    record: Annotated[
-        bool, typer.Option("--record", help="Record dtypes and ranges of all operations in record.json.")
-    ] = False,
-    record_every: Annotated[int, typer.Option(min=1, help="Steps between two that --record looks at.")] = 200,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write curves into OUT/tensorboard.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from OUT/checkpoint.pt, if there is one.")] = False,
+    record: Annotated[bool, _kept("--record", help="Record dtypes and ranges of all operations in record.json.")] = False,
+    record_every: Annotated[int, _kept(min=1, help="Steps between two that --record looks at.")] = 200,
+    tensorboard: Annotated[bool, _kept("--tensorboard", help="Write curves into OUT/tensorboard.")] = False,
+    resume: Annotated[bool, _kept("--resume", help="Go on from OUT/checkpoint.pt, if there is one.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")] = False,
 ) -> None:
     """Train a PyTorch model in mixed precision, and write a checkpoint that `halfserve export` reads.

@@ -57,7 +57,7 @@ def options_by_heading(name: str) -> dict[str, list[str]]:
     return groups
 
 
-@pytest.mark.parametrize("name", ["serve", "bench", "infer", "models"])
+@pytest.mark.parametrize("name", ["serve", "bench", "infer", "models", "train", "convert", "verify", "export"])
 def test_a_long_help_has_a_heading_for_each_group_of_options(name: str) -> None:
     groups = options_by_heading(name)
     assert list(groups)[:2] == ["Arguments", "Options"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 MAX_BATCH_SIZE = 32
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
 
+_conversion = partial(typer.Option, rich_help_panel="Conversion")
+_verification = partial(typer.Option, rich_help_panel="Verification")
+_report = partial(typer.Option, rich_help_panel="Report")
+_repository = partial(typer.Option, rich_help_panel="Model repository")
+
 
 def convert(
     source: Annotated[Path, typer.Argument(help="The float32 ONNX model; its data files lie beside it.", show_default=False)],
@@ -35,60 +41,60 @@ def convert(
         Path | None, typer.Argument(help="The float16 ONNX model to write; or give --repository.", show_default=False)
     ] = None,
     keep_io_types: Annotated[
-        bool, typer.Option("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
+        bool, _conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
     ] = True,
     block_op: Annotated[
-        list[str] | None, typer.Option(help="Operator to keep in float32, as a shell pattern; may be repeated.")
+        list[str] | None, _conversion(help="Operator to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
     block_node: Annotated[
-        list[str] | None, typer.Option(help="Node to keep in float32, as a shell pattern; may be repeated.")
+        list[str] | None, _conversion(help="Node to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
     repair: Annotated[
-        bool, typer.Option(help="Rewrite what float16 could not hold, such as large BatchNorm statistics.")
+        bool, _conversion(help="Rewrite what float16 could not hold, such as large BatchNorm statistics.")
     ] = True,
     external_data: Annotated[
-        ExternalData, typer.Option(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
+        ExternalData, _conversion(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
     ] = "auto",
-    verify: Annotated[bool, typer.Option(help="Compare the result with the source before it is written.")] = True,
+    verify: Annotated[bool, _verification(help="Compare the result with the source before it is written.")] = True,
     samples: Annotated[
-        Path | None, typer.Option(help="An .npz with an array per input to verify on; by default inputs are made up.")
+        Path | None, _verification(help="An .npz with an array per input to verify on; by default inputs are made up.")
     ] = None,
     dim: Annotated[
-        list[str] | None, typer.Option(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
+        list[str] | None, _verification(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
     ] = None,
     max_abs_error: Annotated[
-        float | None, typer.Option(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
+        float | None, _verification(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
     ] = None,
     max_scaled_error: Annotated[
-        float, typer.Option(help="Largest error of an output, as a share of its largest magnitude.")
+        float, _verification(help="Largest error of an output, as a share of its largest magnitude.")
     ] = 0.01,
-    min_agreement: Annotated[float, typer.Option(help="Least share of samples with the reference's argmax.")] = 0.995,
+    min_agreement: Annotated[float, _verification(help="Least share of samples with the reference's argmax.")] = 0.995,
     adversarial: Annotated[
-        bool, typer.Option(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")
+        bool, _verification(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")
     ] = True,
     accumulators: Annotated[
-        Accumulators, typer.Option(help="In which type the runtime sums: float32 as ONNX Runtime, or float16 as TensorRT.")
+        Accumulators, _verification(help="In which type the runtime sums: float32 as ONNX Runtime, or float16 as TensorRT.")
     ] = "float32",
     search: Annotated[
-        bool, typer.Option(help="Find the fewest nodes to keep in float32 where the result is over budget.")
+        bool, _verification(help="Find the fewest nodes to keep in float32 where the result is over budget.")
     ] = True,
-    certificate: Annotated[Path | None, typer.Option(help="Write the verdict to this JSON file too.")] = None,
-    html: Annotated[bool, typer.Option("--html", help="Write it as an HTML page beside --certificate too.")] = False,
+    certificate: Annotated[Path | None, _report(help="Write the verdict to this JSON file too.")] = None,
+    html: Annotated[bool, _report("--html", help="Write it as an HTML page beside --certificate too.")] = False,
     placement: Annotated[
-        bool, typer.Option("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
+        bool, _report("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
     ] = False,
     repository: Annotated[
-        Path | None, typer.Option(help="Add a version to this model repository instead of writing a file.")
+        Path | None, _repository(help="Add a version to this model repository instead of writing a file.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name there; by default the source's.")] = None,
-    version: Annotated[int | None, typer.Option(help="The version there; the next free one by default.")] = None,
+    name: Annotated[str | None, _repository(help="The model's name there; by default the source's.")] = None,
+    version: Annotated[int | None, _repository(help="The version there; the next free one by default.")] = None,
     max_batch_size: Annotated[
-        int | None, typer.Option(help="Largest batch that the server may form, 0 for none; 32 by default.")
+        int | None, _repository(help="Largest batch that the server may form, 0 for none; 32 by default.")
     ] = None,
     fp32_twin: Annotated[
-        bool, typer.Option("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
+        bool, _repository("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is there already.")] = False,
+    overwrite: Annotated[bool, _repository("--overwrite", help="Replace a model that is there already.")] = False,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,31 +21,35 @@ from export.verification.budget import Budget
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1, CheckpointError: 1}
 
+_version = partial(typer.Option, rich_help_panel="Version")
+_verification = partial(typer.Option, rich_help_panel="Conversion and verification")
+_report = partial(typer.Option, rich_help_panel="Report")
+
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A file that `halfserve train` wrote.", show_default=False)],
     repository: Annotated[Path, typer.Option(help="The model repository's folder; made if missing.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="The model's name; by default from the model's module.")] = None,
-    version: Annotated[int | None, typer.Option(help="The version; the next free one by default.")] = None,
+    name: Annotated[str | None, _version(help="The model's name; by default from the model's module.")] = None,
+    version: Annotated[int | None, _version(help="The version; the next free one by default.")] = None,
     max_abs_error: Annotated[
-        float | None, typer.Option(help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude.")
+        float | None, _verification(help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude.")
     ] = None,
-    min_agreement: Annotated[float, typer.Option(help="Least share of samples with the reference's argmax.")] = 0.995,
-    max_batch_size: Annotated[int, typer.Option(help="Largest batch that the server may form.")] = 32,
+    min_agreement: Annotated[float, _verification(help="Least share of samples with the reference's argmax.")] = 0.995,
+    max_batch_size: Annotated[int, _version(help="Largest batch that the server may form.")] = 32,
     keep_fp32: Annotated[
-        list[str] | None, typer.Option(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
+        list[str] | None, _verification(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="How many held-out samples to verify on, at most.")] = 1024,
+    samples: Annotated[int, _verification(help="How many held-out samples to verify on, at most.")] = 1024,
     search: Annotated[
-        bool, typer.Option(help="Find the fewest nodes to keep in float32 where the result is over budget.")
+        bool, _verification(help="Find the fewest nodes to keep in float32 where the result is over budget.")
     ] = True,
-    adversarial: Annotated[bool, typer.Option(help="Verify on samples at the edge of the held-out ones too.")] = True,
+    adversarial: Annotated[bool, _verification(help="Verify on samples at the edge of the held-out ones too.")] = True,
     accumulators: Annotated[
-        Accumulators, typer.Option(help="In which type the target sums: float16 for runtimes such as TensorRT.")
+        Accumulators, _verification(help="In which type the target sums: float16 for runtimes such as TensorRT.")
     ] = "float32",
-    fp32_twin: Annotated[bool, typer.Option("--fp32-twin", help="Put the float32 model beside the float16 one too.")] = False,
-    certificate: Annotated[Path | None, typer.Option(help="Write the verdict to this JSON file too.")] = None,
-    html: Annotated[bool, typer.Option("--html", help="Write it as an HTML page beside --certificate too.")] = False,
+    fp32_twin: Annotated[bool, _version("--fp32-twin", help="Put the float32 model beside the float16 one too.")] = False,
+    certificate: Annotated[Path | None, _report(help="Write the verdict to this JSON file too.")] = None,
+    html: Annotated[bool, _report("--html", help="Write it as an HTML page beside --certificate too.")] = False,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -28,46 +29,49 @@ if TYPE_CHECKING:
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
 
+_samples = partial(typer.Option, rich_help_panel="Inputs")
+_budget = partial(typer.Option, rich_help_panel="Budget")
+_target = partial(typer.Option, rich_help_panel="Where it will run")
+_report = partial(typer.Option, rich_help_panel="Report")
+
 
 def verify(
     reference: Annotated[Path, typer.Argument(help="The float32 ONNX model.", show_default=False)],
     candidate: Annotated[Path, typer.Argument(help="The float16 ONNX model made from it.", show_default=False)],
     samples: Annotated[
-        Path | None, typer.Option(help="An .npz with an array per input, samples first; by default inputs are made up.")
+        Path | None, _samples(help="An .npz with an array per input, samples first; by default inputs are made up.")
     ] = None,
-    labels: Annotated[Path | None, typer.Option(help="An .npy with the true class of every sample, for the accuracy.")] = None,
+    labels: Annotated[Path | None, _samples(help="An .npy with the true class of every sample, for the accuracy.")] = None,
     dim: Annotated[
         list[str] | None,
-        typer.Option(
+        _samples(
             help="Size of a variable dimension, as NAME=SIZE or INPUT.AXIS=SIZE: of made-up inputs, or the longest that given "
             "samples are repeated to; may be repeated."
         ),
     ] = None,
     max_abs_error: Annotated[
-        float | None, typer.Option(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
+        float | None, _budget(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
     ] = None,
-    max_scaled_error: Annotated[
-        float, typer.Option(help="Largest error of an output, as a share of its largest magnitude.")
-    ] = 0.01,
-    min_agreement: Annotated[float, typer.Option(help="Least share of samples with the reference's argmax.")] = 0.995,
-    max_non_finite: Annotated[int, typer.Option(help="How many NaN or infinite values the reference need not have.")] = 0,
+    max_scaled_error: Annotated[float, _budget(help="Largest error of an output, as a share of its largest magnitude.")] = 0.01,
+    min_agreement: Annotated[float, _budget(help="Least share of samples with the reference's argmax.")] = 0.995,
+    max_non_finite: Annotated[int, _budget(help="How many NaN or infinite values the reference need not have.")] = 0,
     min_headroom: Annotated[
-        float, typer.Option(help="How many times larger than the samples inputs must be able to grow; 1 asks for nothing.")
+        float, _budget(help="How many times larger than the samples inputs must be able to grow; 1 asks for nothing.")
     ] = 1.0,
     adversarial: Annotated[
-        bool, typer.Option(help="Try zeros, extremes, masked rows and the like too, made of the samples.")
+        bool, _samples(help="Try zeros, extremes, masked rows and the like too, made of the samples.")
     ] = True,
     accumulators: Annotated[
         Literal["float32", "float16"],
-        typer.Option(help="In what the target sums: ONNX Runtime in float32, strongly typed TensorRT perhaps in float16."),
+        _target(help="In what the target sums: ONNX Runtime in float32, strongly typed TensorRT perhaps in float16."),
     ] = "float32",
-    batch_size: Annotated[int, typer.Option(min=1, help="How many samples run at once.")] = 32,
+    batch_size: Annotated[int, _samples(min=1, help="How many samples run at once.")] = 32,
     provider: Annotated[
         Literal["auto", "cpu", "cuda"],
-        typer.Option(help="Where to run beside the simulation: auto takes a GPU where there is one."),
+        _target(help="Where to run beside the simulation: auto takes a GPU where there is one."),
     ] = "auto",
-    html: Annotated[Path | None, typer.Option(help="Write the verdict as an HTML page with plots.")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="Write the verdict as JSON.")] = None,
+    html: Annotated[Path | None, _report(help="Write the verdict as an HTML page with plots.")] = None,
+    certificate: Annotated[Path | None, _report(help="Write the verdict as JSON.")] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
