@@ -106,7 +106,7 @@ class InferRoute:
         given: Pass | None = request.scope.get(PASS)
         inference: WatchableInference = self._service.inference
         if given is not None:
-            inference = given.inference(inference, peer_of(request.scope))
+            inference = given.inference(inference, peer_of(request.scope), is_charged=True)
         if observer is None:
             return inference
         return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]))

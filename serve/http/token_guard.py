@@ -43,8 +43,7 @@ class TokenGuard:
         path = scope["path"]
         try:
             given = self._gate.admit_path(path, dict(scope["headers"]).get(b"authorization"))
-            if not path.endswith("/infer"):  # which is counted with its request
-                given.charge(peer_of(scope))
+            given.charge(peer_of(scope))
         except InferenceError as error:
             status, text, headers = http_status(error)
             if isinstance(error, UnauthenticatedError):
@@ -54,7 +53,7 @@ class TokenGuard:
             return
         scope[PASS] = given
         app = self._app if given.sees_all else self._view(given.service(self._service))
-        # An inference request is checked where it is counted.
+        # An inference request is checked where it is queued.
         await app(scope, receive if path.endswith("/infer") else _checked(given, receive), send)
 
     def _view(self, service: Service) -> App:

@@ -45,8 +45,8 @@ class Share:
             )
         self._allowance -= 1
 
-    def enter(self) -> None:
-        """Begin a request.
+    def enter(self, *, is_charged: bool = False) -> None:
+        """Begin a request, which may have been charged already.
 
         Raises:
             RateLimitedError: as `charge`, or as many are in progress as may be; then it has not begun.
@@ -56,7 +56,8 @@ class Share:
                 f"this client may have {self._max} requests in progress; wait for one of them",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
-        self.charge()
+        if not is_charged:
+            self.charge()
         self._in_progress += 1
 
     def leave(self) -> None:

@@ -108,7 +108,7 @@ class Pass:
         return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
 
     def charge(self, peer: str) -> None:
-        """Count one call that is no inference.
+        """Count one call, before anything is done for it; gRPC's inference is counted with each request (see `inference`).
 
         Args:
             peer: the client's address, with its port.
@@ -127,18 +127,21 @@ class Pass:
             self._count(error)
             raise
 
-    def inference(self, inference: WatchableInference, peer: str) -> WatchableInference:
+    def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
         """The way in for inference requests: the plain one where there is nothing to look at.
 
         Args:
             inference: answers requests.
             peer: the client's address, with its port.
+            is_charged: requests that come there have been charged already.
         """
         share, bearer = self._share(peer), self._bearer
         if bearer is None and share is None:
             return inference
         check = None if bearer is None else bearer.check
-        return GatedInference(inference, share=share, check=check, may_share=self._may_share, count=self._count)
+        return GatedInference(
+            inference, share=share, check=check, may_share=self._may_share, count=self._count, is_charged=is_charged
+        )
 
     def _share(self, peer: str) -> Share | None:
         if self._shares is None:

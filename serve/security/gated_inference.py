@@ -19,7 +19,7 @@ Check = Callable[[], None]
 class GatedInference:
     """The way in of one caller."""
 
-    __slots__ = ("_check", "_count", "_inference", "_may_share", "_share")
+    __slots__ = ("_check", "_count", "_inference", "_is_charged", "_may_share", "_share")
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class GatedInference:
         check: Check | None,
         may_share: bool,
         count: Callable[[InferenceError], None],
+        is_charged: bool = False,
     ) -> None:
         """A way in.
 
@@ -38,7 +39,9 @@ class GatedInference:
             check: raises where the caller is not let in any more; a stream lasts longer than a token may.
             may_share: whether requests may name shared memory.
             count: is told of requests that were refused here.
+            is_charged: requests that come here have been charged to the share already.
         """
+        self._is_charged = is_charged
         self._inference = inference
         self._share = share
         self._check = check
@@ -60,7 +63,7 @@ class GatedInference:
             if not self._may_share and _names_region(bytes(data)):
                 raise PermissionDeniedError("the token may not use shared memory: it takes the role 'shared-memory'")
             if share is not None:
-                share.enter()
+                share.enter(is_charged=self._is_charged)
         except InferenceError as error:
             self._count(error)
             raise

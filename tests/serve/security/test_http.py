@@ -121,6 +121,17 @@ def test_one_client_may_not_send_more_than_its_rate(server: RunningServer) -> No
         assert http.get("/v2/health/live").status_code == 200
 
 
+def test_what_is_no_inference_request_counts_as_one(server: RunningServer) -> None:
+    """It costs the server as much to find that out."""
+    limits = ClientLimits(requests_per_s=0.001, burst=3)
+    with guarded_http(server, SecurityOptions(client_limits=limits)) as (http, _):
+        assert http.post(INFER, content=b"[no JSON").status_code == 400
+        assert http.post("/v2/models/none/infer", json=REQUEST).status_code == 404
+        assert http.get(INFER).status_code == 405
+        for refused in (http.post(INFER, content=b"[no JSON"), http.get(INFER), http.post(INFER, json=REQUEST)):
+            assert status(refused)[0] == 429
+
+
 def test_https_and_a_new_certificate(server: RunningServer, certificates: Certificates) -> None:
     trust = ssl.create_default_context(cadata=certificates.trusted.decode())
     options = SecurityOptions(tls=certificates.options, watch_s=WATCH_S)
