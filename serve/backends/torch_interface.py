@@ -34,9 +34,11 @@ class SizeRange:
     Attributes:
         input: its name.
         dimension: counted from 0.
-        symbol: equal for dimensions that must be equal.
+        symbol: of a number, the same for dimensions that go with each other.
         least: smallest size.
         most: largest size; None for any.
+        factor: the size is so many times the symbol's number,
+        offset: and so much more.
     """
 
     input: str
@@ -44,6 +46,8 @@ class SizeRange:
     symbol: str
     least: int
     most: int | None
+    factor: int = 1
+    offset: int = 0
 
 
 def program_interface(program: ExportedProgram, path: Path) -> ModelInterface:
@@ -87,7 +91,7 @@ def check_sizes(ranges: tuple[SizeRange, ...], inputs: Tensors) -> None:
     """Check sizes that the program was not exported for: it does not itself, and would compute something.
 
     Raises:
-        InvalidArgumentError: a size is out of its range, or two differ that must be equal.
+        InvalidArgumentError: a size is out of its range, or two do not go with each other.
     """
     known: dict[str, tuple[int, str]] = {}
     for rule in ranges:
@@ -96,9 +100,13 @@ def check_sizes(ranges: tuple[SizeRange, ...], inputs: Tensors) -> None:
         if size < rule.least or (rule.most is not None and size > rule.most):
             bounds = f"{rule.least} to {rule.most}" if rule.most is not None else f"{rule.least} or more"
             raise InvalidArgumentError(f"{where}, expected {bounds}; the model was exported for no other")
-        first, other = known.setdefault(rule.symbol, (size, rule.input))
-        if first != size:
-            raise InvalidArgumentError(f"{where}, expected {first} as in input {other!r}")
+        number, rest = divmod(size - rule.offset, rule.factor)
+        if rest:
+            raise InvalidArgumentError(f"{where}, expected {rule.factor} times a whole number, and {rule.offset}")
+        first, other = known.setdefault(rule.symbol, (number, rule.input))
+        if first != number:
+            how = "as in" if (rule.factor, rule.offset) == (1, 0) else "to go with"
+            raise InvalidArgumentError(f"{where}, expected {rule.factor * first + rule.offset} {how} input {other!r}")
 
 
 def _taken(program: ExportedProgram) -> list[str]:
@@ -118,7 +126,19 @@ def _size_ranges(program: ExportedProgram) -> Iterator[SizeRange]:
             bounds = None if isinstance(size, int) else program.range_constraints.get(size.node.expr)
             if bounds is not None:
                 most = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper.is_finite else None
-                yield SizeRange(node.name, dimension, str(size), int(bounds.lower), most)
+                symbol, factor, offset = _linear(size.node.expr)
+                yield SizeRange(node.name, dimension, symbol, int(bounds.lower), most, factor, offset)
+
+
+def _linear(expression: Any) -> tuple[str, int, int]:
+    """A size such as 2*s+1, as a program's dimensions may be derived from each other: ("s", 2, 1)."""
+    if len(expression.free_symbols) == 1:
+        (symbol,) = expression.free_symbols
+        factor = expression.coeff(symbol)
+        offset = expression - factor * symbol
+        if factor.is_Integer and offset.is_Integer and factor > 0:
+            return str(symbol), int(factor), int(offset)
+    return str(expression), 1, 0
 
 
 def _spec(name: str, value: object, where: str) -> TensorSpec:

@@ -127,6 +127,28 @@ def test_sizes_that_the_program_was_not_exported_for_are_refused(tmp_path: Path)
         backend.run({"a": x, "b": x[:, :8]})
 
 
+@pytest.mark.parametrize(
+    ("rows", "others", "text"),
+    [
+        (3, 41, "input 'b' has size 41 in dimension 1, expected 7 to go with input 'a'"),
+        (3, 6, "input 'b' has size 6 in dimension 1, expected 2 times a whole number, and 1"),
+    ],
+)
+def test_a_size_that_is_derived_from_another_goes_with_it(tmp_path: Path, rows: int, others: int, text: str) -> None:
+    class Every(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a.sum(1) + b[:, ::2].sum(1)
+
+    batch, length = Dim("batch"), Dim("length", max=64)
+    examples = torch.ones(2, 4), torch.ones(2, 9)
+    shapes = [{0: batch, 1: length}, {0: batch, 1: 2 * length + 1}]
+    _, backend = load(save_program(tmp_path / "m.pt2", Every(), *examples, dynamic_shapes=shapes))
+    a = np.ones((1, rows), np.float32)
+    assert backend.run({"a": a, "b": np.ones((1, 2 * rows + 1), np.float32)})["output"].tolist() == [7]
+    with pytest.raises(InvalidArgumentError, match=text):
+        backend.run({"a": a, "b": np.ones((1, others), np.float32)})
+
+
 def test_the_largest_exported_batch_bounds_the_servers(tmp_path: Path) -> None:
     shapes = {"x": {0: Dim("batch", max=6)}}
     interface, _ = load(save_program(tmp_path / "m.pt2", Twice(), torch.zeros(2, 1), dynamic_shapes=shapes))
