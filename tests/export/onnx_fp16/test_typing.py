@@ -160,3 +160,13 @@ def test_operators_that_nobody_knows_stay_float32() -> None:
 def test_the_bits_of_a_float_are_read_from_float32() -> None:
     model = parse("g (float[3] x) => (int32[3] y) { r = Relu (x) y = BitCast <to = 6> (r) }", opset=26, ir=13)
     assert reasons(halve(model)[1]) == {"y": "BitCast reads the bits of float32"}
+
+
+@pytest.mark.parametrize("opset", [9, 13])
+def test_what_runtimes_take_apart_into_squares_stays_float32(opset: int) -> None:
+    text = (
+        "g (float[2, 3, 4, 4] x) => (float[2, 3, 4, 4] y) { n = MeanVarianceNormalization <axes = [0, 2, 3]> (x) y = Neg (n) }"
+    )
+    model = parse(text, opset=opset, ir=8)
+    clean_both_ways(model, {"x": 100 * normal(2, 3, 4, 4)})
+    assert "squares overflow" in reasons(halve(model)[1])["n"]
