@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from export.errors import ExportError
 from export.format_opset import format_opset
+from export.onnx_fp16.node_places import TYPE_ATTRIBUTES
 from export.verification.cuda_reductions import taken_apart
 from export.verification.element_types import ElementTypes
 from export.verification.running_sums import constants_in, is_running_sum, running_sum
@@ -112,6 +113,9 @@ class _Rounder:
         rounded = [(index, name) for index, name in enumerate(node.output) if name and self._types.is_half(name)]
         for index, name in rounded:
             wide.output[index] = f"{name}{BEFORE_ROUNDING}"
+        for attribute in wide.attribute if rounded else ():
+            if attribute.name in TYPE_ATTRIBUTES and attribute.i == TensorProto.FLOAT16:
+                attribute.i = TensorProto.FLOAT
         yield wide
         for index, name in rounded:
             yield helper.make_node("Cast", [wide.output[index]], [name], to=TensorProto.FLOAT16)

@@ -220,6 +220,16 @@ def test_reductions_of_other_types_stay(operator: str, kind: str) -> None:
     assert run(rounded, np.ones((2, 5), {"int32": np.int32, "float": np.float32}[kind])).shape == (2, 1)
 
 
+@pytest.mark.parametrize("operator", ["EyeLike", "RandomNormalLike", "RandomUniformLike"])
+def test_a_node_that_states_its_results_type_is_simulated(operator: str) -> None:
+    text = f"g (float16[3, 3] x) => (float16[3, 3] y) {{ y = {operator} <dtype = 10> (x) }}"
+    y = run(
+        round_every_node(parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')), np.ones((3, 3), np.float16)
+    )
+    assert (y.dtype, y.shape) == (np.float16, (3, 3))
+    assert operator != "EyeLike" or np.array_equal(y, np.eye(3))
+
+
 def test_bodies_of_branches_round_too() -> None:
     model = parser.parse_model(BRANCHES)
     session = open_session(serialize(round_every_node(model)), "ORT_ENABLE_BASIC")
