@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir
 
+from export.errors import ExportError
 from export.format_opset import format_opset
 from export.onnx_fp16.block_lists import Known, require_known
 from export.onnx_fp16.casting import Caster
@@ -24,6 +25,8 @@ from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, rep
 from export.onnx_fp16.settings import settings_of
 from export.onnx_fp16.value_types import declared_values, forget_inferred
 from export.onnx_fp16.weight_range import WeightRange
+
+FIRST_OPSET_WITH_CASTS = 6  # that say types by number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,8 @@ def convert(
         The model and the report.
 
     Raises:
-        ExportError: A list names something that the model does not have, functions cannot be inlined, or a repair failed.
+        ExportError: A list names something that the model does not have, functions cannot be inlined, a repair failed, or casts
+            are needed in a model from before opset 6.
     """
     settings = settings_of(keep_io_types, op_block_list, node_block_list, repair)
     if is_marked(model, settings):
@@ -84,6 +88,7 @@ def convert(
     ranges = _decide(plan)
     caster = Caster(plan, ranges)
     caster.apply()
+    _require_casts(model, caster)
     drop_idle_casts(model)
     _import_opset(model)
     if holds_half(model):
@@ -101,6 +106,15 @@ def _decide(plan: Plan) -> WeightRange:
     settle_containers(plan)  # again: a kept node may hold a sequence
     close_islands(plan)
     return ranges
+
+
+def _require_casts(model: onnx_ir.Model, caster: Caster) -> None:
+    opset = model.opset_imports.get("", FIRST_OPSET_WITH_CASTS)
+    if caster.added and opset < FIRST_OPSET_WITH_CASTS:
+        raise ExportError(
+            f"the model has opset {opset}, whose Cast names types by text; expected {FIRST_OPSET_WITH_CASTS} or later: "
+            "raise it with onnx.version_converter, or let inputs and outputs become float16 where that needs no cast"
+        )
 
 
 def _import_opset(model: onnx_ir.Model) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
+from export.errors import ExportError
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, judged, normal, ops, parse, run, types
 
 
@@ -109,3 +110,12 @@ def test_a_float32_island_of_a_half_model_is_converted_too() -> None:
     model = parse("g (float16[3] x) => (float16[3] y) { f = Cast <to = 1> (x) e = Exp (f) y = Cast <to = 10> (e) }")
     assert ops(judged(model, {"x": normal(3).astype(np.float16)})) == ["Exp"]
     assert halve(model)[1].casts_added == -2
+
+
+def test_where_casts_name_types_by_text_none_is_written() -> None:
+    model = parse("g (float[2, 3] x) => (float[2, 3] y) { y = Neg (x) }", opset=5, ir=3)
+    with pytest.raises(
+        ExportError, match=r"the model has opset 5, .*; expected 6 or later: raise it with onnx.version_converter"
+    ):
+        halve(model)
+    onnx.checker.check_model(halve(model, keep_io_types=False)[0], full_check=True)
