@@ -8,7 +8,7 @@ import pytest
 
 from serve.engine.backend import Backend
 from serve.engine.errors import ModelLoadError
-from tests.serve.engine.test_instance import Fragile, Scene, run
+from tests.serve.engine.fragile_copies import Fragile, Scene, run
 
 STICKY = "CUDA failure 700: an illegal memory access was encountered"
 

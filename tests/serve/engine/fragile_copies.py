@@ -1,0 +1,117 @@
+"""Copies of a model that break and hang, behind the real batcher."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from serve.engine.backend import Backend
+from serve.engine.batch_limits import BatchLimits
+from serve.engine.batcher import Batcher
+from serve.engine.errors import InferenceError
+from serve.engine.instance import Instance
+from serve.engine.requests import InferRequest
+from serve.engine.statistics import Statistics
+from serve.engine.supervision import Supervision
+from serve.engine.tensors import Tensors
+
+WAIT_S = 20.0
+DOWN = "the model failed and cannot be loaded anew just now (the next try {}); try again later, or on another replica"
+
+
+class Fragile:
+    """Adds 1 to x, until a batch holds a negative value: then its device is lost.
+
+    Attributes:
+        batches: the values of each batch that was tried.
+    """
+
+    provider = "test"
+    precision = "fp32"
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self._lost = False
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        x = inputs["x"]
+        self.batches.append(x[:, 0].tolist())
+        self._lost |= bool((x < 0).any())
+        if self._lost:
+            raise RuntimeError("CUDA failure 700: an illegal memory access was encountered\n  in kernel y")
+        return {"y": x + 1}
+
+
+class Slow(Fragile):
+    """Computes nothing until `release` is set; `entered` is set when a batch has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def run(self, inputs: Tensors) -> Tensors:
+        self.entered.set()
+        assert self.release.wait(WAIT_S)
+        return super().run(inputs)
+
+
+class Scene:
+    """A batcher over some copies, and what its requests got.
+
+    Attributes:
+        reloads: how often a copy was loaded anew.
+    """
+
+    def __init__(self, backends: Sequence[Backend], reload: Callable[[], Backend] | None, **how: Any) -> None:
+        self.reloads = 0
+        self.statistics = Statistics()
+
+        def load(number: int) -> Backend:
+            assert reload is not None
+            self.reloads += 1
+            return reload()
+
+        supervision = Supervision(label="m/1", reload=None if reload is None else load, **{"first_wait_s": 0.001, **how})
+        self.instances = [Instance(backend, number, supervision) for number, backend in enumerate(backends)]
+        self.batcher = Batcher(self.instances, BatchLimits(max_rows=8), self.statistics)
+        self._changed = asyncio.Event()
+        for instance in self.instances:
+            instance.on_change = self._notice(instance.on_change)
+
+    def _notice(self, tell_batcher: Callable[[Instance], None]) -> Callable[[Instance], None]:
+        def changed(instance: Instance) -> None:
+            tell_batcher(instance)
+            self._changed.set()
+
+        return changed
+
+    def submit(self, value: float) -> asyncio.Future[Tensors | InferenceError]:
+        answered: asyncio.Future[Tensors | InferenceError] = asyncio.get_running_loop().create_future()
+        x = np.array([[value]], np.float32)
+        self.batcher.submit(InferRequest({"x": x}, ("y",), 1, (1,), None, answered.set_result))
+        return answered
+
+    async def ask(self, *values: float) -> list[float | str]:
+        """What requests that arrive together get: the answer, or the error's text."""
+        results = await asyncio.wait_for(asyncio.gather(*map(self.submit, values)), WAIT_S)
+        return [str(r) if isinstance(r, InferenceError) else float(r["y"][0, 0]) for r in results]
+
+    async def up_again(self, times: int = 1) -> None:
+        """Wait until the copies have come back so often in all."""
+        while sum(instance.restarts for instance in self.instances) < times:
+            await self._changed.wait()
+            self._changed.clear()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(test(), WAIT_S)
+
+    asyncio.run(main())
