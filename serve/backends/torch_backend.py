@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from serve.engine.tensors import Array, Tensors
 
 CPU = torch.device("cpu")
 USER_INPUT = InputKind.USER_INPUT
+# Of a file that it cannot read torch.export.load warns, with a traceback, before it tries another format and raises.
+UNREADABLE_WARNINGS = ("Ran into the following error when deserializing", "Unable to load package")
 
 
 class TorchRuntime:
@@ -134,12 +137,21 @@ class TorchBackend:
         return upcast_tensor(tensor) if self._upcast else tensor
 
 
+def _says_more_than_the_error(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(UNREADABLE_WARNINGS)
+
+
+for _name in ("torch.export", "torch.export.pt2_archive._package"):
+    logging.getLogger(_name).addFilter(_says_more_than_the_error)
+
+
 def _read(path: Path) -> ExportedProgram:
     try:
         return torch.export.load(path)
     except Exception as error:
         # Of a zip file's, json's, pickle's and torch's own classes.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = str(error).partition("Please check the warnings")[0].strip()
+        reason = (said or type(error).__name__).splitlines()[0]
         raise ModelLoadError(
             f"{path}: is not a readable exported program ({reason}); write it with torch.export.save of torch "
             f"{torch.__version__}"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,16 @@ def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
     ) as no:
         Runtimes().describe(path)
     assert "\n" not in str(no.value)
+
+
+def test_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save({"weights": torch.ones(2)}, tmp_path / "checkpoint.pt")
+    program = "import sys, halfserve; halfserve.main(['serve', sys.argv[1], '--grpc-port', '0'])"
+    command = [sys.executable, "-c", program, str(tmp_path / "checkpoint.pt")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    line = r"halfserve serve: \S+checkpoint.pt: is not a readable exported program \(.*\); write it with torch.export.save .*\n"
+    assert re.fullmatch(line, ended.stderr)
 
 
 def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
