@@ -64,7 +64,7 @@ def _import(module_name: str, spec: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
-            hint = _nearest(missing.rpartition(".")[2], _siblings(missing))
+            hint = _file_hint(module_name) or _nearest(missing.rpartition(".")[2], _siblings(missing))
             place = f"in {Path.cwd()} or the installed packages"
             raise FactoryError(f"{spec!r}: there is no module {missing!r} {place}{hint}") from error
         raise FactoryError(f"{spec!r}: {module_name} needs the package {missing!r}, which is not installed") from error
@@ -90,6 +90,12 @@ def _siblings(module_name: str) -> list[str]:
 
 def _callables(module: ModuleType) -> list[str]:
     return [name for name, value in inspect.getmembers(module, callable) if not name.startswith("_")]
+
+
+def _file_hint(module_name: str) -> str:
+    if not module_name.endswith(".py"):
+        return ""
+    return f"; did you mean {module_name.removesuffix('.py')!r}? A module is named without .py"
 
 
 def _nearest(name: str, candidates: list[str]) -> str:

@@ -67,9 +67,8 @@ def find_models(path: Path) -> list[ModelFiles]:
     """
     found = [files for name in model_names(path) for files in find_model(path, name)]
     if not found:
-        one_model = f"; it looks like one model's own folder: serve {path.parent}" if _version_folders(path) else ""
         raise ModelLoadError(
-            f"{path}: no models in it; expected <model>/<version>/{KINDS[0].file_name}, with a version such as 1{one_model}"
+            f"{path}: no models in it; expected <model>/<version>/{KINDS[0].file_name}, with a version such as 1{_hint(path)}"
         )
     return found
 
@@ -239,10 +238,21 @@ def _place(placement: Placement, kind: str, device: int) -> Placement:
     )
 
 
+def _hint(path: Path) -> str:
+    if _version_folders(path):
+        return f"; it looks like one model's own folder: serve {path.parent}"
+    if any((path / kind.file_name).is_file() for kind in KINDS):
+        return f"; it looks like one version's own folder: serve {path.parent.parent}"
+    return ""
+
+
 def _is_model_folder(folder: Path) -> bool:
-    # A leading dot marks what a writer has not finished. What cannot be looked into is a model that is refused with the reason.
+    # A leading dot marks what a writer has not finished. What cannot be looked into is a model that is refused with the reason,
+    # as is one that has a configuration and no version.
     try:
-        return not folder.name.startswith(".") and folder.is_dir() and bool(_version_folders(folder))
+        if folder.name.startswith(".") or not folder.is_dir():
+            return False
+        return bool(_version_folders(folder)) or (folder / CONFIG_FILE).is_file()
     except OSError:
         return True
 
@@ -263,6 +273,8 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     missing = sorted(set(declared.message.version_policy.specific.versions) - present.keys())
     if missing:
         logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
+    if not _version_folders(folder):
+        raise ModelLoadError(f"{folder}: has no version; expected a folder with a number for a name, such as {folder / '1'}")
     if not chosen:
         raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
     return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]

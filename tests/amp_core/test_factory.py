@@ -54,6 +54,7 @@ def test_what_is_no_spec(spec: str) -> None:
         ("M:modle", "the module M has no 'modle'; did you mean 'model'?"),
         ("M:number", "'M:number' is a int, not a function or class that can be called"),
         ("Mx:model", "there is no module 'Mx' in .* or the installed packages; did you mean 'M'?"),
+        ("M.py:model", "there is no module 'M.py' in .*; did you mean 'M'. A module is named without .py"),
         ("torch.nn.functionl:relu", "there is no module 'torch.nn.functionl' in .*; did you mean 'functional'?"),
         ("no_such.module.at_all:x", "there is no module 'no_such'"),
         ("M_needs:x", "M_needs needs the package 'package_that_is_not_there', which is not installed"),

@@ -83,6 +83,8 @@ def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
         (lambda root: root / "absent", "absent: not found; expected a model repository folder or an .onnx file"),
         (lambda root: root, "no models in it; expected <model>/<version>/model.onnx"),
         (lambda root: write_versions(root, "1") / "mlp", "it looks like one model's own folder: serve .*"),
+        (lambda root: write_versions(root, "1") / "mlp" / "1", "it looks like one version's own folder: serve .*"),
+        (lambda root: write_versions(root, "v1", config=""), "mlp: has no version; expected a folder with a number for a name"),
         (
             lambda root: write_versions(root, "1", config='default_model_filename: "../../etc/passwd"'),
             "a file name without folders",
