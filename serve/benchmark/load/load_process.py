@@ -41,9 +41,8 @@ def work(pipe: Any, target: Target, requests: Sequence[bytes], models: Sequence[
 
 
 def _carry_out(pipe: Any, driver: Driver) -> None:
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # `timeout` sends it to the whole group; the parent asks for what was measured
+    # `timeout` sends it to the whole group; the parent asks for what was measured.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         trouble = driver.run(lambda tally: _told(pipe, tally))
     except _AbortedError as aborted:

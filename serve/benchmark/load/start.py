@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ def undisturbed() -> Iterator[None]:
     Torn off, a process that has read half of what it is to do would print a traceback, and so would one that Ctrl-C reaches
     while it still imports.
     """
+    if sys.platform == "win32":  # where processes start in another way, and no signal is sent to a group
+        yield
+        return
     resource_tracker.ensure_running()  # starting it later would let the signals in again
     held: list[int] = []
     handlers = {}
