@@ -40,8 +40,9 @@ from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
 from serve.engine.batch import run_batch
 from serve.engine.config import Defaults
+from serve.engine.loaded_version import load_model
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models, load_model
+from serve.engine.model_repository import find_models
 from serve.engine.requests import InferRequest
 from serve.server import ServerOptions, serve
 

@@ -26,8 +26,9 @@ from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
 from serve.engine.inference_core import InferenceCore
+from serve.engine.loaded_version import load_model
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models, load_model
+from serve.engine.model_repository import find_models
 from serve.protocol.service import INFER_PATH, Service
 from serve.transports.grpc_framing import frame
 from serve.transports.nghttp2.connection import GrpcConnection

@@ -14,7 +14,8 @@ from serve.engine.backend import Placement, Runtime
 from serve.engine.config import Defaults
 from serve.engine.errors import ModelLoadError
 from serve.engine.ignored_settings import ignored_settings
-from serve.engine.model_repository import LoadedVersion, ModelFiles, load_version
+from serve.engine.loaded_version import LoadedVersion, load_version
+from serve.engine.model_repository import ModelFiles
 from serve.engine.pauses import pause
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from serve.control.warm_up_requests import WarmUpRequest, declared_requests, siz
 from serve.engine.backend import Backend
 from serve.engine.batch import Answered, run_batch
 from serve.engine.instance import ON_CPU
-from serve.engine.model_repository import LoadedVersion
+from serve.engine.loaded_version import LoadedVersion
 from serve.engine.own_parameters import own_parameter
 from serve.engine.pauses import pause
 from serve.engine.short_batches import LONE_S

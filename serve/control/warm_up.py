@@ -10,7 +10,7 @@ from serve.engine.backend import Backend
 from serve.engine.batch import Answered, run_batch
 from serve.engine.device_faults import InstanceLostError
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_repository import LoadedVersion
+from serve.engine.loaded_version import LoadedVersion
 from serve.engine.own_parameters import own_parameter
 from serve.engine.pauses import pause
 from serve.engine.tensors import ANY_SIZE, Tensors

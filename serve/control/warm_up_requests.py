@@ -13,7 +13,7 @@ from protos.model_config_pb2 import ModelWarmup
 from serve.control.memory_check import available_bytes
 from serve.engine.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_repository import LoadedVersion
+from serve.engine.loaded_version import LoadedVersion
 from serve.engine.named_files import named_file
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec

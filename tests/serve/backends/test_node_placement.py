@@ -7,7 +7,8 @@ import pytest
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
-from serve.engine.model_repository import find_models, load_version
+from serve.engine.loaded_version import load_version
+from serve.engine.model_repository import find_models
 from tests.models import save_mlp, save_unbatched
 
 

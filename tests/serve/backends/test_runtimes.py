@@ -14,7 +14,8 @@ from serve.backends.runtimes import Runtimes
 from serve.engine.backend import Backend, ModelInterface, Placement
 from serve.engine.config import Defaults
 from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.model_repository import find_models, load_model
+from serve.engine.loaded_version import load_model
+from serve.engine.model_repository import find_models
 from serve.engine.tensors import Array
 from tests.models import mlp_weights
 

@@ -17,7 +17,8 @@ from serve.control.warm_up import warm_up
 from serve.engine.backend import Backend, Placement
 from serve.engine.config import Defaults
 from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.model_repository import LoadedVersion, find_models, load_version
+from serve.engine.loaded_version import LoadedVersion, load_version
+from serve.engine.model_repository import find_models
 from serve.engine.tensors import Tensors
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.control.controlled import loader

@@ -21,9 +21,10 @@ from serve.engine.batch import Answered, Failed, run_batch
 from serve.engine.config import Defaults
 from serve.engine.errors import OutOfMemoryError
 from serve.engine.joining import Joining
+from serve.engine.loaded_version import LoadedVersion, load_version
 from serve.engine.memory_limit import MemoryLimit
 from serve.engine.model import Model
-from serve.engine.model_repository import LoadedVersion, find_models, load_version
+from serve.engine.model_repository import find_models
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors
 from tests.models import save_mlp, save_model

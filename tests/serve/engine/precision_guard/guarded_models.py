@@ -9,8 +9,9 @@ import numpy as np
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
+from serve.engine.loaded_version import load_model
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models, load_model
+from serve.engine.model_repository import find_models
 from tests.models import save_table, save_thousandfold
 
 TWIN = Path("1/fp32/model.onnx")

@@ -1,0 +1,30 @@
+"""Model folders for tests, and what is loaded from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.engine.backend import Placement
+from serve.engine.config import Defaults
+from serve.engine.loaded_version import load_model
+from serve.engine.model import Model
+from serve.engine.model_repository import find_models
+from tests.models import save_mlp
+
+
+def write_versions(root: Path, *versions: str, name: str = "mlp", config: str | None = None) -> Path:
+    for version in versions:
+        save_mlp(root / name / version / "model.onnx")
+    if config is not None:
+        (root / name / "config.pbtxt").write_text(config)
+    return root
+
+
+def found(root: Path) -> list[tuple[str, int]]:
+    return [(files.name, files.version) for files in find_models(root)]
+
+
+def load(path: Path) -> Model:
+    (files,) = find_models(path)
+    return load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
