@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import time
@@ -14,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serve.collector import seldom_collecting
 from serve.control.loader import Loader
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlOptions
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from serve.http.rest_server import RestServer
 
 logger = logging.getLogger(__name__)
+
+FLUSH_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,13 +152,12 @@ async def serve(
             if rest is not None:
                 listening.append(rest)
             security.start()
-            # What is there by now stays as long as the server: the collector need not walk through it while requests wait.
-            gc.freeze()
-            if inherited is not None:
-                inherited.tell_ready()  # first: who ends this process once it is said to be ready has to see another one
-            on_ready(_ready(core, options, started, port, rest, admin_port))
-            await stop.wait()
-            await _lame_duck(core, lost.shorten(options.control.lame_duck_s))
+            with seldom_collecting():
+                if inherited is not None:
+                    inherited.tell_ready()  # first: who ends this process once it is said to be ready has to see another one
+                on_ready(_ready(core, options, started, port, rest, admin_port))
+                await stop.wait()
+                await _lame_duck(core, lost.shorten(options.control.lame_duck_s))
         finally:
             security.close()
             await _drain(core, listening, lost.shorten(options.drain_s))
@@ -242,6 +243,3 @@ async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer
     # Health watchers must not hold the server up: a moment is enough for them. Answers on their way out have what is left.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)
-
-
-FLUSH_S = 0.5

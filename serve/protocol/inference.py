@@ -62,7 +62,7 @@ class Inference:
         twin = self._forms.twin(data)
         try:
             request_id = b"" if twin is None else bytes(data[twin.id_start : twin.id_end])
-            if twin is not None and request_id.isascii():
+            if twin is not None and (not request_id or request_id.isascii()):
                 form = twin.form
                 inputs = self._raw_inputs(form, twin.layout, data, twin.offsets)
             else:

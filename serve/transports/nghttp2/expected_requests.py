@@ -38,12 +38,6 @@ class ExpectedRequests:
         self.max_whole = min(self._max_growing + PREFIX_BYTES, FRAME_BYTES)
         self.owed = 0
 
-    def expect(self, stream: int, call: UnaryCall, announced: int | None) -> None:
-        """A call has begun; its client may have `announced` how many bytes it sends."""
-        self.calls[stream] = call
-        if announced is not None:
-            self.announced[stream] = announced
-
     def take(self, stream: int, piece: bytes | memoryview, *, is_last: bool) -> bool:
         """Take some of a request, or of what still comes for one that nobody expects.
 

@@ -105,7 +105,7 @@ class FrameReader:
                     and PREFIX_BYTES <= end - body <= max_whole
                     and read_prefix(data, body) == (0, end - body - PREFIX_BYTES)
                     and stream not in growing
-                    and announced.get(stream, end - body) == end - body
+                    and (not announced or announced.get(stream, end - body) == end - body)
                 ):
                     requests.owed += end - body
                     if announced:

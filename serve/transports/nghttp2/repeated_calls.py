@@ -135,8 +135,9 @@ class RepeatedCalls:
         call = known.open(stream)
         self.latest = stream
         self.granted[stream] = 0
-        self.calls[stream] = call
-        self.requests.expect(stream, call, known.length)
+        self.requests.calls[stream] = self.calls[stream] = call
+        if known.length is not None:
+            self.requests.announced[stream] = known.length
         return True
 
     def make_way(self, stream: int, flags: int) -> bool:

@@ -60,7 +60,9 @@ def test_what_comes_in_pieces_is_whole_in_the_end_or_left_as_it_was(
     message: bytes, cuts: list[int], too_much: int | None
 ) -> None:
     requests, call, body = ExpectedRequests(LIMITS), Taker(), frame(message)
-    requests.expect(STREAM, call, None if too_much is None else max(len(body) + too_much, 0))
+    requests.calls[STREAM] = call
+    if too_much is not None:
+        requests.announced[STREAM] = max(len(body) + too_much, 0)
     pieces, taken = cut(body, cuts), 0
     for number, piece in enumerate(pieces):
         if not requests.take(STREAM, piece, is_last=number == len(pieces) - 1):
@@ -84,13 +86,13 @@ def test_memory_is_set_aside_for_so_much_at_once(sizes: list[int]) -> None:
     requests, held = ExpectedRequests(LIMITS), 0
     for number, size in enumerate(sizes):
         stream = 2 * number + 1
-        requests.expect(stream, Taker(), None)
+        requests.calls[stream] = Taker()
         fits = held + size <= 1000
         assert requests.take(stream, frame(bytes(size))[:-1], is_last=False) == fits
         held += size if fits else 0
     for stream in list(requests.calls):
         requests.forget(stream)
-    requests.expect(STREAM, Taker(), None)
+    requests.calls[STREAM] = Taker()
     assert requests.take(STREAM, frame(bytes(1000))[:-1], is_last=False)
 
 
