@@ -18,7 +18,13 @@ from serve.client.errors import (
 )
 
 # What grpc itself says when no server has spoken.
-NO_CONNECTION = ("failed to connect", "DNS resolution failed", "errors resolving", "address lookup failed")
+NO_CONNECTION = (
+    "failed to connect",
+    "connections to all backends failing",
+    "DNS resolution failed",
+    "errors resolving",
+    "address lookup failed",
+)
 CANCELLED_HERE = ("Channel closed!", "Channel closed", "Locally cancelled by application!", "Cancelled by application")
 # grpc.aio forgets the server's status if it fails to write before it has read it.
 WRITE_FAILED = "Internal error from Core"
@@ -69,14 +75,16 @@ def _said_by_grpc(
 def _connection_trouble(code: str, details: str, address: str) -> ServerUnavailable | None:
     if code != "UNAVAILABLE" and details != WRITE_FAILED:
         return None
+    has_none = any(text in details for text in NO_CONNECTION)
     if details == WRITE_FAILED or any(text in details for text in LOST_CONNECTION):
-        return ServerUnavailable(CLOSED.format(address), repeat=Repeat.IF_IDEMPOTENT)
+        # Where it was lost before, this call has not been sent.
+        return ServerUnavailable(CLOSED.format(address), repeat=Repeat.SAFE if has_none else Repeat.IF_IDEMPOTENT)
     if "http1" in details:
         text = f"{address} answers in HTTP/1, not gRPC; is it the HTTP port? The gRPC port is 8001 unless chosen otherwise"
         return ServerUnavailable(text)
     if any(text in details for text in TLS_TROUBLE):
         return ServerUnavailable(_tls_trouble(details, address))
-    if any(text in details for text in NO_CONNECTION):
+    if has_none:
         reasons = re.findall(r"connection refused|timed out|timeout|not found|no such file|unreachable", details.lower())
         reason = f" ({reasons[-1]})" if reasons else ""
         text = f"no server answers at {address}{reason}; start one with: halfserve serve PATH"

@@ -253,10 +253,12 @@ def test_what_is_not_idempotent_is_not_repeated(scripted: ScriptedServer, connec
         assert scripted.count("ModelInfer") - before == calls
 
 
-def test_a_server_that_is_started_again_is_found(connect: Connect) -> None:
+@pytest.mark.parametrize("balancing", ["pick_first", "round_robin"])
+def test_a_server_that_is_started_again_is_found(connect: Connect, balancing: str) -> None:
     first = ScriptedServer()
     first.answers |= NAME
-    client = connect(first.address, retries=RetryPolicy(wait_for_server=True))
+    policy = RetryPolicy(retries=0, initial_backoff_s=0.01, max_backoff_s=0.01, wait_for_server=True)
+    client = connect(first.address, retries=policy, balancing=balancing)
     assert client.server_metadata().name == "s"
     first.stop()
     with ThreadPoolExecutor(1) as threads:

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from serve.client import errors
-from serve.client.errors import InferenceClientError
+from serve.client.errors import InferenceClientError, Repeat
 from serve.client.rpc_errors import WRITE_FAILED, from_rpc_error
 
 
@@ -57,6 +57,12 @@ def translated(code: str, details: str | None, trailers: Any = ()) -> InferenceC
         ),
         (
             "UNAVAILABLE",
+            "connections to all backends failing; last error: UNKNOWN: ipv4:1.2.3.4:1: Failed to connect: Connection refused",
+            errors.ServerUnavailable,
+            r"no server answers at h:1 \(connection refused\); start one with: halfserve serve PATH",
+        ),
+        (
+            "UNAVAILABLE",
             "failed to connect to all addresses; last error: UNAVAILABLE: Handshake read failed",
             errors.ServerUnavailable,
             r"the TLS handshake with h:1 failed; does the server ask for a client certificate\? \(.*\)",
@@ -78,6 +84,20 @@ def test_a_status_becomes_an_exception(code: str, details: str | None, kind: typ
     assert error.code == ("UNAVAILABLE" if details == WRITE_FAILED else code)
     with pytest.raises(kind, match=f"^{text}$"):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("details", "repeat"),
+    [
+        ("connections to all backends failing; last error: UNKNOWN: ipv4:1.2.3.4:1: Connection refused", Repeat.SAFE),
+        ("connections to all backends failing; last error: UNAVAILABLE: ipv4:1.2.3.4:1: Socket closed", Repeat.SAFE),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: recvmsg:Connection reset by peer", Repeat.SAFE),
+        ("Socket closed", Repeat.IF_IDEMPOTENT),
+        ("recvmsg:Connection reset by peer", Repeat.IF_IDEMPOTENT),
+    ],
+)
+def test_a_call_that_was_never_sent_may_be_made_again(details: str, repeat: Repeat) -> None:
+    assert translated("UNAVAILABLE", details).repeat is repeat
 
 
 @pytest.mark.parametrize(
