@@ -23,6 +23,7 @@ from ngh2 import Connection, Role, StreamClosed
 
 from protos import inference_pb2 as pb
 from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.collector import seldom_collecting
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
 from serve.engine.inference_core import InferenceCore
@@ -180,7 +181,7 @@ def main(
     """Print the microseconds of a request, and of each part of its way."""
     import uvloop  # noqa: PLC0415  (has no wheel for Windows)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, seldom_collecting():  # as in a server
         seconds, by_room = runner.run(_measure(model, in_flight, rounds))
     print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds)")
     for room, part in by_room.most_common():

@@ -85,7 +85,7 @@ class ClientBase:
             raise InvalidRequest(f"keepalive_s must be seconds above 0, or None for no pings, not {keepalive_s!r}")
         if token is not None and tls is None and not target.is_local:
             raise InvalidRequest(
-                f"a token would go unencrypted to {target.shown}, for all on the way to read; give tls= as well"
+                f"a token would go unencrypted to {target.shown}, for all on the way to read; encrypt with tls= (--tls)"
             )
         compression_named(compression)
         self._settings = ChannelSettings(

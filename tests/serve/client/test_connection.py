@@ -126,7 +126,7 @@ def test_metadata_and_token_go_with_each_call(scripted: ScriptedServer, connect:
 
 
 def test_a_token_stays_on_this_machine_or_goes_encrypted(connect: Connect) -> None:
-    with pytest.raises(InvalidRequest, match="a token would go unencrypted to example.org:8001, .*; give tls= as well"):
+    with pytest.raises(InvalidRequest, match="a token would go unencrypted to example.org:8001, .*; encrypt with tls= "):
         connect("example.org:8001", token=TOKEN)
 
 
