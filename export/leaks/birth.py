@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from export.leaks.log import Log
 from export.leaks.places import Place
+from export.weight_ledger import FP16_MAX
 
 Kind = Literal["factory", "hard_coded_dtype", "integer_promotion", "numbers", "upcast", "attribute", "numpy", "outside", "kept"]
 
@@ -21,6 +22,14 @@ FIXES: dict[Kind, str] = {
     "outside": "register_buffer",
     "kept": "forward",
 }
+
+
+class Written(NamedTuple):
+    """A number beyond float16's range that was written into a wide tensor: where, and in whose forward."""
+
+    number: float
+    place: Place | None
+    module: str
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,6 +49,7 @@ class Birth:
         joined: The first operation where, having no dimensions, it took float16's dtype.
         outputs: Labels of the outputs that are wide because of it.
         met_before_output: Whether an operation with a float16 tensor lies between it and an output.
+        beyond: What was written into it that float16 cannot hold: once the making is mended, it will not fit.
     """
 
     kind: Kind
@@ -54,10 +64,13 @@ class Birth:
     joined: str = ""
     outputs: list[str] = field(default_factory=list)
     met_before_output: bool = False
+    beyond: list[Written] = field(default_factory=list)
 
     def tell(self, log: Log) -> None:
         """Log the worst that came of it; a tensor that did no harm is not mentioned."""
         harmless = self.kind in ("upcast", "kept")
+        if not harmless and (self.crash or self.refused_on_cuda or self.outputs or self.rounded_into or self.met):
+            self._tell_numbers(log)
         if self.crash:
             log.add(self.kind, "error", self.place, self.module, f"{self.what}; {self.crash}", self.fix)
         elif self.refused_on_cuda:
@@ -74,6 +87,11 @@ class Birth:
         elif self.joined and self.kind in ("factory", "hard_coded_dtype", "attribute"):
             text = f"{self.what} without dimensions; {self.joined} takes float16's dtype only because it has none"
             log.add(self.kind, "note", self.place, self.module, text, self.fix)
+
+    def _tell_numbers(self, log: Log) -> None:
+        for number, place, module in self.beyond:
+            text = f"{number:g} does not fit float16 (largest {FP16_MAX:g}), which this tensor becomes once its dtype is mended"
+            log.add("constant", "error", place, module, text, "mask_value(x)" if number < 0 else "finfo(x).max")
 
     def _tell_output(self, log: Log, *, harmless: bool) -> None:
         outputs = ", ".join(dict.fromkeys(self.outputs))

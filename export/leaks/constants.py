@@ -49,6 +49,12 @@ class Constants:
         judged = [self._judge(operation, number) for number in self._numbers(operation)]
         return any(judged)
 
+    def beyond_wide(self, operation: Operation) -> list[float]:
+        """The finite numbers beyond float16's range that an operation writes into a tensor that is no float16 one."""
+        if operation.name not in FILLS | SCALES or _is_half(operation):
+            return []
+        return [number for number in self._numbers(operation) if FP16_FIRST_INFINITE <= abs(number) < math.inf]
+
     def after(self, operation: Operation, result: Any) -> None:
         """Remember tensors that are nothing but a number (`torch.tensor(1e-8)`), and masks that turn infinite when rounded."""
         for made in results_of(result):

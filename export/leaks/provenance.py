@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from export.leaks.birth import FIXES, Birth, Kind, Origin
+from export.leaks.birth import FIXES, Birth, Kind, Origin, Written
 from export.leaks.operation import HALF, WIDE, Operation, results_of, short
 from export.leaks.places import Place
 from export.torch_factories import FACTORIES, HELPERS
@@ -57,6 +57,13 @@ class Provenance:
                 self._origins[made] = self._traced(operation, made)
             elif made.dtype == HALF:
                 self._settle(operation, made)
+
+    def wrote(self, operation: Operation, result: Any, numbers: list[float]) -> None:
+        """Take note of numbers beyond float16's range in a result that is wide."""
+        for made in results_of(result):
+            if made in self._origins:
+                birth = self._origins[made].birth
+                birth.beyond += [Written(number, operation.place, operation.module) for number in numbers]
 
     def refused(self, operation: Operation, error: Exception) -> bool:
         """Blame a failed operation on the wide tensor in it, if it mixes dtypes."""

@@ -93,6 +93,8 @@ class HalfWatcher:
         except (RuntimeError, NotImplementedError) as error:
             result = self._recovered(operation, error, beyond=beyond)
         self.provenance.after(operation, result)
+        if numbers := self.constants.beyond_wide(operation):
+            self.provenance.wrote(operation, result, numbers)
         self.constants.after(operation, result)
         self.overflow.after(operation, result, excused=beyond)
         for follower in self.followers:

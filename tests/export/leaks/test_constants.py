@@ -75,3 +75,40 @@ def test_numbers_beside_float32_tensors_are_not_judged() -> None:
             return (x.float() + 1e-12).rsqrt().clamp(max=1e9).to(x.dtype)
 
     assert found(Careful()).findings == ()
+
+
+class FullMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + torch.full((x.shape[-1],), -1e9)).softmax(-1)
+
+
+class FilledMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[-1]).masked_fill(x[0] > 1, -1e9)  # nowhere, with these inputs
+        return (x + mask[None]).softmax(-1)
+
+
+class ScaledMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + (1 - torch.ones(x.shape[-1])) * -1e9).softmax(-1)
+
+
+class ChosenMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + torch.where(x[0] > 1, -1e9, 0.0)).softmax(-1)
+
+
+@pytest.mark.parametrize("model", [FullMask(), FilledMask(), ScaledMask(), ChosenMask()])
+def test_a_number_in_a_tensor_that_should_be_float16_is_told_in_the_same_call(model: nn.Module) -> None:
+    report = found(model)
+    assert [(error.kind, error.fix) for error in report.errors] == [("constant", "mask_value(x)")]
+    assert "-1e+09 does not fit float16 (largest 65504), which this tensor becomes" in report.errors[0].symptom
+    assert [warning.kind for warning in report.warnings] in (["factory"], ["numbers"])
+
+
+def test_a_number_in_scores_that_are_float32_on_purpose_is_fine() -> None:
+    class Upcast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float().masked_fill(x > 1, -1e9).softmax(-1).to(x.dtype)
+
+    assert found(Upcast()).findings == ()
