@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from tests.written_blocks import ROOT, Block, blocks_of, commands_of, readers_environment
+
 # Blocks in another terminal: started, and left running until the last block is done.
 SERVER = "halfserve serve "
 
 
-@dataclass(frozen=True)
-class Block:
-    language: str
-    text: str
-
-
 def blocks() -> list[Block]:
-    return [Block(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)]
+    return blocks_of("README.md")
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:
@@ -44,27 +34,10 @@ def test_the_set_up_is_the_two_make_commands() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-@pytest.fixture
-def shell_environment(tmp_path: Path) -> dict[str, str]:
-    """Where the README's reader stands: `halfserve` and `python` of this environment on the path, in an empty folder."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-
-
-# Blocks of Python that follow each other share a process, and with it the time that imports take; nothing else.
-EACH_BY_ITSELF = "import sys\nfor text in sys.argv[1:]: exec(compile(text, 'README', 'exec'), {'__name__': '__main__'})"
-
-
-def runnable() -> Iterator[tuple[str, list[str]]]:
-    """The blocks after the set-up as (what it is, command)."""
-    chosen = [block for block in blocks() if block.language != "text" and not block.text.startswith("make ")]
-    for language, together in groupby(chosen, lambda block: block.language):
-        texts = [block.text for block in together]
-        if language == "python":
-            yield language, [sys.executable, "-c", EACH_BY_ITSELF, *texts]
-            continue
-        for text in texts:
-            yield ("server" if text.startswith(SERVER) else language), ["bash", "-euo", "pipefail", "-c", text]
+def runnable() -> Iterator[tuple[bool, list[str]]]:
+    """The blocks after the set-up as (whether it is a server, command)."""
+    for text, command in commands_of([block for block in blocks() if not block.text.startswith("make ")]):
+        yield text.startswith(SERVER), command
 
 
 def as_tested(text: str, port: int) -> str:
@@ -75,23 +48,23 @@ def as_tested(text: str, port: int) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_blocks_run_in_order(tmp_path: Path, shell_environment: dict[str, str], free_port: int) -> None:
+def test_the_blocks_run_in_order(tmp_path: Path, free_port: int) -> None:
     servers: list[subprocess.Popen[str]] = []
-    ran = 0
+    ran, environment = 0, readers_environment()
     try:
-        for kind, written in runnable():
+        for is_server, written in runnable():
             command = [as_tested(part, free_port) for part in written]
-            if kind == "server":
+            if is_server:
                 # exec, so that the signal at the end reaches the server and not the shell around it.
                 command[-1] = f"exec {command[-1].strip()} --grpc-port {free_port} --http-port 0 --metrics-port 0"
-                process = subprocess.Popen(command, cwd=tmp_path, env=shell_environment, stdout=subprocess.PIPE, text=True)
+                process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
                 servers.append(process)
                 assert process.stdout is not None
                 while "gRPC on" not in (line := process.stdout.readline()):
                     assert line, "the server ended before it was ready"
                 continue
             done = subprocess.run(
-                command, cwd=tmp_path, env=shell_environment, capture_output=True, text=True, timeout=200, check=False
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
             )
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
             ran += 1
