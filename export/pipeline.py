@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amp_core.calling import arguments_of
 from amp_core.checkpoint import load_checkpoint
 from amp_core.policy import Policy
 from amp_core.recorder import Record
@@ -17,6 +18,9 @@ from export.errors import ExportError
 from export.file_conversion import Accumulators, Converted, Options, Verification, convert_verified
 from export.float32_parts import float32_parts, mark_float32
 from export.samples import Samples, take_samples
+from export.to_onnx.call import Call, call_of
+from export.to_onnx.capture import FlatModel
+from export.to_onnx.dimensions import BATCH
 from export.to_onnx.traced import traced_model
 from export.to_onnx.write_onnx import write_onnx
 
@@ -37,6 +41,7 @@ class Wishes:
     Attributes:
         budget: How much the float16 model may differ.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
         samples: How many held-out samples to verify on, at most.
         search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
         adversarial: Whether to try samples at the edge of the given ones too.
@@ -45,6 +50,7 @@ class Wishes:
 
     budget: Budget
     keep_fp32: Sequence[str] = ()
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     samples: int = 1024
     search: bool = True
     adversarial: bool = True
@@ -84,6 +90,9 @@ def export_checkpoint(
     progress("reading the checkpoint")
     checkpoint = load_checkpoint(path)
     model, held_out = _rebuilt(checkpoint, wishes.samples)
+    args, named = arguments_of(model, held_out.inputs)
+    call = call_of(model, args, kwargs=named)
+    sizes = _sizes(call, wishes.dynamic)
     policy, record = _training(checkpoint)
     target = RepositoryTarget(
         repository=repository,
@@ -96,14 +105,18 @@ def export_checkpoint(
         progress("exporting to ONNX")
         source = Path(folder) / "model.onnx"
         kept = float32_parts(model, keep_fp32=wishes.keep_fp32, policy=policy, record=record)
-        _write_float32(model, held_out, source, checkpoint.model, kept, policy)
+        args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
+        made_by = {"halfserve.model": checkpoint.model}
+        traced = traced_model(model, args, kwargs=named, dynamic_shapes=sizes, metadata=made_by, policy=policy)
+        mark_float32(traced, kept)
+        write_onnx(traced, source)
         verification = Verification(
-            samples=lambda _: [tensor.numpy() for tensor in held_out.inputs],
+            samples=lambda _: [tensor.numpy() for tensor in call.tensors],
             budget=wishes.budget,
             adversarial=wishes.adversarial,
             accumulators=wishes.accumulators,
             search=wishes.search,
-            reference=model,
+            reference=FlatModel(model, call).eval(),
             labels=None if held_out.labels is None else held_out.labels.numpy(),
             record=record,
         )
@@ -139,10 +152,14 @@ def _training(checkpoint: Checkpoint) -> tuple[Policy, Record | None]:
         raise ExportError(str(error)) from error
 
 
-def _write_float32(
-    model: nn.Module, held_out: Samples, path: Path, made_by: str, kept: Mapping[str, str], policy: Policy
-) -> None:
-    examples = tuple(tensor[:EXAMPLES] for tensor in held_out.inputs)
-    traced = traced_model(model, examples, metadata={"halfserve.model": made_by}, policy=policy)
-    mark_float32(traced, kept)
-    write_onnx(traced, path)
+def _sizes(call: Call, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:
+    """What may vary, for `traced_model`: None is the batch alone."""
+    if not dynamic:
+        return None
+    dimensions = dict(zip(call.names, (tensor.dim() for tensor in call.tensors), strict=True))
+    for name, axes in dynamic.items():
+        if name not in dimensions:
+            raise ExportError(f"there is no input {name!r} whose size could vary; the model takes {', '.join(dimensions)}")
+        if (last := max(axes)) >= dimensions[name]:
+            raise ExportError(f"input {name!r} has no axis {last}; with the batch it has {dimensions[name]}, counted from 0")
+    return {name: {0: BATCH, **dynamic.get(name, {})} for name, count in dimensions.items() if count}

@@ -1,4 +1,4 @@
-"""Samples of a data set as arrays: what a model is verified on."""
+"""Samples of a data set, stacked: what a model is verified on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from export.errors import ExportError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.utils.data import Dataset
 
 
@@ -19,16 +22,16 @@ class Samples:
     """Stacked samples.
 
     Attributes:
-        inputs: One tensor per model input; the first dimension counts the samples.
+        inputs: A tensor, or tensors in tuples, lists and dicts, as the items have them; the first dimension counts the samples.
         labels: int64, shape (samples,), where the targets are single whole numbers; else None.
     """
 
-    inputs: tuple[Tensor, ...]
+    inputs: Any
     labels: Tensor | None
 
 
 def take_samples(data: Dataset[Any], count: int) -> Samples:
-    """Stack the first `count` items (input or tuple of inputs, target) of a data set with a length.
+    """Stack the first `count` items (input, target) of a data set with a length, by its own `collate_fn` where it has one.
 
     Raises:
         ExportError: The items are no such pairs, or their inputs differ in shape and cannot be stacked.
@@ -36,14 +39,51 @@ def take_samples(data: Dataset[Any], count: int) -> Samples:
     if count < 1:
         raise ExportError(f"samples is {count}; expected at least 1")
     items = [data[index] for index in range(min(count, len(data)))]  # type: ignore[arg-type]  # (checked when it was built)
-    if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
+    collate = getattr(data, "collate_fn", None)
+    if collate is not None:
+        return _collated(collate, items)
+    if not all(_is_pair(item) for item in items):
         raise ExportError("the held-out set must hold pairs (input, target)")
-    columns = zip(*(item[0] if isinstance(item[0], tuple | list) else (item[0],) for item in items), strict=True)
+    return Samples(inputs=_stacked([item[0] for item in items]), labels=_labels([item[1] for item in items]))
+
+
+def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Samples:
     try:
-        inputs = tuple(torch.stack([torch.as_tensor(value) for value in column]) for column in columns)
+        batch = collate(items)
+    except Exception as error:
+        raise ExportError(f"the held-out set's collate_fn raised {type(error).__name__}: {_first_line(error)}") from error
+    if not _is_pair(batch):
+        raise ExportError("the held-out set's collate_fn must return a pair (inputs, targets)")
+    inputs, targets = batch
+    if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs)):
+        raise ExportError(
+            "the held-out set's collate_fn must return inputs that are tensors, or tuples, lists and dicts of them"
+        )
+    return Samples(inputs=inputs, labels=_labels(list(targets)) if isinstance(targets, Tensor) and targets.dim() else None)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _stacked(inputs: list[Any]) -> Any:
+    flat = [pytree.tree_flatten(entry) for entry in inputs]
+    _, spec = flat[0]
+    for place, (_, other) in enumerate(flat):
+        if other != spec:
+            raise ExportError(
+                f"the held-out inputs cannot be stacked: that of item {place} has other parts than the first one's"
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    try:
+        stacked = [torch.stack([torch.as_tensor(value) for value in column]) for column in columns]
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ExportError(f"the held-out inputs cannot be stacked: {str(error).splitlines()[0]}") from error
-    return Samples(inputs=inputs, labels=_labels([item[1] for item in items]))
+        raise ExportError(f"the held-out inputs cannot be stacked: {_first_line(error)}") from error
+    return pytree.tree_unflatten(stacked, spec)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no reason given").splitlines()[0]
 
 
 def _labels(targets: list[Any]) -> Tensor | None:

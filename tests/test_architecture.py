@@ -14,7 +14,7 @@ STAGES = ("protos", "amp_core", "export", "serve")
 ALLOWED = {
     "protos": set[str](),
     "amp_core": set[str](),
-    "export": {"protos", "amp_core.policy", "amp_core.checkpoint", "amp_core.recorder"},
+    "export": {"protos", "amp_core.policy", "amp_core.calling", "amp_core.checkpoint", "amp_core.recorder"},
     "serve": {"protos"},
 }
 # Within serve a request's way is straight: each room knows only what is below it (the engine declares what a backend is).

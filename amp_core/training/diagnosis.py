@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.calling import call
 from amp_core.casting.autocast import autocast
 from amp_core.training.random_state import kept_random_state
 
@@ -113,7 +114,7 @@ def _loss(training: Training, batch: Batch, region: AbstractContextManager[Any])
     inputs, targets = batch
     loss: Callable[[Any, Any], Tensor] = training.loss
     with region:
-        return loss(training.model(inputs), targets)
+        return loss(call(training.model, inputs), targets)
 
 
 def is_finite(value: Any) -> bool:

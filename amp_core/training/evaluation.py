@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_core.calling import call, without_fast_path
 from amp_core.training.distributed import World
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Run a model over held-out data, without gradients, and leave it in the mode it was in.
 
+    Attention layers compute what they compute in training (see `without_fast_path`).
+
     Args:
         model: In whatever mode.
         loss_function: (output, target) -> mean loss of the batch.
@@ -41,10 +44,10 @@ def evaluate(
     was_training = model.training
     model.eval()
     items, correct, others, loss_sum = 0, 0, 0, 0.0
-    with torch.no_grad():
+    with torch.no_grad(), without_fast_path():
         for inputs, targets in batches:
             with region:
-                outputs = model(inputs)
+                outputs = call(model, inputs)
                 loss = loss_function(outputs, targets)
             count = _count(targets)
             items += count

@@ -35,5 +35,5 @@ class _WithAnUnusedParameter(nn.Module):
         self.model = model
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.model(*inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.model(*inputs, **named)

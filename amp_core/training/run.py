@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from amp_core.calling import described_call
 from amp_core.casting.autocast import autocast
 from amp_core.checkpoint import Checkpoint, build_data
 from amp_core.data import Batches, DataError, until_one_ends
@@ -215,6 +216,7 @@ class TrainingRun:
             names = self.settings
             raise TrainingError(
                 f"{names.model}, {names.data} and {names.loss} do not fit together: the first step raised {one_line(error)}"
+                f"{described_call(self.training.model, batches[0][0])}"
             ) from error
 
     def _evaluate(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_core.calling import call
 from amp_core.training.clipping import clip_gradients
 from amp_core.training.log import StepRecord
 
@@ -103,7 +104,8 @@ def _accumulate_gradients(training: Training, batches: Sequence[Batch]) -> Tenso
     for place, (inputs, targets) in enumerate(batches, start=1):
         with _without_reduction(training.parallel) if place < len(batches) else nullcontext():
             with training.region:
-                loss = training.loss(training.parallel(inputs), targets)
+                outputs = call(training.model, inputs, through=training.parallel)
+                loss = training.loss(outputs, targets)
             training.scaler.scale(loss / len(batches)).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach().double())
     return torch.stack(losses).mean()

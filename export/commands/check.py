@@ -65,8 +65,10 @@ def _prepared(model: str, descriptions: list[str], data: str | None) -> tuple[nn
     chosen = inputs_from_descriptions(descriptions) if descriptions else None
     if Path(model).is_file():
         module, samples = from_checkpoint(model)
-        return module, chosen or (inputs_from_data(data) if data else samples)
+        return module, chosen or (inputs_from_data(data, module) if data else samples)
+    if ":" not in model and (Path(model).suffix or len(Path(model).parts) > 1):
+        raise ExportError(f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY")
     module = model_of(model)
     if chosen is None and data is None:
         raise ExportError('nothing to run the model on; give --input "float32[2,3,32,32]", or --data MODULE:FACTORY')
-    return module, chosen or inputs_from_data(data or "")
+    return module, chosen or inputs_from_data(data or "", module)

@@ -13,6 +13,7 @@ from rich.console import Console
 from amp_core.checkpoint import CheckpointError
 from export.certificate.certificate import BudgetExceeded
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
+from export.commands.dynamic_sizes import dynamic_sizes
 from export.commands.output_files import page_beside, require_output
 from export.errors import ExportError
 from export.file_conversion import Accumulators
@@ -38,6 +39,10 @@ def export(
     max_batch_size: Annotated[int, _version(help="Largest batch that the server may form.")] = 32,
     keep_fp32: Annotated[
         list[str] | None, _verification(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
+    ] = None,
+    dynamic: Annotated[
+        list[str] | None,
+        _version(help="Size, beside the batch's, that may vary, as INPUT.AXIS=NAME: tokens.1=length; may be repeated."),
     ] = None,
     samples: Annotated[int, _verification(help="How many held-out samples to verify on, at most.")] = 1024,
     search: Annotated[
@@ -68,6 +73,7 @@ def export(
     wishes = Wishes(
         budget=Budget(max_abs_error=max_abs_error, min_agreement=min_agreement),
         keep_fp32=keep_fp32 or (),
+        dynamic=dynamic_sizes(dynamic or ()),
         samples=samples,
         search=search,
         adversarial=adversarial,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils import _pytree as pytree
 
+from amp_core.calling import without_fast_path
 from export.errors import ExportError
 from export.leaks.attributes import detached_copy
 from export.leaks.exported import compare_with_export
@@ -46,7 +47,7 @@ def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakRepo
     module = _unwrapped(module)
     whereabouts = Whereabouts.of(module)
     log = Log()
-    with warnings.catch_warnings(), without_autocast():
+    with warnings.catch_warnings(), without_autocast(), without_fast_path():
         warnings.simplefilter("ignore")  # ours are the findings
         reference = ReferenceWatcher()
         expected = _run_reference(module, Run(reference, whereabouts), inputs, kwargs)

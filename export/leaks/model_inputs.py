@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp_core.calling import arguments_of
 from amp_core.checkpoint import build_data, load_checkpoint
 from amp_core.checkpoint import call_factory as _call_factory  # type: ignore[attr-defined]  # (a checkpoint names factories)
 from export.errors import ExportError
@@ -30,8 +32,8 @@ class ModelInputs:
         kwargs: By the name of `forward`'s parameter.
     """
 
-    args: tuple[Tensor, ...] = ()
-    kwargs: dict[str, Tensor] = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def model_of(factory: str) -> nn.Module:
@@ -49,8 +51,8 @@ def model_of(factory: str) -> nn.Module:
     return model.eval()
 
 
-def inputs_from_data(factory: str) -> ModelInputs:
-    """The first held-out samples of a data factory, stacked.
+def inputs_from_data(factory: str, model: nn.Module) -> ModelInputs:
+    """The first held-out samples of a data factory, stacked, as training would give them to the model.
 
     Raises:
         ExportError: It cannot be imported or called, or its samples cannot be stacked.
@@ -59,7 +61,8 @@ def inputs_from_data(factory: str) -> ModelInputs:
         held_out = build_data(factory)[1]
     except ValueError as error:
         raise ExportError(str(error)) from error
-    return ModelInputs(args=take_samples(held_out, EXAMPLES).inputs)
+    args, kwargs = arguments_of(model, take_samples(held_out, EXAMPLES).inputs)
+    return ModelInputs(args=args, kwargs=kwargs)
 
 
 def from_checkpoint(path: str) -> tuple[nn.Module, ModelInputs]:
@@ -70,7 +73,8 @@ def from_checkpoint(path: str) -> tuple[nn.Module, ModelInputs]:
     """
     try:
         checkpoint = load_checkpoint(path)
-        return checkpoint.build_model(), inputs_from_data(checkpoint.data)
+        model = checkpoint.build_model()
+        return model, inputs_from_data(checkpoint.data, model)
     except ValueError as error:
         raise ExportError(str(error)) from error
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from amp_core.calling import without_fast_path
 from export.errors import ExportError
 from export.to_onnx.call import Call
 from export.to_onnx.dimensions import Dimensions
@@ -46,7 +47,7 @@ def run(module: nn.Module, call: Call, tensors: tuple[Tensor, ...]) -> list[tupl
     """
     args, kwargs = call.arguments(tensors)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_fast_path():
             result = module(*args, **kwargs)
     except Exception as error:
         given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

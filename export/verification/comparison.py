@@ -35,6 +35,7 @@ class Comparison:
         expected: The reference's answers to the user's batches.
         expected_cases: Its answers to the adversarial ones, or the errors they end in.
         reference_bytes: Size of the reference, where it is ONNX.
+        notes: What else is to be said of the reference.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Comparison:
         self.outputs = _outputs(candidate.outline.graph)
         self.reference_bytes: int | None = None
         answers = self._reference_answers(batches, self.staged)
+        self.notes = self._notes(answers)
         self.expected = whole(answers[: self._usual], "the reference model")
         self.expected_cases = tuple(answers[self._usual :])
 
@@ -98,6 +100,13 @@ class Comparison:
         from export.verification.torch_reference import run_torch  # noqa: PLC0415  (torch is slow to import)
 
         return run_torch(reference, batches)
+
+    def _notes(self, answers: Sequence[list[Value] | str]) -> tuple[str, ...]:
+        if isinstance(self._reference, ModelFile | onnx.ModelProto | bytes | str | Path):
+            return ()
+        from export.verification.torch_reference import fast_path_note  # noqa: PLC0415  (as above)
+
+        return fast_path_note(self._reference, self._batches, answers)
 
     def _onnx_answers(self, reference: ModelFile, batches: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
         self.reference_bytes = reference.size_bytes

@@ -121,7 +121,7 @@ def verify(
         accumulators=accumulators,
         risks=runs.risks,
         placement=None if placement is None else dict(placement),
-        **judged | {"notes": (*notes, *judged["notes"], *steep.notes)},
+        **judged | {"notes": (*notes, *comparison.notes, *judged["notes"], *steep.notes)},
     )
     if not certificate.passed:
         raise BudgetExceeded(advice(certificate, steep), certificate)

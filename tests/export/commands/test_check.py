@@ -98,3 +98,11 @@ def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, capfd: 
     assert err.strip().splitlines()[-1].startswith("halfserve check: ")
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("model", ["run/checkpoint.pt", "run/last", "last.pth"])
+def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(model: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(model) == 1
+    assert (
+        f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY" in capfd.readouterr().err
+    )

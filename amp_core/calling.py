@@ -1,0 +1,98 @@
+"""How a model is called, in training and in export: with which arguments, and by which way through its attention layers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# torch gives these another way in evaluation mode.
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and named arguments with which a model is called on the input of an item, or of a batch.
+
+    A tuple or list gives forward's parameters in order, a dict gives them by name. Where forward does not take them so (it
+    has one parameter, for all of them together), and with anything else, the input is the one argument.
+
+    Args:
+        model: Whose `forward` decides.
+        inputs: A tensor, or tensors in tuples, lists and dicts.
+    """
+    if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs) and _takes(model, (), inputs):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list) and _takes(model, tuple(inputs), {}):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def call(model: nn.Module, inputs: Any, *, through: nn.Module | None = None) -> Any:
+    """Call a model on the input of a batch; see `arguments_of`.
+
+    Args:
+        model: The model itself.
+        inputs: Of the batch.
+        through: What is called in its place and hands all arguments on to it, such as DistributedDataParallel.
+    """
+    args, named = arguments_of(model, inputs)
+    return (through or model)(*args, **named)
+
+
+def described_call(model: nn.Module, inputs: Any) -> str:
+    """In words what forward takes, and what it is given of an input that is made of several: "" where it is one tensor."""
+    if not isinstance(inputs, Mapping | tuple | list):
+        return ""
+    args, named = arguments_of(model, inputs)
+    if named:
+        given = f"by name, {', '.join(named)}"
+    elif len(args) == 1 and args[0] is inputs:
+        given = f"all in one, a {_kind(inputs)}"
+    else:
+        given = f"in order, {len(args)} of them"
+    return f"; forward takes ({', '.join(_parameters(model))}) and got the inputs {given}"
+
+
+def has_fast_path(model: nn.Module) -> bool:
+    """Whether a part of a model may answer otherwise in evaluation mode than in training, see `without_fast_path`."""
+    return any(isinstance(part, _ATTENTION) for part in model.modules())
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Have attention layers compute in evaluation mode what they compute in training, and what torch.export captures.
+
+    Under torch's fast path `nn.TransformerEncoder` packs its input by `src_key_padding_mask`: what the mask hides is 0 in the
+    output, in the place of what the layers make of it. And in autocast on the CPU it fails, as it looks for CUDA's alone.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _kind(inputs: Any) -> str:
+    return (
+        f"dict of {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else f"{type(inputs).__name__} of {len(inputs)}"
+    )
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return ["..."]
+
+
+def _takes(model: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*args, **named)
+    except (TypeError, ValueError):  # the latter where a compiled forward has no signature
+        return False
+    return True
