@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+# Blocks in another terminal: started, and left running until the last block is done.
+SERVER = "halfserve serve "
 # Blocks of Python that follow each other share a process, and with it the time that imports take; nothing else.
 EACH_BY_ITSELF = "import sys\nfor text in sys.argv[1:]: exec(compile(text, 'block', 'exec'), {'__name__': '__main__'})"
 
@@ -28,11 +32,36 @@ def blocks_of(document: str) -> list[Block]:
     return [Block(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
-def commands_of(blocks: list[Block]) -> Iterator[tuple[str, list[str]]]:
-    """The blocks that can be run as (text, or "" for Python's, and the command)."""
+def run_in_order(blocks: list[Block], folder: Path, port: int) -> int:
+    """Run the blocks of shell and Python, as their reader would who stands in `folder`.
+
+    Servers run on this port, and until the last block is done. Fails where a block does, or where a server does not end well.
+
+    Returns:
+        How many blocks were run beside the servers.
+    """
+    # `halfserve` and `python` of this environment.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    ran = 0
+    with ExitStack() as servers:
+        for text, command in _commands(blocks, port):
+            if text.startswith(SERVER):
+                servers.enter_context(_serving(command, folder, environment, port))
+                continue
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+            ran += 1
+    return ran
+
+
+def _commands(blocks: list[Block], port: int) -> Iterator[tuple[str, list[str]]]:
+    """Text, or "" for Python's, and the command."""
     chosen = [block for block in blocks if block.language in ("bash", "python")]
     for language, together in groupby(chosen, lambda block: block.language):
-        texts = [block.text for block in together]
+        texts = [_as_tested(block.text, port) for block in together]
         if language == "python":
             yield "", [sys.executable, "-c", EACH_BY_ITSELF, *texts]
             continue
@@ -40,7 +69,24 @@ def commands_of(blocks: list[Block]) -> Iterator[tuple[str, list[str]]]:
             yield text, ["bash", "-euo", "pipefail", "-c", text]
 
 
-def readers_environment() -> dict[str, str]:
-    """Where a document's reader stands: `halfserve` and `python` of this environment on the path."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+def _as_tested(text: str, port: int) -> str:
+    """The block as it stands, but on a port of the test's, and in fewer epochs; test_digits.py tries what all of them give."""
+    text = re.sub(r"^(halfserve (?:models|infer|bench)\b.*)$", rf"\1 --address 127.0.0.1:{port}", text, flags=re.MULTILINE)
+    text = re.sub(r"^(halfserve train\b.* --epochs )\d+$", r"\g<1>4", text, flags=re.MULTILINE)
+    return text.replace("127.0.0.1:8001", f"127.0.0.1:{port}")
+
+
+@contextmanager
+def _serving(command: list[str], folder: Path, environment: dict[str, str], port: int) -> Iterator[None]:
+    # exec, so that the signal at the end reaches the server and not the shell around it.
+    exact = [*command[:-1], f"exec {command[-1].strip()} --grpc-port {port} --http-port 0 --metrics-port 0"]
+    server = subprocess.Popen(exact, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        while "gRPC on" not in (line := server.stdout.readline()):
+            assert line, "the server ended before it was ready"
+        yield
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+    assert server.returncode == 0
