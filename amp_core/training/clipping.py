@@ -12,10 +12,10 @@ from amp_core.scaling.gradients import dense
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """Scale all gradients so that their norm together is no larger than a limit.
 
     Args:
@@ -34,7 +34,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor
     return norm
 
 
-def _coalesced(parameter: nn.Parameter) -> Tensor:
+def _coalesced(parameter: Tensor) -> Tensor:
     # Rows that came twice count as their sum, as in a dense gradient.
     gradient = parameter.grad
     assert gradient is not None  # noqa: S101  (for the type checker: only those with gradients are asked)

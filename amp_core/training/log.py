@@ -26,7 +26,7 @@ class StepRecord:
         loss: Of the batch, unscaled.
         scale: What the loss was multiplied with; 1.0 where nothing is scaled.
         skipped: Whether the gradients overflowed, so that the parameters stayed as they were.
-        gradient_norm: Of all gradients together, unscaled, before clipping.
+        gradient_norm: Of all gradients that the optimizer follows together, unscaled, before clipping.
         learning_rate: That the step was made with.
     """
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core.calling import call
+from amp_core.scaling.parameter_names import parameters_of
 from amp_core.training.clipping import clip_gradients
 from amp_core.training.log import StepRecord
 
@@ -36,7 +37,7 @@ class Training:
         model: On the training device, its parameters in float32.
         parallel: The model itself, or what runs it so that gradients become the mean over all processes.
         loss: (output, target) -> scalar loss.
-        optimizer: Of all the model's parameters.
+        optimizer: Of the model's parameters, all or some.
         scheduler: Of the optimizer; stepped once per step that was not skipped.
         scaler: Enabled for float16 only.
         device: Where the model is.
@@ -84,7 +85,8 @@ def train_step(
     with recording(scale):
         loss = _accumulate_gradients(training, batches)
     scaler.unscale_(optimizer)
-    norm = clip_gradients(training.model.parameters(), training.clip or math.inf).item()
+    # Not the model's: what the optimizer leaves out keeps its gradients, which nobody unscales or clears.
+    norm = clip_gradients(parameters_of(optimizer), training.clip or math.inf).item()
     skipped = not _step_and_update(training, norm)
     if not skipped:
         training.scheduler.step()

@@ -79,6 +79,12 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
+def plain_with_a_frozen_layer() -> nn.Module:
+    made = plain()
+    made.get_submodule("0").requires_grad_(False)
+    return made
+
+
 class Announcing(nn.Module):
     """Draws from every generator, and tells the pipe that ANNOUNCE names of each forward pass in training."""
 
@@ -239,6 +245,10 @@ def empty_streams() -> tuple[Stream, Stream]:
 
 def sgd(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def sgd_of_the_last_layer(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return sgd(parameters[-2:], lr)
 
 
 def rate_in_a_tensor(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:

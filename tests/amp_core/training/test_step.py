@@ -12,7 +12,7 @@ from amp_core.checkpoint import load_checkpoint
 from amp_core.training.errors import TrainingError
 from amp_core.training.train import train
 from tests.amp_core.tiny_task import HERE
-from tests.amp_core.training.runs import settings, steps
+from tests.amp_core.training.runs import assert_same_weights, settings, steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +68,16 @@ def test_any_optimizer(tmp_path: Path) -> None:
     assert result.metrics["accuracy"] > 0.9
     groups: list[dict[str, Any]] = load_checkpoint(result.checkpoint).optimizer["param_groups"]
     assert groups[0]["momentum"] == 0.9
+
+
+def test_an_optimizer_that_leaves_parameters_out(tmp_path: Path) -> None:
+    """Is the same as freezing them: their gradients, which nobody unscales, count for no norm."""
+    left_out = settings(tmp_path / "left_out", model=f"{HERE}:plain", optimizer=f"{HERE}:sgd_of_the_last_layer")
+    frozen = settings(tmp_path / "frozen", model=f"{HERE}:plain_with_a_frozen_layer", optimizer=f"{HERE}:sgd")
+    train(left_out)
+    train(frozen)
+    assert steps(tmp_path / "left_out") == steps(tmp_path / "frozen")
+    assert_same_weights(tmp_path / "left_out", tmp_path / "frozen")
 
 
 def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
