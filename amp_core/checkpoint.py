@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from amp_core.atomic_file import atomic_file
 from amp_core.factory import call_factory
+from amp_core.readable import UNREADABLE, first_unreadable
 
 FORMAT = "halfserve.checkpoint"
 FORMAT_VERSION = 2  # 2 may lie within an epoch: what reads 1 alone would train that epoch's beginning twice
-# What torch.load raises for bytes that are no archive, a truncated archive, or an archive with other things than data in it.
-UNREADABLE = (
-    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError,
-    TypeError,
-)  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -142,9 +137,11 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     """Write a checkpoint so that a reader sees the old file or the whole new one.
 
     Raises:
-        CheckpointError: If the folder is missing or cannot be written to, or the disk is full.
+        CheckpointError: If the folder is missing or cannot be written to, the disk is full, or there is something in the
+            checkpoint that could not be read back.
     """
     content = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+    require_readable(content)
     try:
         with atomic_file(path) as file:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, file)
@@ -154,6 +151,24 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         if not isinstance(reason, OSError):
             raise
         raise CheckpointError(f"cannot write the checkpoint {path}: {reason.strerror or reason}") from error
+
+
+def require_readable(content: dict[str, Any]) -> None:
+    """Refuse what `load_checkpoint` would refuse, while nothing is lost yet.
+
+    Args:
+        content: Fields of a checkpoint by name.
+
+    Raises:
+        CheckpointError: If there is anything in them but tensors, numbers and strings, in containers; says what and where.
+    """
+    for name, value in content.items():
+        unreadable = first_unreadable(value, name)
+        if unreadable:
+            raise CheckpointError(
+                f"no checkpoint can hold {unreadable}: it would not be read back; expected tensors, Python's own numbers and "
+                "strings, and lists, tuples and dicts of them"
+            )
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:

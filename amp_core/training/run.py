@@ -14,7 +14,7 @@ import torch
 
 from amp_core.calling import described_call
 from amp_core.casting.autocast import autocast
-from amp_core.checkpoint import Checkpoint, build_data
+from amp_core.checkpoint import Checkpoint, build_data, require_readable
 from amp_core.data import Batches, DataError, until_one_ends
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.training.divergence import DivergenceWatch, is_bad
@@ -234,6 +234,15 @@ class TrainingRun:
                 f"scale down to {training.scaler.get_scale():g}; train for more steps, try bfloat16 or a smaller loss"
             )
         return metrics
+
+    def require_savable(self) -> None:
+        """Find out, before an epoch is spent, whether a checkpoint can hold what model and optimizer keep.
+
+        Raises:
+            CheckpointError: If it cannot.
+        """
+        training = self.training
+        require_readable({"weights": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
 
     def checkpoint(self) -> Checkpoint:
         """Freeze everything. All processes must call this; rank 0's is the one to save."""

@@ -136,6 +136,7 @@ def _go_through(
     first = next(events, None)
     if first is None:
         return
+    run.require_savable()
     with Output(run, is_new=is_new, steps_done=steps_before, skipped_steps=skipped_before, epochs_done=epochs_before) as output:
         for event in chain([first], events):
             if isinstance(event, StepRecord):

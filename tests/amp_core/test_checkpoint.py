@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -138,6 +140,37 @@ def test_a_field_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c.pt", checkpoint(epoch="three"))
     with pytest.raises(CheckpointError, match="has epoch as str, expected int"):
         load_checkpoint(tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (
+            {"param_groups": [{"lr": 0.1, "weight_decay": np.float64(0.1)}]},
+            "optimizer.param_groups.0.weight_decay, a numpy.float64",
+        ),
+        ({"state": {0: (1, {"values": np.zeros(3)})}}, "optimizer.state.0.1.values, a numpy.ndarray"),
+        ({"schedule": lambda step: step}, "optimizer.schedule, a builtins.function"),
+        ({"state": {np.int64(3): 1}}, "a key of optimizer.state, a numpy.int64"),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, optimizer: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^no checkpoint can hold {named}: it would not be read back; expected tensors"):
+        save_checkpoint(tmp_path / "c.pt", checkpoint(optimizer=optimizer))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_can_be_read_back_is_written(tmp_path: Path) -> None:
+    kept = {
+        "a": {1, 2},
+        "b": OrderedDict(x=None),
+        "c": torch.Size([1]),
+        "d": Counter("aa"),
+        "e": torch.float16,
+        "f": (1j, b"g"),
+    }
+    save_checkpoint(tmp_path / "c.pt", checkpoint(optimizer=kept))
+    assert load_checkpoint(tmp_path / "c.pt").optimizer == kept
 
 
 @given(share=st.floats(0.0, 0.999))

@@ -247,6 +247,10 @@ def sgd(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
+def sgd_with_a_number_of_numpy(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, weight_decay=np.float64(0.01))
+
+
 def sgd_of_the_last_layer(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     return sgd(parameters[-2:], lr)
 

@@ -151,6 +151,11 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
         ({"record_every": -1}, TrainingError, r"record_every must be 0 \(no record\) or above"),
         ({"data": f"{HERE}:empty_streams", "steps_per_epoch": 2}, DataError, "the data set Stream has no items"),
         ({"data": f"{HERE}:broken"}, DataError, "item 77 of .*: OSError: the disk has a hole"),
+        (
+            {"optimizer": f"{HERE}:sgd_with_a_number_of_numpy"},
+            CheckpointError,
+            "no checkpoint can hold optimizer.param_groups.0.weight_decay, a numpy.float64: it would not be read back",
+        ),
         ({"clip": -1.0}, TrainingError, r"clip must be 0 \(no clipping\) or above"),
         ({"seed": -1}, TrainingError, "seed must be between 0 and"),
     ],
