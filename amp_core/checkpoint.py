@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from amp_core.atomic_file import atomic_file
@@ -29,7 +29,7 @@ class Checkpoint:
     Attributes:
         model: `MODULE:FACTORY` of a function that returns the untrained `nn.Module`.
         data: `MODULE:FACTORY` of a function that returns the pair (training set, held-out set).
-        weights: The model's `state_dict`: float32 tensors and integer buffers, on the CPU.
+        weights: The model's `state_dict`: float32 tensors and integer buffers, on the CPU, and modules' extra state.
         optimizer: The optimizer's `state_dict`.
         scheduler: The learning-rate scheduler's `state_dict`.
         scaler: The `GradScaler`'s `state_dict`; empty where nothing was scaled.
@@ -48,7 +48,7 @@ class Checkpoint:
 
     model: str
     data: str
-    weights: dict[str, Tensor]
+    weights: dict[str, Any]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     scaler: dict[str, Any]
@@ -94,7 +94,7 @@ class Checkpoint:
         return build_data(self.data)
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor], spec: str) -> None:
+def load_weights(model: nn.Module, weights: dict[str, Any], spec: str) -> None:
     """Load weights into the model that `spec` builds.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -251,7 +252,7 @@ class TrainingRun:
         return Checkpoint(
             model=settings.model,
             data=settings.data,
-            weights={name: value.detach().cpu().clone() for name, value in training.model.state_dict().items()},
+            weights={name: _frozen(value) for name, value in training.model.state_dict().items()},
             optimizer=training.optimizer.state_dict(),
             scheduler=training.scheduler.state_dict(),
             scaler=training.scaler.state_dict(),
@@ -267,6 +268,11 @@ class TrainingRun:
             versions={"halfserve": version("halfserve"), "torch": str(torch.__version__)},
             settings=settings.to_checkpoint() | {"world_size": self.world.size},
         )
+
+
+def _frozen(value: Any) -> Any:
+    # What a module keeps by `get_extra_state` may be anything.
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _groups(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

@@ -85,6 +85,29 @@ def plain_with_a_frozen_layer() -> nn.Module:
     return made
 
 
+class Counting(nn.Module):
+    """Keeps a number that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = plain(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        y: Tensor = self.inner(x)
+        return y
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def counting() -> nn.Module:
+    return Counting()
+
+
 class Announcing(nn.Module):
     """Draws from every generator, and tells the pipe that ANNOUNCE names of each forward pass in training."""
 

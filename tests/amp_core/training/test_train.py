@@ -78,6 +78,13 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
+def test_what_a_module_keeps_as_extra_state_is_resumed_and_handed_on(tmp_path: Path) -> None:
+    run = settings(tmp_path, model=f"{HERE}:counting", checkpoint_every=1)
+    killed_in(run, 7)
+    train(run, resume=True)
+    assert load_checkpoint(tmp_path / "checkpoint.pt").build_model().get_extra_state() == {"calls": 16}
+
+
 def test_resuming_what_is_complete_changes_nothing(tmp_path: Path) -> None:
     first = train(settings(tmp_path))
     before = (tmp_path / "checkpoint.pt").read_bytes()
