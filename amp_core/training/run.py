@@ -19,7 +19,7 @@ from amp_core.checkpoint import Checkpoint, build_data, require_readable
 from amp_core.data import Batches, DataError, until_one_ends
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.training.divergence import DivergenceWatch, is_bad
-from amp_core.training.errors import TrainingError, one_line
+from amp_core.training.errors import TrainingError, one_line, place_of
 from amp_core.training.evaluation import evaluate
 from amp_core.training.model import build_model, build_optimizer, load_loss
 from amp_core.training.parallel import in_parallel
@@ -78,7 +78,7 @@ class TrainingRun:
     def __init__(self, settings: TrainingSettings, device: torch.device, world: World, before: Checkpoint | None) -> None:
         self.settings, self.device, self.world = settings, device, world
         self.epochs_done = before.epoch if before else 0
-        self.steps_done = before.step if before else 0
+        self.steps_done = self._steps_before = before.step if before else 0
         self.batches_done = before.batch if before else 0
         self.metrics = dict(before.metrics) if before else {}
         train_set, held_out_set = build_data(settings.data, held_out_indexable=False)
@@ -210,13 +210,14 @@ class TrainingRun:
             return train_step(
                 self.training, batches, step=step, epoch=self.epochs_done + 1, recording=self._recording.of_step(step)
             )
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            # Shapes and dtypes that do not fit show in the first step; later errors are bugs, and keep their traceback.
-            if step > 1 or isinstance(error, TrainingError):
+        except Exception as error:
+            # What does not fit shows in the first step; later errors are bugs, and keep their traceback.
+            if step > self._steps_before + 1 or isinstance(error, TrainingError):
                 raise
             names = self.settings
             raise TrainingError(
-                f"{names.model}, {names.data} and {names.loss} do not fit together: the first step raised {one_line(error)}"
+                f"{names.model}, {names.data}, {names.loss} and {names.optimizer} do not fit together: "
+                f"the first step raised {one_line(error)}{place_of(error)}"
                 f"{described_call(self.training.model, batches[0][0])}"
             ) from error
 

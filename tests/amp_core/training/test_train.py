@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from amp_core.checkpoint import CheckpointError, load_checkpoint
 from amp_core.data import DataError
@@ -19,6 +21,22 @@ from tests.amp_core.training.runs import assert_same_run, assert_same_weights, k
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class LoadsLater(nn.Linear):
+    """Imports in forward what is not installed."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name is torch's)
+        import_module("a_package_that_nobody_has")
+        return super().forward(input)
+
+
+def loads_later() -> nn.Module:
+    return LoadsLater(2, 2)
+
+
+def number_loss(outputs: Tensor, _: Tensor) -> float:
+    return outputs.float().mean().item()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -130,7 +148,22 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
         (
             {"model": f"{HERE}:wrong_width"},
             TrainingError,
-            "wrong_width, .*:data and .*:cross_entropy do not fit together",
+            "wrong_width, .*:data, .*:cross_entropy and .*:AdamW do not fit together: .* mat1 and mat2 shapes",
+        ),
+        (
+            {"model": f"{__name__}:loads_later"},
+            TrainingError,
+            r"raised ModuleNotFoundError: No module named 'a_package_that_nobody_has' \(at test_train.py:\d+\)",
+        ),
+        (
+            {"loss": f"{__name__}:number_loss", "dtype": "float32"},
+            TrainingError,
+            "number_loss and .*AdamW do not fit together: .* 'float' object has no attribute 'backward'$",
+        ),
+        (
+            {"optimizer": "torch.optim:LBFGS"},
+            TrainingError,
+            "and torch.optim:LBFGS do not fit together: .* argument: 'closure'",
         ),
         ({"model": f"{HERE}:without_parameters"}, TrainingError, "has no parameter to train"),
         (
