@@ -31,7 +31,7 @@ def names_of(parameters: Iterable[Tensor], optimizer: Optimizer, model: nn.Modul
     names = {id(parameter): name for parameter, name in _names_in(optimizer)}
     if model is not None:
         names |= {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for parameter in parameters]
+    return [names.get(id(parameter), "a parameter that the optimizer no longer has") for parameter in parameters]
 
 
 def listed(names: list[str], most: int = 3) -> str:
@@ -41,6 +41,10 @@ def listed(names: list[str], most: int = 3) -> str:
 
 def _names_in(optimizer: Optimizer) -> Iterator[tuple[Tensor, str]]:
     for index, group in enumerate(optimizer.param_groups):
-        # An optimizer that was given named_parameters() keeps the names beside the parameters.
-        names = group.get("param_names") or [f"group {index}, parameter {place}" for place in range(len(group["params"]))]
-        yield from zip(group["params"], names, strict=True)
+        parameters = group["params"]
+        # An optimizer that was given named_parameters() keeps the names beside the parameters. Whoever takes parameters out, as
+        # to freeze them, may leave the names: then nobody knows whose they are.
+        names = group.get("param_names") or []
+        if len(names) != len(parameters):
+            names = [f"group {index}, parameter {place}" for place in range(len(parameters))]
+        yield from zip(parameters, names, strict=True)

@@ -54,6 +54,29 @@ def test_it_names_the_parameters_that_overflowed(fused: bool) -> None:
     assert scaler.overflowed_parameters(model) == []
 
 
+def test_parameters_that_were_taken_out_of_the_optimizer_leave_names_for_the_others() -> None:
+    """As whoever freezes layers in the middle of a training may do it: the names in the group stay behind."""
+    model, optimizer = model_and_optimizer(named=True)
+    optimizer.param_groups[0]["params"] = list(model[1].parameters())
+    scaler = GradScaler("cpu")
+    backward(scaler, model, overflow_in="1.bias")
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.overflowed_parameters(), scaler.overflowed_parameters(model)) == (["group 0, parameter 1"], ["1.bias"])
+
+
+def test_a_parameter_that_leaves_the_optimizer_after_its_overflow() -> None:
+    model, optimizer = model_and_optimizer()
+    scaler = GradScaler("cpu")
+    backward(scaler, model, overflow_in="0.bias")
+    scaler.step(optimizer)
+    optimizer.param_groups[0]["params"] = list(model[1].parameters())
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    assert scaler.overflowed_parameters() == ["a parameter that the optimizer no longer has"]
+    assert scaler.overflowed_parameters(model) == ["0.bias"]
+
+
 def test_the_names_survive_clipping_by_a_norm_that_is_nan() -> None:
     model, optimizer = model_and_optimizer(named=True)
     scaler = GradScaler("cpu")
