@@ -102,7 +102,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], spec: str) -> None:
     """
     try:
         model.load_state_dict(weights)
-    except RuntimeError as error:
+    except Exception as error:  # whatever torch stumbles over in what need not be weights at all
         mismatch = " ".join(str(error).split("\n\t")[1:2]) or str(error)
         raise CheckpointError(f"the weights do not fit the model that {spec!r} builds: {mismatch.strip()}") from error
 
@@ -218,6 +218,8 @@ def _checkpoint_from(content: dict[str, Any], path: Path) -> Checkpoint:
     kinds |= dict.fromkeys(("epoch", "step", "batch"), int) | {"other_ranks": list}
     for name, value in values.items():
         expected = kinds.get(name, dict)
-        if not isinstance(value, expected):
+        if not isinstance(value, expected) or isinstance(value, bool):
             raise CheckpointError(f"the checkpoint {path} has {name} as {type(value).__name__}, expected {expected.__name__}")
+        if isinstance(value, int) and value < 0:
+            raise CheckpointError(f"the checkpoint {path} has {name} {value}, expected 0 or above")
     return Checkpoint(**values)

@@ -36,11 +36,12 @@ class Recording:
     def __init__(self, model: nn.Module, *, every: int, before: dict[str, Any]) -> None:
         self._before = before
         self._recorder: Recorder | None = None
-        if every:
+        if every or before:
             from amp_core.recorder import Recorder  # noqa: PLC0415  (few runs record)
 
-            self._recorder = Recorder(model, every=every)
-            self._go_on(self._recorder, before)
+            recorder = Recorder(model, every=max(1, every))
+            self._go_on(recorder, before)  # also if it is only to be handed on: it is read again at the run's end
+            self._recorder = recorder if every else None
 
     @staticmethod
     def _go_on(recorder: Recorder, before: dict[str, Any]) -> None:

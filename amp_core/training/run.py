@@ -23,9 +23,9 @@ from amp_core.training.errors import TrainingError, one_line, place_of
 from amp_core.training.evaluation import evaluate
 from amp_core.training.model import build_model, build_optimizer, load_loss
 from amp_core.training.parallel import in_parallel
-from amp_core.training.random_state import random_state, seed_everything, set_random_state
+from amp_core.training.random_state import random_state, seed_everything
 from amp_core.training.recording import Recording
-from amp_core.training.restore import restore
+from amp_core.training.restore import restore, restore_random_state
 from amp_core.training.schedule import warmup_and_cosine
 from amp_core.training.settings import DTYPES, TrainingSettings
 from amp_core.training.statistics import RunningStatistics
@@ -158,7 +158,7 @@ class TrainingRun:
 
     def _set_random_state(self, before: Checkpoint | None) -> None:
         if before is not None:
-            set_random_state([before.rng, *before.other_ranks][self.world.rank], self.device)
+            restore_random_state(before, self.world.rank, self.device)
         elif self.world.rank > 0:
             # The weights are the same on all ranks, what dropout draws is not.
             seed_everything((self.settings.seed + self.world.rank * 0x9E3779B97F4A7C15) % 2**63)

@@ -162,10 +162,10 @@ def _check_same_run(settings: TrainingSettings, checkpoint: Checkpoint, world: W
     size = then.get("world_size", 1)
     if size != world.size:
         raise TrainingError(
-            f"cannot resume: the checkpoint was trained in {_processes(int(size))}, this run has {_processes(world.size)}; "
+            f"cannot resume: the checkpoint was trained in {_processes(size)}, this run has {_processes(world.size)}; "
             f"start it with torchrun --nproc-per-node {size}"
         )
 
 
-def _processes(count: int) -> str:
+def _processes(count: object) -> str:
     return "1 process" if count == 1 else f"{count} processes"
