@@ -47,6 +47,7 @@ class autocast(Region):  # noqa: N801  (torch's name)
         policy: A `Policy` or its string form; by default that of the region around.
 
     Raises:
+        TypeError: If `enabled` or `cache_enabled` is not a bool.
         ValueError: If `device_type` is not the name of a device type, or `dtype` not a low-precision one.
         RuntimeError: If the device type has no autocast, or a policy meets torch.export.
         PolicyError: If the policy is none, or its string form cannot be read.
@@ -83,6 +84,8 @@ class autocast(Region):  # noqa: N801  (torch's name)
         cache_enabled: bool | None = None,
         policy: Policy | str | None = None,
     ) -> None:
+        if type(enabled) is not bool or type(cache_enabled) not in _FLAG_OR_NONE:
+            _refuse(enabled=enabled, cache_enabled=cache_enabled)
         if device_type is None or (device_type, dtype, enabled) not in _CAN_DO:
             device_type = _device_type(device_type)
             enabled = _checked(device_type, dtype, enabled)
@@ -142,6 +145,15 @@ def _check_dtype(dtype: object, enabled: bool) -> None:
     if dtype is None or dtype in {torch.float16, torch.bfloat16} or (isinstance(dtype, torch.dtype) and not enabled):
         return
     raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}; for float32: autocast(enabled=False)")
+
+
+_FLAG_OR_NONE = (bool, type(None))
+
+
+def _refuse(**flags: object) -> None:
+    # torch would find out while the region is entered, when half of it is done.
+    name, value = next((name, value) for name, value in flags.items() if type(value) is not bool)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _checked_policy(policy: Policy | str) -> Policy:

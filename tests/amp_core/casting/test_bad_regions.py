@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from amp_core import autocast
+from amp_core.casting.policy_state import policies_in_force
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 
@@ -53,6 +56,17 @@ def test_a_device_type_that_is_none(device_type: Any, error: type[Exception], me
     for policy in (None, "cuda"):
         with pytest.raises(error, match=message):
             autocast(device_type, policy=policy)
+
+
+@pytest.mark.parametrize("flag", [1, 0, "yes", np.bool_(True)])
+@pytest.mark.parametrize("name", ["enabled", "cache_enabled"])
+def test_a_flag_that_is_no_bool_leaves_no_policy_in_force(name: str, flag: Any) -> None:
+    before, flags = policies_in_force(), {name: flag}
+    with autocast("cpu", HALF, enabled=True):
+        pass  # from here on torch need not be asked again whether it can do this
+    with pytest.raises(TypeError, match=f"^{name} must be True or False, got {re.escape(repr(flag))}$"):
+        autocast("cpu", HALF, policy="cuda+fp32:mm", **flags).__enter__()
+    assert policies_in_force() is before
 
 
 def test_leaving_what_was_not_entered_or_was_left_already() -> None:
