@@ -176,11 +176,13 @@ def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: st
     if len(declared) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(declared, dims, strict=True)):
         hint = " (dims are without the batch dimension)" if batched else ""
         raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
+    if ANY_SIZE in entry.dims:  # what the model fixes is not open because a file says so
+        entry.dims[:] = [m if d == ANY_SIZE else d for d, m in zip(declared, dims, strict=True)]
 
 
 def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInterface:
     """The interface as a completed configuration shows it to clients: its dims may fix sizes that the model leaves open, and
-    its reshapes may give tensors another shape than the model's own.
+    its reshapes may give tensors another shape than the model's own. Sizes that the model fixes are fixed.
     """
     batch = (ANY_SIZE,) if config.max_batch_size else ()
 

@@ -158,6 +158,16 @@ def test_clients_see_what_the_config_shows(tmp_path: Path) -> None:
     assert narrowed.outputs[0].shape == (-1, 10)
 
 
+def test_a_size_that_the_model_fixes_is_not_open_because_the_config_says_so(tmp_path: Path) -> None:
+    text = """max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-1, -1]}]
+      output [{name: "y" data_type: TYPE_FP32 dims: [-1]}]"""
+    config = complete(tmp_path, text)
+    assert (list(config.input[0].dims), list(config.output[0].dims)) == ([3, -1], [10])
+    assert client_interface(config, BATCHED).inputs[0].mismatch([1, 4, 5]) == (
+        "has shape [1, 4, 5], expected [-1, 3, -1] (-1 takes any size)"
+    )
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
