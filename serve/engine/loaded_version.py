@@ -22,7 +22,7 @@ from serve.engine.joining import Joining
 from serve.engine.model import Model
 from serve.engine.model_repository import ModelFiles
 from serve.engine.named_files import named_file
-from serve.engine.own_parameters import check_own_parameters
+from serve.engine.own_parameters import check_own_parameters, drop_reported
 from serve.engine.pauses import pause
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.loading import make_guard
@@ -84,6 +84,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
     as_loaded = AsLoaded.look(files.model)
     interface = runtime.describe(files.model)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
+    drop_reported(config)
     copies = instances(config)
     places = [_place(placement, kind, device) for kind, device in copies]
     pause()

@@ -123,6 +123,12 @@ def check_own_parameters(config: ModelConfig, source: Path) -> None:
             _parsed(config, key, known, source)
 
 
+def drop_reported(config: ModelConfig) -> None:
+    """Take out what the server alone says: a copied config.pbtxt may claim what was true of another model."""
+    for key in [key for key, known in OWN_PARAMETERS.items() if known.reported and key in config.parameters]:
+        del config.parameters[key]
+
+
 def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pbtxt") -> Any:
     """The value of one of our parameters; None where the configuration does not give it.
 

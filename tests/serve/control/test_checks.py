@@ -76,6 +76,16 @@ def test_what_the_certificate_says_is_in_the_models_parameters(tmp_path: Path) -
     assert loader().load(files).config.parameters["halfserve.certificate"].string_value == "passed"
 
 
+def test_nobody_can_say_of_a_model_what_the_server_finds_out(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    claims = [f'parameters {{ key: "halfserve.{key}" value {{ string_value: "passed" }} }}' for key in ("certificate", "nodes")]
+    (tmp_path / "mlp" / "config.pbtxt").write_text("\n".join(claims))
+    (files,) = find_models(tmp_path)
+    found = loader().load(files).config.parameters
+    assert "halfserve.certificate" not in found
+    assert found["halfserve.nodes"].string_value.startswith("CPUExecutionProvider=")
+
+
 def test_data_files_count(tmp_path: Path) -> None:
     model = certified(tmp_path)
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
