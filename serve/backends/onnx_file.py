@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
 from serve.backends.onnx_outline import LARGE_BYTES, Outline, Place, read_outline
+from serve.backends.type_attributes import nodes_below
 from serve.engine.errors import ModelLoadError
 
 # Smaller files are parsed as a whole, which takes a millisecond: as long as to walk through a graph of a hundred nodes.
@@ -104,6 +105,17 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
         stamp = _stamp(file)
         outline = _outline(path, file, stamp[0])
         yield OnnxFile(path=path, model=outline.model, _left_out=outline.left_out, _file=file, _stamp=stamp)
+
+
+def data_files(model: onnx.ModelProto) -> frozenset[str]:
+    """The files beside a model's that its weights lie in, seen from its folder."""
+    weights = list(model.graph.initializer)
+    for node in nodes_below(model.graph.node):
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                weights += attribute.g.initializer
+    external = (weight for weight in weights if weight.data_location == TensorProto.EXTERNAL)
+    return frozenset(entry.value for weight in external for entry in weight.external_data if entry.key == "location")
 
 
 def _outline(path: Path, file: BinaryIO, size: int) -> Outline:

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 
 from protos.datatypes import BY_ONNX
-from serve.backends.onnx_file import open_onnx
+from serve.backends.onnx_file import data_files, open_onnx
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
@@ -35,7 +35,7 @@ def read_interface(path: Path) -> ModelInterface:
         ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
     """
     with open_onnx(path) as opened:
-        graph = opened.model.graph
+        graph, files = opened.model.graph, data_files(opened.model)
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     taken = [value for value in graph.input if value.name not in constants]
     inputs = tuple(_spec(value, f"{path}: input") for value in taken)
@@ -44,7 +44,7 @@ def read_interface(path: Path) -> ModelInterface:
     batched = bool(inputs and outputs) and all(spec.shape[:1] == (ANY_SIZE,) for spec in specs)
     firsts = [value.type.tensor_type.shape.dim[0].dim_param for value in (*taken, *graph.output)] if batched else []
     names = frozenset(name for name in firsts if name and not name.startswith(UNKNOWN))
-    return ModelInterface(inputs=inputs, outputs=outputs, batched=batched, row_names=names)
+    return ModelInterface(inputs=inputs, outputs=outputs, batched=batched, row_names=names, data_files=files)
 
 
 def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:

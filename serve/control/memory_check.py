@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serve.backends.onnx_file import SUFFIX, data_files, open_onnx
 from serve.engine.errors import ModelLoadError
 
 MEMINFO = Path("/proc/meminfo")
@@ -62,6 +63,17 @@ def _container() -> int | None:
 
 
 def _weights_bytes(model: Path) -> int:
-    """The model file and the data file that exporters put beside it (model.onnx.data, model.onnx_data)."""
-    beside = (path for path in model.parent.iterdir() if path.name.startswith(model.name) and path.is_file())
-    return sum(path.stat().st_size for path in beside)
+    """The model file, the data files that it names, and what exporters put beside it (model.onnx.data, model.onnx_data)."""
+    beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
+    named = {model.parent / name for name in _data_files(model)}
+    return sum(path.stat().st_size for path in beside | named if path.is_file())
+
+
+def _data_files(model: Path) -> frozenset[str]:
+    if model.suffix != SUFFIX:
+        return frozenset()
+    try:
+        with open_onnx(model) as opened:
+            return data_files(opened.model)
+    except ModelLoadError:  # whoever loads it says what is wrong
+        return frozenset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -15,7 +15,7 @@ Stamp: TypeAlias = tuple[int, int]  # time of change in nanoseconds, and size
 
 @dataclass(frozen=True)
 class AsLoaded:
-    """Looks at a model file and at the data files beside it that begin with its name (model.onnx.data, model.onnx_data)."""
+    """Looks at a model file, at the data files beside it that begin with its name (model.onnx.data), and at further ones."""
 
     _stamps: Mapping[Path, Stamp]
 
@@ -26,7 +26,11 @@ class AsLoaded:
             beside = [path for path in model.parent.iterdir() if path.name.startswith(model.name)]
         except OSError:
             beside = []
-        return cls({path: stamp for path in beside if (stamp := _stamp(path)) is not None})
+        return cls(_stamps_of(beside))
+
+    def also(self, paths: Iterable[Path]) -> AsLoaded:
+        """With further files, as they are now."""
+        return AsLoaded({**_stamps_of(paths), **self._stamps})
 
     def require(self) -> None:
         """Check that none of them has changed. One that is gone is for whoever reads it to complain of.
@@ -51,9 +55,13 @@ class AsLoaded:
         return checked
 
 
+def _stamps_of(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    return {path: stamp for path in paths if (stamp := _stamp(path)) is not None}
+
+
 def _stamp(path: Path) -> Stamp | None:
     try:
         status = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no file can be called so
         return None
     return status.st_mtime_ns, status.st_size

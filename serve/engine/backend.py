@@ -24,6 +24,7 @@ class ModelInterface:
         kind: of the model file.
         most_rows: the largest batch that the model was exported for; None for any.
         row_names: that the first dimensions have in the model file. Where there are several, they may not be one batch.
+        data_files: that its weights lie in, beside the model file, seen from its folder.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -32,6 +33,7 @@ class ModelInterface:
     kind: ModelKind = ONNX
     most_rows: int | None = None
     row_names: frozenset[str] = frozenset()
+    data_files: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = AsLoaded.look(files.model)
     interface = runtime.describe(files.model)
+    as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     drop_reported(config)
     copies = instances(config)

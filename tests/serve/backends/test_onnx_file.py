@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from serve.backends import onnx_file
-from serve.backends.onnx_file import open_onnx
+from serve.backends.onnx_file import data_files, open_onnx
 from serve.backends.onnx_preparation import prepared
 from serve.engine.errors import ModelLoadError
 from tests.models import save_model
@@ -96,3 +96,16 @@ def test_a_large_file_of_something_else_is_refused(path: Path) -> None:
     path.write_bytes(b"\x00" * (2 * onnx_file.SMALL_FILE_BYTES))
     with pytest.raises(ModelLoadError, match="m.onnx: is not a"), open_onnx(path):
         pass
+
+
+def test_data_files_are_those_that_weights_name_in_subgraphs_too() -> None:
+    def weight(file: str) -> TensorProto:
+        tensor = TensorProto(name=file, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
+        tensor.external_data.add(key="offset", value="0")
+        tensor.external_data.add(key="location", value=file)
+        return tensor
+
+    inner = helper.make_graph([], "inner", [], [], [weight("inner.bin")])
+    plain = helper.make_tensor("plain", TensorProto.FLOAT, [1], [1.0])
+    graph = helper.make_graph([helper.make_node("Loop", [], [], body=inner)], "g", [], [], [weight("outer.bin"), plain])
+    assert data_files(helper.make_model(graph)) == {"inner.bin", "outer.bin"}

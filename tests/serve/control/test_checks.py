@@ -142,6 +142,15 @@ def test_a_model_that_memory_cannot_hold_is_refused(tmp_path: Path, monkeypatch:
     require_memory(model, 1000)
 
 
+def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_mlp(tmp_path / "model.onnx")
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "weights.bin").write_bytes(b"x" * 2_000_000)
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 1_000_000)
+    with pytest.raises(ModelLoadError, match="it takes at least 2 MB, 1 MB are available"):
+        require_memory(model, 1)
+
+
 @pytest.mark.parametrize(
     ("limit", "meminfo", "expected"),
     [

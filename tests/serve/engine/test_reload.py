@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from serve.engine.errors import ModelLoadError
@@ -49,10 +50,12 @@ def test_a_copy_that_takes_too_long_is_replaced_and_the_model_answers_again(tmp_
         thread.join(WAIT_S)  # the one that was given up computes on, and must not do so while the process ends
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights.bin"])
 def test_a_copy_is_not_loaded_anew_from_what_has_been_changed(tmp_path: Path, name: str) -> None:
-    folder = save_mlp(tmp_path / "mlp" / "1" / "model.onnx").parent
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    folder = path.parent
     (folder / "model.onnx.data").write_bytes(b"weights")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     (model,) = load_repository(tmp_path)
     assert model.reload is not None
     file = folder / name
