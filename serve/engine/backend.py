@@ -12,6 +12,8 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine.model_kinds import ONNX, ModelKind
 from serve.engine.tensors import Tensors, TensorSpec
 
+CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # as backends report it who compute on the CPU
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInterface:

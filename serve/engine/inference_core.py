@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from serve.engine.backend import CPU_PROVIDERS
 from serve.engine.company import Company
 from serve.engine.compute_slots import ComputeSlots
 from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
-from serve.engine.instance import ON_CPU
 from serve.engine.model import Model
 from serve.engine.requests import InferRequest
 from serve.engine.server_figures import ServerFigures
@@ -212,7 +212,7 @@ class InferenceCore:
             for instance in model.batcher.instances:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.company = self._company
-            if self.slots is not None and model.provider == ON_CPU:
+            if self.slots is not None and model.provider in CPU_PROVIDERS:
                 model.batcher.compete(self.slots)
         gone = [model for model in before.values() if model not in models]
         leaving = [self._let_go(model) for model in gone]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import subprocess
@@ -18,8 +19,11 @@ from serve.backends.runtimes import Runtimes
 from serve.backends.torch_backend import TorchBackend, TorchRuntime
 from serve.control.loader import Loader
 from serve.engine.backend import ModelInterface, Placement
+from serve.engine.compute_slots import ComputeSlots
 from serve.engine.config import DeclaredConfig, Defaults, complete_config
 from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from serve.engine.inference_core import InferenceCore
+from serve.engine.loaded_version import load_model
 from serve.engine.model_repository import find_models
 from tests.serve.backends.torch_programs import BATCH, Twice, save_program
 
@@ -207,3 +211,18 @@ def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatc
 def test_onnx_models_are_served_without_torch() -> None:
     program = "import sys, serve.backends.runtimes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_programs_on_the_cpu_compete_for_the_slots_of_the_server(tmp_path: Path) -> None:
+    save_program(tmp_path / "m" / "1" / "model.pt2", Twice(), torch.zeros(2, 1), dynamic_shapes=BATCH)
+    (files,) = find_models(tmp_path)
+
+    async def scene() -> None:
+        core = InferenceCore([])
+        core.slots = ComputeSlots(1)
+        model = load_model(files, TorchRuntime(), ON_CPU, Defaults())
+        core.replace("m", [model])
+        assert model.batcher._share is not None
+        await core.drain()
+
+    asyncio.run(scene())
