@@ -135,8 +135,7 @@ class ModelControl:
         declared = None if config is None else config_from_json(config, path / name)
         refused = await self._switch.bring_in(path, name, declared)
         if refused:
-            reasons = (status.reason for status in self._core.states.of(name).values())
-            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(filter(None, reasons))}")
+            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(self._switch.reasons(path, name, refused))}")
 
     async def _unload(self, name: str) -> None:
         async with self._lock(name):

@@ -65,6 +65,11 @@ class Switch:
             self._core.replace(name, [model for version, model in self._served(name).items() if version in wanted])
         return refused
 
+    def reasons(self, path: Path, name: str, refused: list[ModelLoadError]) -> list[str]:
+        """What `bring_in` has just refused, as the index says it, whose other lines are of earlier times."""
+        texts = tuple(_for_clients(str(error), path) for error in refused)
+        return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
+
     async def take_out(self, name: str) -> None:
         """Serve no version of a model any more; returns once what they had taken is answered."""
         for version in self._served(name):

@@ -179,6 +179,17 @@ def test_a_version_whose_new_files_are_broken_serves_from_the_old_ones(
     assert ask(client) == answer
 
 
+def test_a_refusal_names_what_was_refused_and_nothing_else(client: triton.InferenceServerClient, repository: Path) -> None:
+    for version in "23":
+        save_mlp(repository / "mlp" / version / "model.onnx")
+    client.load_model("mlp", config='{"version_policy": {"all": {}}}')
+    client.load_model("mlp", config='{"version_policy": {"latest": {"num_versions": 2}}}')
+    (repository / "mlp" / "config.pbtxt").write_text("max_batch_size: what")
+    text = refusal(client, "mlp")[1]
+    assert text.startswith(f"model 'mlp' was refused: {KEPT}mlp/config.pbtxt: 1:17"), "of version 1 nothing is asked any more"
+    assert text.count("1:17") == 1, "the versions 2 and 3 share the reason"
+
+
 def test_a_refusal_is_told_though_another_version_is_good(client: triton.InferenceServerClient, repository: Path) -> None:
     every = '{"version_policy": {"all": {}}}'
     client.load_model("mlp", config=every)
