@@ -14,7 +14,7 @@ from protos.datatypes import BY_CONFIG
 from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_kinds import asked_kinds
+from serve.engine.model_kinds import KINDS, ModelKind, asked_kinds
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -99,14 +99,8 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
             f"{source}: name is {result.name!r}, expected the folder's name {name!r}; change it or leave it out"
         )
     if interface.kind not in asked_kinds(result):
-        asked = result.platform or result.backend
-        raise ModelLoadError(
-            f"{source}: {asked!r} models are not supported, expected platform {interface.kind.platform!r} or backend "
-            f"{interface.kind.backend!r} for this model file"
-        )
-    for field in ("sequence_batching", "ensemble_scheduling"):
-        if result.HasField(field):
-            raise ModelLoadError(f"{source}: {field} is not supported; use dynamic_batching or remove the setting")
+        raise _unserved_kind(declared, interface.kind.names, f"{_names(interface.kind)} for this model file")
+    _require_served_scheduling(declared)
     result.name, result.platform, result.backend = name, interface.kind.platform, interface.kind.backend
     if not declared.says_batch_size:
         result.max_batch_size = _usual_batch_size(interface, defaults, source)
@@ -128,6 +122,34 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
     if result.max_batch_size and not result.HasField("dynamic_batching"):
         result.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
     return result
+
+
+def require_served(declared: DeclaredConfig) -> None:
+    """Check that a configuration does not ask for what this server cannot do with any model file.
+
+    Raises:
+        ModelLoadError: it does.
+    """
+    if not asked_kinds(declared.message):
+        served = frozenset[str]().union(*(kind.names for kind in KINDS))
+        raise _unserved_kind(declared, served, ", or ".join(map(_names, KINDS)))
+    _require_served_scheduling(declared)
+
+
+def _unserved_kind(declared: DeclaredConfig, served: frozenset[str], expected: str) -> ModelLoadError:
+    asked = [name for name in (declared.message.platform, declared.message.backend) if name]
+    strange = [name for name in asked if name not in served] or asked
+    return ModelLoadError(f"{declared.source}: {strange[0]!r} models are not supported, expected {expected}")
+
+
+def _names(kind: ModelKind) -> str:
+    return f"platform {kind.platform!r} or backend {kind.backend!r}"
+
+
+def _require_served_scheduling(declared: DeclaredConfig) -> None:
+    for field in ("sequence_batching", "ensemble_scheduling"):
+        if declared.message.HasField(field):
+            raise ModelLoadError(f"{declared.source}: {field} is not supported; use dynamic_batching or remove the setting")
 
 
 def _usual_batch_size(interface: ModelInterface, defaults: Defaults, source: Path) -> int:

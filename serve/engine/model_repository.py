@@ -15,6 +15,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine.config import (
     DeclaredConfig,
     read_config,
+    require_served,
 )
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_kinds import KINDS, asked_kinds
@@ -137,6 +138,8 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     missing = sorted(set(declared.message.version_policy.specific.versions) - present.keys())
     if missing:
         logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
+    if not chosen:
+        require_served(declared)  # what is there is of another server's kind
     if not _version_folders(folder):
         raise ModelLoadError(f"{folder}: has no version; expected a folder with a number for a name, such as {folder / '1'}")
     if not chosen:
@@ -148,7 +151,7 @@ def _file_names(declared: DeclaredConfig) -> list[str]:
     """What the model file of a version may be called, the first that is there counts."""
     name = declared.message.default_model_filename
     require_file_name(name, f"{declared.source}: default_model_filename is")
-    # A configuration that asks for what is not served is refused once the file has been read, with a better text.
+    # A configuration that asks for what is not served is refused with a better text, also where there is such a file.
     return [name] if name else [kind.file_name for kind in asked_kinds(declared.message) or KINDS]
 
 

@@ -56,6 +56,14 @@ def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
     assert (model.name, model.version, model.max_batch_size) == ("net.v2", 1, 32)
 
 
+def foreign(root: Path, config: str) -> Path:
+    """A model of which this server could read no file."""
+    (root / "mlp" / "1").mkdir(parents=True)
+    (root / "mlp" / "1" / "model.py").touch()
+    (root / "mlp" / "config.pbtxt").write_text(config)
+    return root
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -74,6 +82,16 @@ def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
         ),
         (lambda root: write_versions(root, "1", config='default_model_filename: "other.onnx"'), "none of its version folders"),
         (lambda root: write_versions(root, "1", config="version_policy { specific { versions: [4] } }"), "none of its version"),
+        (
+            lambda root: foreign(root, 'platform: "ensemble" ensemble_scheduling {}'),
+            "'ensemble' models are not supported, expected platform 'onnxruntime_onnx' or backend 'onnxruntime', or platform ",
+        ),
+        (lambda root: foreign(root, 'backend: "python"'), "mlp/config.pbtxt: 'python' models are not supported"),
+        (
+            lambda root: foreign(root, 'platform: "onnxruntime_onnx" backend: "dali"'),
+            "mlp/config.pbtxt: 'dali' models are not supported",
+        ),
+        (lambda root: foreign(root, "ensemble_scheduling {}"), "mlp/config.pbtxt: ensemble_scheduling is not supported"),
     ],
 )
 def test_a_path_without_models_is_refused(tmp_path: Path, make: object, message: str) -> None:
