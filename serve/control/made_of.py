@@ -30,7 +30,7 @@ def made_of(files: ModelFiles, *, bare: bool) -> MadeOf:
         files: the version.
         bare: the model is a file without a folder of its own.
     """
-    folder = files.model.parent.parent
+    folder = files.config.source.parent
     beside = () if bare else tuple(entry for path in sorted(folder.iterdir()) if path.is_file() for entry in fingerprint(path))
     return MadeOf(
         version=fingerprint(files.model if bare else files.model.parent),

@@ -1,7 +1,8 @@
 """Find the models below a path, in Triton's layout or as a bare model file.
 
 <repository>/<model>/config.pbtxt            optional
-<repository>/<model>/<version>/model.onnx    version: a positive integer; model.pt2 for an exported torch program
+<repository>/<model>/<version>/model.onnx    version: a positive integer; model.pt2 for an exported torch program; or a folder
+                                             of that name, with a model.onnx and its data files
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from serve.engine.config import (
     require_served,
 )
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_kinds import KINDS, asked_kinds
+from serve.engine.model_kinds import KINDS, ONNX, asked_kinds
 from serve.engine.named_files import require_file_name, require_inside
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     present = {
         version: found
         for version, path in _version_folders(folder).items()
-        if (found := next((path / name for name in names if (path / name).is_file()), None)) is not None
+        if (found := next((file for name in names for file in _places(path / name) if file.is_file()), None)) is not None
     }
     chosen = _chosen(declared.message, sorted(present))
     missing = sorted(set(declared.message.version_policy.specific.versions) - present.keys())
@@ -145,6 +146,11 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     if not chosen:
         raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
     return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]
+
+
+def _places(path: Path) -> tuple[Path, ...]:
+    """Where a model file may lie: Triton also takes a folder of its name, which holds its data files, too."""
+    return path, path / ONNX.file_name
 
 
 def _file_names(declared: DeclaredConfig) -> list[str]:

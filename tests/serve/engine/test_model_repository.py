@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 
 from serve.engine.errors import ModelLoadError
@@ -47,6 +48,17 @@ def test_what_is_no_model_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("hello")
     (tmp_path / "good" / "2").mkdir()
     assert found(tmp_path) == [("good", 1)]
+
+
+def test_a_model_may_lie_in_a_folder_that_is_called_as_its_file(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx" / "model.onnx")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    assert found(tmp_path) == [("mlp", 1)]
+    assert load(tmp_path).path == path
+    renamed = write_versions(tmp_path / "other", "1", config='default_model_filename: "net"')
+    (renamed / "mlp" / "1" / "net").mkdir()
+    (renamed / "mlp" / "1" / "model.onnx").rename(renamed / "mlp" / "1" / "net" / "model.onnx")
+    assert found(renamed) == [("mlp", 1)]
 
 
 def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
