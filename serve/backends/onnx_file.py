@@ -115,7 +115,8 @@ def data_files(model: onnx.ModelProto) -> frozenset[str]:
             if attribute.HasField("g"):
                 weights += attribute.g.initializer
     external = (weight for weight in weights if weight.data_location == TensorProto.EXTERNAL)
-    return frozenset(entry.value for weight in external for entry in weight.external_data if entry.key == "location")
+    # What is not UTF-8 is bytes here, and no file's name for the runtime.
+    return frozenset(str(entry.value) for weight in external for entry in weight.external_data if entry.key == "location")
 
 
 def _outline(path: Path, file: BinaryIO, size: int) -> Outline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import onnx
@@ -23,7 +24,7 @@ def read_external_weights(model: onnx.ModelProto, path: Path) -> None:
     """
     try:
         onnx.load_external_data_for_model(model, str(path.parent))
-    except (onnx.checker.ValidationError, ValueError, OSError) as error:
+    except (onnx.checker.ValidationError, ValueError, TypeError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ModelLoadError(f"{path}: its external data cannot be read ({reason}); it must lie beside the model") from None
 
@@ -36,6 +37,7 @@ def read_interface(path: Path) -> ModelInterface:
     """
     with open_onnx(path) as opened:
         graph, files = opened.model.graph, data_files(opened.model)
+    _require_names(graph, path)
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     taken = [value for value in graph.input if value.name not in constants]
     inputs = tuple(_spec(value, f"{path}: input") for value in taken)
@@ -47,15 +49,29 @@ def read_interface(path: Path) -> ModelInterface:
     return ModelInterface(inputs=inputs, outputs=outputs, batched=batched, row_names=names, data_files=files)
 
 
+def _require_names(graph: onnx.GraphProto, path: Path) -> None:
+    """Check that clients can name every input and output: protobuf reads what is not UTF-8 as bytes."""
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        names = [value.name for value in values]
+        dimensions = [d.dim_param for value in values for d in value.type.tensor_type.shape.dim]
+        if not all(isinstance(name, str) for name in (*names, *dimensions)):
+            raise ModelLoadError(f"{path}: an {kind} has a name that is not UTF-8; export the model again")
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
+        if twice is not None:
+            raise ModelLoadError(f"{path}: {kind} {twice!r} is there twice, expected each once; export the model again")
+
+
 def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
     if value.type.WhichOneof("value") != "tensor_type":
         raise ModelLoadError(f"{where} {value.name!r} is not a tensor; the wire carries tensors only")
     tensor = value.type.tensor_type
     datatype = BY_ONNX.get(tensor.elem_type)
     if datatype is None:
-        name = onnx.TensorProto.DataType.Name(tensor.elem_type)
+        known = tensor.elem_type in onnx.TensorProto.DataType.values()
+        name = onnx.TensorProto.DataType.Name(tensor.elem_type) if known else f"number {tensor.elem_type}"
         raise ModelLoadError(f"{where} {value.name!r} has the type {name}, which cannot be served; cast it inside the model")
     if not tensor.HasField("shape"):
         raise ModelLoadError(f"{where} {value.name!r} has no shape, not even a rank; export the model with one")
-    shape = tuple(d.dim_value if d.HasField("dim_value") else ANY_SIZE for d in tensor.shape.dim)
+    # ONNX Runtime takes any size where a negative one is written.
+    shape = tuple(max(ANY_SIZE, d.dim_value) if d.HasField("dim_value") else ANY_SIZE for d in tensor.shape.dim)
     return TensorSpec(name=value.name, datatype=datatype, shape=shape)

@@ -60,10 +60,21 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
         precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
         with _room_for_weights(opened) as folder:
             _settle_weights(opened, folder, upcast=not for_gpu)
-            if not for_gpu:
-                upcast_to_fp32(model)
-            given_names = set_border(model, border)
+            with _must_be_sound(path):
+                if not for_gpu:
+                    upcast_to_fp32(model)
+                given_names = set_border(model, border)
             yield PreparedModel(source=_saved(model, folder, path), precision=precision, given_names=given_names)
+
+
+@contextmanager
+def _must_be_sound(path: Path) -> Iterator[None]:
+    """Weights that are not as large as they say, of no type, in pieces: nobody has checked the model before."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, onnx.checker.ValidationError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelLoadError(f"{path}: is not a sound ONNX model ({reason}); export it again") from error
 
 
 @contextmanager

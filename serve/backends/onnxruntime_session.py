@@ -152,10 +152,10 @@ class SessionOpener:
             )
 
     def _session(self, model: PreparedModel, level: OptimizationLevel, providers: Providers) -> ort.InferenceSession:
-        options = self._options(level)
         if self.settings.session_entries.get(DENORMALS) == "1":
             keep_to_own_threads()
         try:
+            options = self._options(level)
             session = ort.InferenceSession(
                 model.source,
                 options,
@@ -184,9 +184,9 @@ class SessionOpener:
         # Threads that spin while they wait take the core from the event loop.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
-        options.add_session_config_entry(*RECORD_ENTRY)
         for key, value in settings.session_entries.items():
             options.add_session_config_entry(key, value)
+        options.add_session_config_entry(*RECORD_ENTRY)
         return options
 
 
