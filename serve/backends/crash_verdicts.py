@@ -15,9 +15,12 @@ from serve.backends.optimization_level import OptimizationLevel
 READ_BYTES = 1 << 20
 
 
-def default_folder() -> Path:
-    """Below $XDG_CACHE_HOME, or else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfserve" / "crash_verdicts"
+def default_folder() -> Path | None:
+    """Below $XDG_CACHE_HOME, or else ~/.cache; None for a user without a home, as containers have them."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfserve" / "crash_verdicts"
+    except RuntimeError:
+        return None
 
 
 def verdict_key(path: Path, circumstances: Iterable[str]) -> str:
@@ -46,12 +49,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CrashVerdicts:
-    """A folder of verdicts, one small file each. What cannot be read or written there costs a trial, nothing more."""
+    """A folder of verdicts, one small file each. What cannot be read or written there costs a trial, nothing more.
 
-    folder: Path
+    Attributes:
+        folder: None keeps nothing.
+    """
+
+    folder: Path | None
 
     def find(self, key: str) -> Verdict | None:
         """The verdict under a key; None where there is none, or none that can be read."""
+        if self.folder is None:
+            return None
         try:
             known = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
             level = None if known["level"] is None else OptimizationLevel[known["level"].upper()]
@@ -61,6 +70,8 @@ class CrashVerdicts:
 
     def keep(self, key: str, verdict: Verdict) -> None:
         """Write a verdict; a reader sees all of it or nothing."""
+        if self.folder is None:
+            return
         level = None if verdict.level is None else verdict.level.label
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)

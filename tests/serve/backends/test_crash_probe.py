@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.crash_probe import CrashProbe, Trial
-from serve.backends.crash_verdicts import CrashVerdicts, Verdict
+from serve.backends.crash_verdicts import CrashVerdicts, Verdict, default_folder
 from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.backends.onnxruntime_session import Providers
 from serve.backends.optimization_level import KEY, OptimizationLevel
@@ -180,6 +180,15 @@ def test_verdicts_lie_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pyt
     path, runtimes = save_mlp(tmp_path / "m.onnx"), probing_runtimes()
     runtimes.load(path, runtimes.describe(path), ON_CPU, ModelConfig())
     assert [file.suffix for file in (tmp_path / "cache" / "halfserve" / "crash_verdicts").iterdir()] == [".json"]
+
+
+def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")  # what expanduser(3) leaves where nobody knows the user
+    assert default_folder() is None
+    verdicts = CrashVerdicts(default_folder())
+    verdicts.keep("k", Verdict(OptimizationLevel.ALL, {}))
+    assert verdicts.find("k") is None
 
 
 def test_a_verdict_holds_for_the_same_content_and_circumstances_only(tmp_path: Path) -> None:
