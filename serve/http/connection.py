@@ -39,13 +39,16 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Act on what has arrived, and wait for the rest of headers that have begun to."""
+        """Act on what has arrived, and wait for the rest of headers that have begun to, or of a request that is answered."""
         super().handle_events()
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not begun:
             self._stop_waiting()
         elif self._overdue is None:
             self._await_headers()
+        if not begun and self._is_answered() and self.timeout_keep_alive_task is None:
+            # uvicorn, which has stopped it, starts it with an answer alone: there may be more of the request after that.
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def on_response_complete(self) -> None:
         """See that the client takes its answer."""
@@ -70,6 +73,10 @@ class HttpConnection(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _is_answered(self) -> bool:
+        """Whether nothing is owed to the client."""
+        return self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
 
     def _await_headers(self) -> None:
         self._overdue = self.loop.call_later(self._limits.header_s, self.transport.abort)

@@ -79,6 +79,15 @@ def test_an_idle_connection_is_closed(server: RunningServer) -> None:
         assert ended(peer)
 
 
+@pytest.mark.parametrize("rest", [b"a", b"abc"], ids=["unfinished", "finished"])
+def test_a_connection_is_closed_whose_body_came_after_the_answer(server: RunningServer, rest: bytes) -> None:
+    with limited(server, HttpLimits(keep_alive_s=0.3)) as address, socket.create_connection(address) as peer:
+        peer.sendall(b"POST /v2/models/absent/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\n")
+        assert b"404" in read_answer(peer)
+        peer.sendall(rest)
+        assert ended(peer)
+
+
 def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
     with (
         running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits(stall_s=0.1))) as rest,
