@@ -93,7 +93,8 @@ class RepeatedCalls:
         told: the highest that libnghttp2 has heard of.
         unsent: frames to send.
         closed: streams that libnghttp2 was found to be done with when it was told something.
-        is_open: whether calls may begin and be answered here; not while libnghttp2 cannot send what it has.
+        is_open: whether calls may begin and be answered here; not while libnghttp2 cannot send what it has, or has settings to
+            acknowledge.
         is_over: whether none will any more.
     """
 
@@ -193,6 +194,7 @@ class RepeatedCalls:
         """The client's."""
         self._stream_window = settings.get(INITIAL_WINDOW_SIZE, self._stream_window)
         self._frame_bytes = settings.get(MAX_FRAME_SIZE, self._frame_bytes)
+        self.is_open = False  # until libnghttp2 has acknowledged them: the client may hold to the others so long
         if settings.get(HEADER_TABLE_SIZE, DEFAULT_TABLE_BYTES) < DEFAULT_TABLE_BYTES:
             self.retire()  # the next headers must say that the table is smaller now, which libnghttp2 sees to
 

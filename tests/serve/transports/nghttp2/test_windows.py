@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from ngh2 import ResponseReceived
+from ngh2 import ResponseReceived, SettingsAcknowledged
 
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import MessageReader, frame
 from tests.serve.running_server import RunningServer
-from tests.serve.transports.nghttp2.calls import INFER_STREAM, INITIAL_WINDOW_SIZE, Limited, mlp_request
+from tests.serve.transports.nghttp2.calls import INFER_STREAM, INITIAL_WINDOW_SIZE, SERVER_LIVE, Limited, mlp_request
 from tests.serve.transports.nghttp2.http2_peer import INFER, call_headers, peer
 
 
@@ -36,6 +36,30 @@ def test_more_than_may_be_held_by_far_is_refused(limited: Limited) -> None:
         other.http2.send_data(streams[0], frame(bytes(90_000))[60_000:], end_stream=True)
         other.push()
         assert other.status(streams[0])[0] == 3  # read, and found to be no request
+
+
+def test_a_window_is_used_once_it_is_said_that_it_has_been_seen(nghttp2: RunningServer) -> None:
+    """Until then the client, which libnghttp2 is, holds to the one before, and ends the connection of who does not."""
+    with peer(nghttp2) as other:
+
+        def call() -> int:
+            stream = int(other.http2.send_request(call_headers(SERVER_LIVE)))
+            other.http2.send_data(stream, frame(b""), end_stream=True)
+            return stream
+
+        for _ in range(2):  # others like them repeat
+            stream = call()
+            other.push()
+            assert other.status(stream) == (0, "")
+        other.http2.update_settings({INITIAL_WINDOW_SIZE: 0})
+        other.push()
+        other.events.clear()
+        while not any(isinstance(event, SettingsAcknowledged) for event in other.events):
+            assert other.read()
+        other.http2.update_settings({INITIAL_WINDOW_SIZE: 65_535})
+        stream = call()  # which is answered while the settings are read
+        other.push()
+        assert other.status(stream) == (0, "")
 
 
 def test_abandoned_uploads_give_their_window_back(limited: Limited) -> None:
