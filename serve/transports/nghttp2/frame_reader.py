@@ -187,9 +187,10 @@ class FrameReader:
         piece = data[: self._left]
         self._left -= len(piece)
         flags = 0 if self._left else self._flags
-        if not self._stream:
+        calls, stream = self._calls, self._stream
+        if not stream:
             teller.tell(piece)
-        elif self._stream <= self._calls.told or not self._calls.take(self._stream, piece, is_last=bool(flags & END_STREAM)):
+        elif not calls.told < stream <= calls.latest or not calls.take(stream, piece, is_last=bool(flags & END_STREAM)):
             self._pass_on(piece, flags, teller)
         return len(piece)
 

@@ -8,6 +8,7 @@ import pytest
 
 from serve.engine.errors import UnavailableError
 from serve.transports.grpc_framing import frame
+from serve.transports.nghttp2.frames import HEADER_TABLE_SIZE
 from tests.serve.transports.nghttp2.connection_scene import Scene, begun
 from tests.serve.transports.nghttp2.raw_frames import FIRST, begin, data, ends
 
@@ -34,6 +35,20 @@ def test_a_request_in_pieces_becomes_whole(pieces: list[bytes], limits: dict[str
         assert scene.waiting == {FIRST: b"".join(pieces)[5:]}
         scene.answer(FIRST)
         assert ends(scene) == [("answered", FIRST)]
+
+    asyncio.run(run())
+
+
+def test_a_frame_in_pieces_becomes_whole_where_libnghttp2_does_everything() -> None:
+    async def run() -> None:
+        scene = await begun({HEADER_TABLE_SIZE: 0})
+        for size in (30_000, 40_000):
+            stream = scene.call(frame(bytes(size)))
+            await scene.exchange([10_000])
+            assert scene.waiting == {stream: bytes(size)}
+            scene.answer(stream)
+            await scene.exchange()
+            assert scene.answered(stream) == [bytes(size)]
 
     asyncio.run(run())
 
