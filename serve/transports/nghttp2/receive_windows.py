@@ -75,9 +75,11 @@ class ReceiveWindows:
         self._held += held - self._unfinished.get(stream, 0)
         if held:
             self._unfinished[stream] = held
-        else:
-            self._unfinished.pop(stream, None)
-        return self._held > self._max_held and bool(held) and stream != next(iter(self._unfinished))
+            return self._held > self._max_held and stream != next(iter(self._unfinished))
+        if self._unfinished.pop(stream, 0):
+            self._let_go_on(stream)  # its next message needs the window that this one could do without
+            self._let_oldest_go_on()
+        return False
 
     def give_back(self, stream: int, size: int) -> bool:
         """Up to `size` withheld bytes of a stream may be sent again; False where none are withheld."""
@@ -94,9 +96,7 @@ class ReceiveWindows:
         held = self._unfinished.pop(stream, 0) if self._unfinished else 0
         if held:
             self._held -= held
-            oldest = next(iter(self._unfinished), None)
-            if oldest is not None:
-                self.give_back(oldest, self._withheld.get(oldest, 0))
+            self._let_oldest_go_on()
 
     def closed(self, stream: int) -> None:
         """A stream is over: what was withheld of it still counts against the connection's window, and is given back."""
@@ -104,6 +104,14 @@ class ReceiveWindows:
         withheld = self._withheld.pop(stream, 0) if self._withheld else 0
         if withheld:
             self._release(withheld, stream)
+
+    def _let_oldest_go_on(self) -> None:
+        oldest = next(iter(self._unfinished), None)
+        if oldest is not None:
+            self._let_go_on(oldest)
+
+    def _let_go_on(self, stream: int) -> None:
+        self.give_back(stream, self._withheld.get(stream, 0))
 
     def _release(self, size: int, stream: int) -> None:
         self._unacknowledged -= size

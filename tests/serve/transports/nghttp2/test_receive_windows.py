@@ -10,21 +10,24 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.receive_windows import REFUSED_WINDOWS, ReceiveWindows
 
 MAX_HELD, WINDOW, CONNECTION_WINDOW, FRAME = 100, 40, 80, 30
+LENGTHS = st.integers(1, 400)  # of messages
 LIMITS = TransportLimits(max_held_bytes=MAX_HELD, stream_window_bytes=WINDOW, connection_window_bytes=CONNECTION_WINDOW)
 
 
 class Client(RuleBasedStateMachine):
     """A client that sends messages in pieces on many streams, as far as its windows allow.
 
-    The connection's window behaves as libnghttp2's: it is opened when half of it has been acknowledged, or made wider at once.
+    The windows behave as libnghttp2's: they are opened when half of them has been acknowledged, or made wider at once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.windows = ReceiveWindows(self.acknowledge, self.widen, LIMITS)
         self.left: dict[int, int] = {}  # stream -> bytes of its message that are still to be sent
+        self.more: dict[int, list[int]] = {}  # stream -> lengths of the messages after that
         self.held: dict[int, int] = {}  # stream -> bytes that the server holds
         self.window: Counter[int] = Counter()  # stream -> bytes that may be sent
+        self.not_told_of: Counter[int] = Counter()  # stream -> acknowledged bytes that the client does not know of
         self.width = self.may_send = CONNECTION_WINDOW  # of the connection
         self.not_told = 0  # acknowledged bytes that the client does not know of
         self.received = self.acknowledged = 0
@@ -33,7 +36,9 @@ class Client(RuleBasedStateMachine):
     def acknowledge(self, size: int, stream: int) -> None:
         assert size > 0
         self.acknowledged += size
-        self.window[stream] += size
+        self.not_told_of[stream] += size
+        if self.not_told_of[stream] >= WINDOW / 2:
+            self.window[stream] += self.not_told_of.pop(stream)
         self.not_told += size
         self.tell()
 
@@ -51,10 +56,11 @@ class Client(RuleBasedStateMachine):
         """The streams that may send now."""
         return [stream for stream in self.left if self.window[stream] > 0] if self.may_send > 0 else []
 
-    @rule(length=st.integers(1, 400))
-    def open(self, length: int) -> None:
+    @rule(length=LENGTHS, more=st.lists(LENGTHS, max_size=3))
+    def open(self, length: int, more: list[int]) -> None:
         self.streams += 1
         self.left[self.streams], self.held[self.streams], self.window[self.streams] = length, 0, WINDOW
+        self.more[self.streams] = more
 
     @precondition(lambda self: self.able())
     @rule(data=st.data())
@@ -80,8 +86,7 @@ class Client(RuleBasedStateMachine):
         self.left[stream] -= size
         self.received += size
         if not self.left[stream]:
-            self.windows.took(stream, size, size)
-            self.close(stream)
+            self.finish(stream, size)
             return
         self.held[stream] += size
         waits = self.windows.must_wait(stream, self.held[stream])
@@ -91,6 +96,16 @@ class Client(RuleBasedStateMachine):
             self.close(stream)
         else:
             self.windows.took(stream, size, 0 if waits else size)
+
+    def finish(self, stream: int, size: int) -> None:
+        """The last bytes of a message have come."""
+        if not self.more[stream]:
+            self.windows.took(stream, size, size)
+            self.close(stream)
+            return
+        self.left[stream], self.held[stream] = self.more[stream].pop(), 0
+        assert not self.windows.must_wait(stream, 0)
+        self.windows.took(stream, size, size)
 
     def close(self, stream: int) -> None:
         self.windows.answered(stream)
