@@ -218,9 +218,11 @@ class GrpcSession(ABC):
             self._end(stream, lambda: self._http2.send_response(stream, RESPONSE + trailers, end_stream=True), ended=ended)
 
     def give_back(self, stream: int, size: int) -> None:
-        """A call has read `size` bytes that `receive` kept back: the client may send as many."""
-        if self._windows.give_back(stream, size):
-            self._flush_soon()
+        """A call has read `size` bytes that `receive` kept back: the client may send as many, unless others come first."""
+        call = self._calls.get(stream)
+        if call is None or not self._windows.must_wait(stream, call.held_bytes):
+            self._windows.give_back(stream, size)
+        self._flush_soon()
 
     # What libnghttp2 tells
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from ngh2 import ResponseReceived, SettingsAcknowledged
+from ngh2 import DataReceived, ResponseReceived, SettingsAcknowledged
 
 from protos import inference_pb2 as pb
 from serve.transports.grpc_framing import MessageReader, frame
+from serve.transports.nghttp2.message_turns import MESSAGES_A_TURN
 from tests.serve.running_server import RunningServer
 from tests.serve.transports.nghttp2.calls import INFER_STREAM, INITIAL_WINDOW_SIZE, SERVER_LIVE, Limited, mlp_request
 from tests.serve.transports.nghttp2.http2_peer import INFER, call_headers, peer
@@ -36,6 +37,23 @@ def test_more_than_may_be_held_by_far_is_refused(limited: Limited) -> None:
         other.http2.send_data(streams[0], frame(bytes(90_000))[60_000:], end_stream=True)
         other.push()
         assert other.status(streams[0])[0] == 3  # read, and found to be no request
+
+
+def test_what_became_whole_in_a_later_turn_holds_nobody_back(limited: Limited) -> None:
+    server = limited(max_held_bytes=10_000, stream_window_bytes=65_535)
+    with peer(server) as other:
+        stream, busy = (other.http2.send_request(call_headers(INFER_STREAM)) for _ in range(2))
+        other.http2.send_data(stream, frame(bytes(60_000))[:50_000])
+        other.push()
+        other.http2.send_data(busy, frame(b"") * MESSAGES_A_TURN)
+        first = other.http2.data_to_send()  # after which no more is read in this turn of the loop
+        other.http2.send_data(stream, frame(bytes(60_000))[50_000:])
+        other.socket.sendall(first + other.http2.data_to_send())
+        other.until(DataReceived, stream)
+        call = other.http2.send_request(call_headers())
+        other.http2.send_data(call, frame(bytes(100_000)), end_stream=True)
+        other.push()
+        assert other.status(call)[0] == 3
 
 
 def test_a_window_is_used_once_it_is_said_that_it_has_been_seen(nghttp2: RunningServer) -> None:
