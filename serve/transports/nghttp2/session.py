@@ -24,8 +24,8 @@ from ngh2 import (
     Role,
     SettingsReceived,
     StreamClosed,
+    StreamProtocolError,
     StreamReset,
-    StreamUnavailableError,
     TrailersReceived,
     WindowUpdated,
 )
@@ -52,7 +52,7 @@ from serve.transports.nghttp2.repeated_calls import CONTENT_LENGTH, Known, Repea
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
 TRY_AGAIN_S = 1.0
-CANNOT_BE_ANSWERED = (StreamUnavailableError, ConnectionStateError, ConnectionClosingError)
+CANNOT_BE_ANSWERED = (StreamProtocolError, ConnectionStateError, ConnectionClosingError)
 
 OpenCall = Callable[["GrpcSession", int], Call]
 Route = Callable[[dict[bytes, bytes]], OpenCall]

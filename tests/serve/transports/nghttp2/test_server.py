@@ -23,7 +23,7 @@ from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.nghttp2.calls import SERVER_LIVE, mlp_request, serves
+from tests.serve.transports.nghttp2.calls import INFER_STREAM, SERVER_LIVE, mlp_request, serves
 from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
 
 ROWS = 2**19  # 2 MiB
@@ -115,6 +115,20 @@ def held_request(rows: int) -> bytes:
     request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.ones(rows, np.float32).tobytes()])
     request.inputs.add(name="x", datatype="FP32", shape=[rows, 1])
     return request.SerializeToString()
+
+
+@pytest.mark.parametrize("data", [b"", frame(b"\xff")], ids=["nothing to answer", "answered at once"])
+def test_a_stream_that_is_given_up_as_it_ends_costs_itself(nghttp2: RunningServer, data: bytes) -> None:
+    with peer(nghttp2) as other:
+        stream = other.http2.send_request(call_headers(INFER_STREAM))
+        other.http2.send_data(stream, data, end_stream=True)
+        end = other.http2.data_to_send()
+        other.http2.reset_stream(stream)
+        other.socket.sendall(end + other.http2.data_to_send())  # one after the other, and read together
+        call = other.http2.send_request(call_headers(SERVER_LIVE))
+        other.http2.send_data(call, frame(b""), end_stream=True)
+        other.push()
+        assert other.status(call) == (0, "")
 
 
 def test_a_call_in_flight_ends_well_while_the_server_stops() -> None:
