@@ -23,9 +23,9 @@ from serve.protocol.service import Service
 from serve.security.gate import Gate
 
 
-def rest_routes(core: InferenceCore, service: Service, options: HttpOptions) -> list[Route]:
+def rest_routes(core: InferenceCore, service: Service, bodies: BodyReader, options: HttpOptions) -> list[Route]:
     """KServe v2's REST interface with Triton's extensions."""
-    rpcs, bodies = Rpcs(service), BodyReader(options.limits)
+    rpcs = Rpcs(service)
     infer = InferRoute(core, service, bodies, options.limits)
     return [
         *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),

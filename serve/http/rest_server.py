@@ -14,6 +14,7 @@ from serve.http.metrics import Metrics
 from serve.http.openapi import OpenApi
 from serve.http.options import HttpOptions
 from serve.http.page.page import Page
+from serve.http.request_body import BodyReader
 from serve.protocol.service import Service
 from serve.security.security import Guard
 
@@ -51,6 +52,7 @@ class RestServer:
         self._core = core
         self._options = options
         self._page = Page(core) if options.page else None
+        self._bodies = BodyReader(options.limits)  # one for all: what is held for those who see some models only counts, too
         self.routes = self._routes(service)
         self._servers = [
             HttpServer(
@@ -98,7 +100,7 @@ class RestServer:
     def _routes(self, service: Service) -> list[Route]:
         """What the first port answers, of a service that may show some models only."""
         core = service.core
-        routes = [*rest_routes(core, service, self._options), *_metrics(service), *OpenApi(service).routes()]
+        routes = [*rest_routes(core, service, self._bodies, self._options), *_metrics(service), *OpenApi(service).routes()]
         if self._page is not None:
             routes += (self._page if core is self._core else self._page.showing(core)).routes()
         return routes

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from serve.http.options import HttpOptions
+from serve.http.options import HttpLimits, HttpOptions
 from serve.http.rest_server import RestServer
 from serve.security.expiry import DAY_S
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
 from serve.security.token_file import new_token
+from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.security.guarded import WATCH_S, Clock, write_tokens
 from tests.serve.security.tenants import NOBODYS, OURS, THEIRS, models, tenants_in
@@ -43,11 +46,11 @@ CHANGED = [
 class Site:
     """HTTP on a running server, and its clients by the names of their tokens."""
 
-    def __init__(self, server: RunningServer, path: Path, clock: Clock) -> None:
+    def __init__(self, server: RunningServer, path: Path, clock: Clock, limits: HttpLimits | None = None) -> None:
         self.server, self.path, self.clock = server, path, clock
         options = SecurityOptions(token_file=path, watch_s=WATCH_S)
         self.security = server.call(lambda: Security(options, server.core.figures.refuse, clock=clock))
-        http = HttpOptions(port=0, metrics_port=0)
+        http = HttpOptions(port=0, metrics_port=0, limits=limits or HttpLimits())
         self.rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", http, self.security.main))
         server.run(self.rest.start())
         server.call(self.security.start)
@@ -163,3 +166,23 @@ def test_a_token_ends_and_changes_its_rights_on_a_connection_that_is_open(runnin
             assert refused.json() == {"error": "the token has expired; ask who runs the server for another"}
     finally:
         site.close()
+
+
+def test_what_is_held_for_one_tenant_counts_for_all(tmp_path: Path) -> None:
+    backend = HeldBackend(held=True)
+    large = json.dumps(REQUEST).ljust(20_000)
+    with running_server(lambda: [held_model(backend, OURS), held_model(HeldBackend(), THEIRS)]) as server:
+        tokens = tenants_in(tmp_path / "tokens")
+        site = Site(server, tmp_path / "tokens", Clock(), HttpLimits(max_held_bytes=10_000))
+        try:
+            tenant, other = (site.client(name, tokens[name]) for name in ("tenant", "other"))
+            with ThreadPoolExecutor() as apart:
+                first = apart.submit(tenant.post, f"/v2/models/{OURS}/infer", content=large)
+                assert backend.entered.wait(HOLD_S)
+                assert other.post(f"/v2/models/{THEIRS}/infer", json=REQUEST).status_code == 503
+                backend.release.set()
+                assert first.result().status_code == 200
+            assert other.post(f"/v2/models/{THEIRS}/infer", json=REQUEST).status_code == 200
+        finally:
+            backend.release.set()
+            site.close()
