@@ -259,7 +259,8 @@ class GrpcSession(ABC):
                     call.give_up(RateLimitedError(TOO_MUCH, retry_after_s=TRY_AGAIN_S))
                 else:
                     free = 0
-        self._windows.took(stream, size, free)
+        with contextlib.suppress(ConnectionStateError):  # it is at its end: nobody asks for a window any more
+            self._windows.took(stream, size, free)
 
     def _forget(self, stream: int) -> Call | None:
         self._windows.answered(stream)

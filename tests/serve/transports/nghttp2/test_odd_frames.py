@@ -197,6 +197,25 @@ def test_what_comes_after_the_end_is_dropped_and_the_client_may_read_all() -> No
     asyncio.run(run())
 
 
+def test_the_same_where_the_last_call_is_given_up_as_its_request_ends() -> None:
+    async def run() -> None:
+        scene = await begun()
+        first, last = scene.call(frame(b"x")), scene.call(frame(b"y")[:4], end=False)
+        scene.push()
+        scene.connection.go_away()
+        scene.answer(first)
+        scene.client.send_data(last, frame(b"y")[4:], end_stream=True)
+        end = scene.client.data_to_send()
+        scene.client.reset_stream(last)
+        scene.send(end + scene.client.data_to_send())
+        assert scene.wire.listens_on
+        assert not scene.connection.calls
+        scene.read()
+        assert scene.answered(first) == [b"x"]
+
+    asyncio.run(run())
+
+
 def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
     async def run() -> None:
         scene = await begun()
