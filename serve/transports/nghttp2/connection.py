@@ -9,7 +9,7 @@ import contextlib
 import logging
 from typing import Protocol, cast
 
-from ngh2.exceptions import NGH2Error
+from ngh2.exceptions import ConnectionStateError, NGH2Error
 
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
@@ -100,8 +100,10 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         try:
             has_more = self._reader.read(data, self)
         except NGH2Error as error:
-            self._broken(error)
-            return
+            if not self._goes or self._http2.want_read or not isinstance(error, ConnectionStateError):
+                self._broken(error)
+                return
+            has_more = False  # its end was among these bytes: nobody needs the others
         finally:
             self._receiving = False
         if has_more or self._has_more:

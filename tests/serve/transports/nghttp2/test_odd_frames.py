@@ -216,6 +216,21 @@ def test_the_same_where_the_last_call_is_given_up_as_its_request_ends() -> None:
     asyncio.run(run())
 
 
+def test_the_same_where_part_of_a_frame_comes_behind_the_last_call() -> None:
+    async def run() -> None:
+        scene = await begun()
+        first, last = scene.call(frame(b"x")), scene.call(b"", end=False)
+        scene.push()
+        scene.connection.go_away()
+        scene.answer(first)
+        scene.send(rst_stream(last, 8) + data(bytes(100), stream=last + 2)[:50])
+        assert scene.wire.listens_on
+        scene.read()
+        assert scene.answered(first) == [b"x"]
+
+    asyncio.run(run())
+
+
 def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
     async def run() -> None:
         scene = await begun()
