@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import ssl
 import time
+from functools import partial
 from typing import Any
 
 from serve.security.expiry import DAY_S, ends_in
@@ -31,6 +32,7 @@ class Tls:
         self._files = Reloadable(lambda: read_tls_files(options), "new connections still meet the certificate from before")
         self._reminder = Reminder()
         self._contexts: dict[str, ssl.SSLContext] = {}
+        self._latest: dict[str, ssl.SSLContext] = {}
         self.look_at_clock()
 
     @property
@@ -41,11 +43,9 @@ class Tls:
     def context(self, protocol: str) -> ssl.SSLContext:
         """What listens with: TLS 1.2 or newer, and this one protocol within it (ALPN), such as "h2"."""
         if protocol not in self._contexts:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
-            context.set_alpn_protocols([protocol])
-            self._fill(context)
-            self._contexts[protocol] = context
+            context = self._make(protocol)
+            context.sni_callback = partial(self._show_latest, protocol)
+            self._contexts[protocol] = self._latest[protocol] = context
         return self._contexts[protocol]
 
     def grpc_credentials(self) -> Any:
@@ -73,9 +73,9 @@ class Tls:
         """
         if not self._files.reload():
             return False
-        for context in self._contexts.values():
-            self._fill(context)
-            _warn_of_lost(context, self._files.value)
+        for protocol, before in self._latest.items():
+            self._latest[protocol] = self._make(protocol)
+            _warn_of_lost(before, self._latest[protocol])
         logger.info("TLS certificate %s was read again", self._options.certificate)
         self.look_at_clock()
         return True
@@ -86,19 +86,27 @@ class Tls:
         is_soon = ends_s - now_s < SOON_S
         self._reminder.say(f"TLS certificate {self._options.certificate} {ends_in(ends_s, now_s)}" if is_soon else "")
 
-    def _fill(self, context: ssl.SSLContext) -> None:
+    def _make(self, protocol: str) -> ssl.SSLContext:
+        """A context that has met no other files: OpenSSL keeps a certificate for each kind of key, and chooses one itself."""
         files = self._files.value
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols([protocol])
         files.load_into(context)
         if files.client_authorities is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=files.client_authorities.decode("utf-8", "replace"))
+        return context
+
+    def _show_latest(self, protocol: str, shown: Any, name: str | None, context: ssl.SSLContext) -> None:  # noqa: ARG002  (ssl's)
+        """Go on with the latest files; called at the beginning of every handshake, also where a client names no host."""
+        shown.context = self._latest[protocol]
 
 
-def _warn_of_lost(context: ssl.SSLContext, files: TlsFiles) -> None:
-    """OpenSSL takes more authorities at any time, and never forgets one."""
-    if files.client_authorities is None:
-        return
-    fresh = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    fresh.load_verify_locations(cadata=files.client_authorities.decode("utf-8", "replace"))
-    if set(context.get_ca_certs(binary_form=True)) - set(fresh.get_ca_certs(binary_form=True)):
-        logger.warning("an authority of clients is gone from its file; its clients are let in until the server is restarted")
+def _warn_of_lost(before: ssl.SSLContext, after: ssl.SSLContext) -> None:
+    """Who was let in may take up the session of that time, in which no certificate is shown anew."""
+    if set(before.get_ca_certs(binary_form=True)) - set(after.get_ca_certs(binary_form=True)):
+        logger.warning(
+            "an authority of clients is gone from its file; its clients that were let in before may come back until the server "
+            "is restarted"
+        )

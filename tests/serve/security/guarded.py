@@ -119,11 +119,13 @@ class Certificates:
     def trusted(self) -> bytes:
         return self.authority.cert_pem.bytes()
 
-    def renew(self, *, valid_for: dt.timedelta = dt.timedelta(days=90)) -> trustme.LeafCert:
+    def renew(
+        self, *, valid_for: dt.timedelta = dt.timedelta(days=90), key_type: trustme.KeyType = trustme.KeyType.ECDSA
+    ) -> trustme.LeafCert:
         """Another certificate and key in the same files."""
         now = dt.datetime.now(dt.UTC)
         made = self.authority.issue_cert(
-            "localhost", "127.0.0.1", not_before=now - dt.timedelta(days=9), not_after=now + valid_for
+            "localhost", "127.0.0.1", not_before=now - dt.timedelta(days=9), not_after=now + valid_for, key_type=key_type
         )
         self.options.key.write_bytes(made.private_key_pem.bytes())
         self.options.certificate.write_bytes(b"".join(pem.bytes() for pem in made.cert_chain_pems))
