@@ -30,7 +30,8 @@ class TokenEnds:
         self._clock = clock
         self._reminder = Reminder()
         self._ends: list[tuple[float, str]] = []
-        self._over: list[str] = []
+        self._over: set[str] = set()
+        self._told: set[str] = set()  # since the last look, that they have ended
 
     def take(self, holders: Iterable[Holder]) -> None:
         """These are the holders now."""
@@ -39,17 +40,21 @@ class TokenEnds:
 
     def is_over(self, holder: Holder) -> bool:
         """Whether a holder's token has expired."""
-        return holder.expires_s is not None and self._clock() >= holder.expires_s
+        if holder.expires_s is None or self._clock() < holder.expires_s:
+            return False
+        self._told.add(holder.name)
+        return True
 
     def look(self) -> bool:
-        """Warn of tokens that end soon, and tell whether others have ended than at the last look.
+        """Warn of tokens that end soon, and tell whether others have ended than at the last look, or were told so since.
 
-        Ended ones may hold again: by a clock that was put right.
+        Ended ones may hold again: by a clock that was put right, maybe between two looks.
         """
         now_s = self._clock()
-        before, self._over = self._over, [name for end_s, name in self._ends if now_s >= end_s]
+        before, self._over = self._over, {name for end_s, name in self._ends if now_s >= end_s}
+        told, self._told = self._told, set()
         soon = [(end_s, name) for end_s, name in self._ends if end_s - now_s < SOON_S]
         named = ", ".join(f"{name!r} {ends_in(end_s, now_s)}" for end_s, name in soon[:MAX_NAMED])
         more = f", and so with {len(soon) - MAX_NAMED} more" if len(soon) > MAX_NAMED else ""
         self._reminder.say(f"token file {self._path}: {named}{more}; `halfserve token` makes others" if soon else "")
-        return self._over != before
+        return self._over != before or not told <= self._over

@@ -107,7 +107,7 @@ class Tokens:
         return [NO_MODELS, *(holder.rights for holder in self._valid.values())] if self._hides_models else []
 
     def look_at_clock(self) -> bool:
-        """Warn of tokens that end soon, and tell whether others have ended than at the last look."""
+        """Warn of tokens that end soon, and tell whether others have ended than at the last look, or were told so since."""
         return self._ends.look()
 
     def _take(self) -> None:

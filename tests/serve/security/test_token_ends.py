@@ -142,6 +142,26 @@ def test_a_connection_asks_again_though_its_headers_stay_the_same(tmp_path: Path
             clock.now_s -= 1
 
 
+def test_a_clock_that_was_wrong_between_two_looks_locks_nobody_out(tmp_path: Path) -> None:
+    clock = Clock()
+    (token,) = write_tokens(tmp_path / "tokens", new_token("alice", [Role.INFER], expires_s=clock.now_s + 1))
+    headers = call_headers(f"/{SERVICE}/ModelInfer".encode(), authorization=f"Bearer {token}".encode())
+    options = SecurityOptions(token_file=tmp_path / "tokens", watch_s=3600)
+    with guarded_server(options, clock=clock) as (server, security), peer(server) as client:
+
+        def status() -> tuple[int, str]:
+            stream = client.http2.send_request(headers)
+            client.http2.send_data(stream, frame(infer_request()), end_stream=True)
+            client.push()
+            return client.status(stream)
+
+        clock.now_s += 1
+        assert status() == (EXPIRED[0].value[0], EXPIRED[1])
+        clock.now_s -= 1
+        server.call(security._look_at_clock)
+        assert status() == (0, "")
+
+
 def test_tokens_that_end_soon_are_warned_of_once_a_day(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     path, clock = tmp_path / "tokens", Clock()
