@@ -28,6 +28,7 @@ from serve.ready_lines import print_json, print_text, tell_again, told
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
 from serve.server import Ready, ServerOptions
+from serve.signals import ignore_hang_up
 from serve.supervisor.endings import LOST_DEVICE_CODE
 from serve.supervisor.inheritance import Inheritance, take_over
 from serve.transports.choice import TransportName
@@ -145,10 +146,12 @@ def serve(
         http=rest if http else None,
         security=security,
     )
+    has_files = security.tls is not None or security.token_file is not None
+    if has_files:
+        ignore_hang_up()
     if supervise and inherited is None:
         from serve.supervisor.launch import become_supervisor  # noqa: PLC0415  (needs what Windows does not have)
 
-        has_files = security.tls is not None or security.token_file is not None
         become_supervisor(addresses(options), hang_up_reloads=has_files)
     scheme = "http" if security.tls is None else "https"
     tell = print_json if as_json else partial(print_text, scheme=scheme)

@@ -132,6 +132,7 @@ async def serve(
     sockets = {} if inherited is None else inherited.sockets
     core.slots = options.batching.slots()
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
+    security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
     control = ModelControl(core, options.path, _loader(options, runtime), options.control)
     try:

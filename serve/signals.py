@@ -1,4 +1,4 @@
-"""What ends the server: a first signal asks it to, a second one does not ask."""
+"""What ends the server: a first signal asks it to, a second one does not ask. And what must not end it."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def stop_on_signal() -> asyncio.Event:
         with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
             loop.add_signal_handler(name, receive, name)
     return stop
+
+
+def ignore_hang_up() -> None:
+    """Let SIGHUP pass, as long as nobody has read the files that it is to have read again."""
+    with contextlib.suppress(AttributeError):  # Windows does not have it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)

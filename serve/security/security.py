@@ -95,11 +95,15 @@ class Security:
         self._gates = [guard.gate for guard in (self.main, self.admin) if guard is not None and guard.gate is not None]
 
     def start(self) -> None:
-        """Begin to look after the files, and read them again on SIGHUP."""
+        """Begin to look after the files."""
+        if self._has_files:
+            self._files.start()
+            self._clock.start()
+
+    def reload_on_hang_up(self) -> None:
+        """Read the files again on SIGHUP, which ends a process otherwise: to be called before models are loaded."""
         if not self._has_files:
             return
-        self._files.start()
-        self._clock.start()
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError, AttributeError):  # Windows, or no main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
 

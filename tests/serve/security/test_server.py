@@ -7,17 +7,20 @@ import logging
 import os
 import signal
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from serve.backends.onnxruntime_backend import OnnxRuntime
-from serve.engine.backend import Placement
+from serve.engine.backend import ModelInterface, Placement
 from serve.http.options import HttpOptions
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
+from serve.security.token_file import new_token
 from serve.server import Ready, ServerOptions, serve
 from tests.models import save_mlp
 from tests.serve.security.guarded import Certificates, tokens_in
@@ -59,6 +62,49 @@ def test_an_exposed_server_is_warned_of(certificates: Certificates, tmp_path: Pa
 def test_a_server_listens_on_this_machine_alone_unless_asked() -> None:
     options = ServerOptions(path=Path("x"))
     assert (options.host, options.security, options.shared_memory) == ("127.0.0.1", SecurityOptions(), False)
+
+
+class HangingUp(OnnxRuntime):
+    """Somebody sends SIGHUP while a model is loaded."""
+
+    def describe(self, path: Path) -> ModelInterface:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return super().describe(path)
+
+
+def test_sighup_while_models_are_loaded_ends_nothing(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "mlp.onnx")
+    tokens_in(tmp_path / "tokens", alice=Role.INFER)
+    options = ServerOptions(
+        path=path,
+        grpc_port=0,
+        placement=Placement(use_gpu=False, threads=1),
+        security=SecurityOptions(token_file=tmp_path / "tokens"),
+    )
+    ended_by: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _: ended_by.append(number))
+    try:
+        asyncio.run(serve(options, HangingUp(), lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not ended_by
+
+
+@pytest.mark.parametrize("supervise", [(), ("--supervise",)])
+def test_sighup_before_the_files_are_read_ends_nothing(tmp_path: Path, supervise: tuple[str, ...]) -> None:
+    path, pipe = save_mlp(tmp_path / "mlp.onnx"), tmp_path / "tokens"
+    os.mkfifo(pipe, 0o600)
+    options = ["--grpc-port", "0", "--no-http", "--cpu", "--json", "--token-file", str(pipe), *supervise]
+    with subprocess.Popen(
+        [sys.executable, "-m", "halfserve", "serve", str(path), *options], stdout=subprocess.PIPE, text=True
+    ) as process:
+        with pipe.open("w") as tokens:  # once the server begins to read
+            process.send_signal(signal.SIGHUP)
+            tokens.write(new_token("alice", [Role.INFER])[1])
+        assert process.stdout is not None
+        assert "grpc_port" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(30) == 0
 
 
 def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificates, tmp_path: Path) -> None:
