@@ -11,6 +11,7 @@ from collections.abc import Callable
 import typer
 
 from serve.server import Ready
+from serve.transports.transport import address_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,11 @@ def print_text(ready: Ready, scheme: str) -> None:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
         typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
     if ready.http_port is not None:
-        metrics = "" if ready.metrics_port is None else f", metrics on {ready.host}:{ready.metrics_port}"
-        typer.echo(f"REST and a page on {scheme}://{ready.host}:{ready.http_port}/{metrics}")
+        metrics = "" if ready.metrics_port is None else f", metrics on {address_of(ready.host, ready.metrics_port)}"
+        typer.echo(f"REST and a page on {scheme}://{address_of(ready.host, ready.http_port)}/{metrics}")
     if ready.admin_port is not None:
-        typer.echo(f"administration on {ready.host}:{ready.admin_port}")
-    typer.echo(f"gRPC on {ready.host}:{ready.grpc_port}, ready in {ready.seconds:.2f} s; Ctrl-C stops")
+        typer.echo(f"administration on {address_of(ready.host, ready.admin_port)}")
+    typer.echo(f"gRPC on {address_of(ready.host, ready.grpc_port)}, ready in {ready.seconds:.2f} s; Ctrl-C stops")
 
 
 def tell_again(ready: Ready, restarts: int) -> None:

@@ -48,8 +48,8 @@ def target_of(address: str | Sequence[str]) -> Target:
     itself; gRPC takes only IP addresses there.
 
     Raises:
-        InvalidRequest: an address has a scheme, or no host, or no port between 1 and 65535, or is not UTF-8; or names stand in
-            a sequence.
+        InvalidRequest: an address has a scheme, or no host, or no port between 1 and 65535, or is not UTF-8, or is IPv6 without
+            brackets; or names stand in a sequence.
     """
     for one in [address] if isinstance(address, str) else address:
         check_text(one, "the address")
@@ -78,6 +78,8 @@ def _split(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     if "/" in address or not host or not (port.isdecimal() and port.isascii()) or not 0 < int(port) < 2**16:
         raise InvalidRequest(f"the address must be HOST:PORT, such as 127.0.0.1:8001, not {address!r}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise InvalidRequest(f"an IPv6 address stands in brackets, such as [::1]:8001, not {address!r}")
     return host, port
 
 

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from serve.http.connection import HttpConnection
 from serve.http.options import HttpLimits
-from serve.transports.transport import BindError
+from serve.transports.transport import BindError, address_of
 
 BACKLOG = 512
 
@@ -90,7 +90,7 @@ class HttpServer:
             # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
             reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
             raise BindError(
-                f"cannot listen on {self._host}:{self._port}: {reason}; "
+                f"cannot listen on {address_of(self._host, self._port)}: {reason}; "
                 f"choose another {self._option} (0 finds a free one) or --host"
             ) from None
         self._tell_time()

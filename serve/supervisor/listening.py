@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve.security.private_socket import private_socket
-from serve.transports.transport import BindError
+from serve.transports.transport import BindError, address_of
 
 # What a system answers that knows a family of addresses by name and does not have it, such as IPv6 in a container.
 NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
@@ -39,7 +39,7 @@ def listen(address: Address) -> list[socket.socket]:
     Raises:
         BindError: the address is in use, not this machine's, or not allowed.
     """
-    where = f"{address.host}:{address.port}" if address.path is None else str(address.path)
+    where = address_of(address.host, address.port) if address.path is None else str(address.path)
     hint = "path" if address.path is not None else "(0 finds a free one) or --host"
     opened: list[socket.socket] = []
     try:

@@ -23,7 +23,7 @@ from serve.security.gate_pass import Pass
 from serve.security.private_socket import private_files
 from serve.security.security import Guard
 from serve.transports.grpc_headers import cut_details
-from serve.transports.transport import BindError
+from serve.transports.transport import BindError, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class GrpcioServer:
                 self._server.add_insecure_port(f"unix:{path}")
             return 0
         _check_address(self._host, self._port)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        address = f"{host}:{self._port}"
+        address = address_of(self._host, self._port)
         if tls is None:
             return int(self._server.add_insecure_port(address))
         return int(self._server.add_secure_port(address, tls.grpc_credentials()))
@@ -256,4 +255,4 @@ def _check_address(host: str, port: int) -> None:
 
 
 def _bind_text(host: str, port: int, reason: str) -> str:
-    return f"cannot listen on {host}:{port}: {reason}; choose another --grpc-port (0 finds a free one) or --host"
+    return f"cannot listen on {address_of(host, port)}: {reason}; choose another --grpc-port (0 finds a free one) or --host"

@@ -9,6 +9,11 @@ class BindError(Exception):
     """The address cannot be listened on; the text says why and what to do."""
 
 
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT as clients take it: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Transport(Protocol):
     """Carries the protocol's service over one listening address."""
 

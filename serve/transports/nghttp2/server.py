@@ -19,7 +19,7 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.calls import Calls
 from serve.transports.nghttp2.connection import GrpcConnection
 from serve.transports.nghttp2.linger import Linger
-from serve.transports.transport import BindError
+from serve.transports.transport import BindError, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Nghttp2Server:
             number = getattr(error, "errno", None) or 0
             # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
             reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
-            where = self._socket or f"{self._host}:{self._port}"
+            where = self._socket or address_of(self._host, self._port)
             hint = "path" if self._socket is not None else "(0 finds a free one) or --host"
             raise BindError(f"cannot listen on {where}: {reason}; choose another {self._option} {hint}") from None
         self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)

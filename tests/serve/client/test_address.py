@@ -38,6 +38,7 @@ def test_a_target(address: str | Sequence[str], uri: str, is_local: bool) -> Non
         (["10.0.0.1:1", "10.0.0.2"], "must be HOST:PORT, such as 127.0.0.1:8001, not '10.0.0.2'"),
         ("grpc://h:1", "must be HOST:PORT"),
         ("h:²", "must be HOST:PORT"),
+        ("::1:8001", r"an IPv6 address stands in brackets, such as \[::1\]:8001, not '::1:8001'"),
         ("\udcff:1", r"the address must be text that UTF-8 can say, not '\\udcff:1'"),
         (["\udcff:1", "h:1"], r"the address must be text that UTF-8 can say, not '\\udcff:1'"),
         ("unix:/\udcff", r"the address must be text that UTF-8 can say, not 'unix:/\\udcff'"),
