@@ -13,6 +13,9 @@ from serve.observability.options import AccessLog
 from serve.transports.choice import TransportName
 
 HTTP_PORT, METRICS_PORT = 8000, 8002
+MAX_ROWS = 2**31 - 1  # what a model's config holds
+HOUR_US = 3_600_000_000
+MAX_THREADS = 4096  # the runtime starts as many as it is told
 
 _listening = partial(typer.Option, rich_help_panel="Listening")
 
@@ -82,10 +85,10 @@ ModelUploads = Annotated[
 
 _batching = partial(typer.Option, rich_help_panel="Batching")
 
-MaxBatchSize = Annotated[int, _batching(min=1, help="Rows in one batch, where the model's config does not say.")]
+MaxBatchSize = Annotated[int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")]
 MaxQueueDelayUs = Annotated[
     int,
-    _batching(min=0, help="Microseconds a request may wait for others, where the model's config does not say."),
+    _batching(min=0, max=HOUR_US, help="Microseconds a request may wait for others, where the model's config does not say."),
 ]
 MaxQueueSize = Annotated[int, _batching(min=1, help="Requests that may wait for one model.")]
 MaxQueueMib = Annotated[int, _batching(min=1, help="MiB that these may hold.")]
@@ -98,7 +101,7 @@ ComputeSlots = Annotated[
         min=0, help="Batches computed at once on the CPU over all models, handed out fairly; 0 leaves it to the system."
     ),
 ]
-Threads = Annotated[int, _computing(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")]
+Threads = Annotated[int, _computing(min=0, max=MAX_THREADS, help="CPU threads of one operator; 0 lets the runtime choose.")]
 Cpu = Annotated[bool, _computing("--cpu", help="Stay on the CPU even where there is a GPU.")]
 RequireGpu = Annotated[bool, _computing("--require-gpu", help="Refuse to start without a GPU.")]
 

@@ -50,6 +50,13 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("option", ["--max-batch-size", "--max-queue-delay-us", "--threads"])
+def test_numbers_that_are_too_large_are_wrong_usage(mlp: Path, option: str) -> None:
+    code, text = refused(mlp, option, "1" + 20 * "0")
+    assert code == 2
+    assert f"Invalid value for '{option}': Input should be less than or equal to " in text
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.parametrize("kind", ["gone", "full"])
 def test_serves_although_nobody_can_be_told(repository: Path, kind: str) -> None:
