@@ -114,7 +114,10 @@ def test_arrays_that_do_not_fit_are_named(
         load_samples(tmp_path / "s.npz", two_inputs)
 
 
-@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 broken"])
+BROKEN_HEADER = b"\x93NUMPY\x01\x00\x3c\x00" + b"{'descr': '<f4', 'fortran_order': False, 'shape': ((3,), }".ljust(59) + b"\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive", b"PK\x03\x04 broken", BROKEN_HEADER])
 def test_files_that_hold_no_arrays_are_refused(content: bytes, tmp_path: Path, two_inputs: ModelFile) -> None:
     (tmp_path / "s.npz").write_bytes(content)
     with pytest.raises(ExportError, match=r"s.npz is no .npz file of numbers; write one with numpy.savez"):

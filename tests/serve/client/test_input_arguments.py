@@ -117,6 +117,15 @@ def test_json_without_measure(tmp_path: Path, literal: str) -> None:
         assert len(str(told.value)) < 300
 
 
+@pytest.mark.parametrize(("shape", "text"), [(b"((3,)", "EOF"), (b"(9999999999999,)", "Unable to allocate")])
+def test_a_header_that_says_what_cannot_be(tmp_path: Path, shape: bytes, text: str) -> None:
+    np.save(tmp_path / "x.npy", np.arange(3))
+    content = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(content.replace(b"(3,), }".ljust(len(shape) + 3), shape + b", }"))
+    with pytest.raises(InputArgumentError, match=f"x.npy cannot be read as numpy arrays: .*{text}"):
+        read_inputs([f"x={tmp_path}/x.npy"])
+
+
 def test_a_compressed_file_that_is_broken(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "x.npz", x=np.arange(1000))
     content = bytearray((tmp_path / "x.npz").read_bytes())
