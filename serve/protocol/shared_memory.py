@@ -10,9 +10,15 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from serve.engine.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, UnsupportedError
+from serve.engine.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnsupportedError,
+)
 from serve.protocol.cuda_region import CudaRegion, open_cuda_region
-from serve.protocol.system_region import SystemRegion, open_system_region
+from serve.protocol.system_region import SystemRegion, most_regions, open_system_region
 
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
 
@@ -75,8 +81,15 @@ class SharedMemory:
             UnsupportedError: shared memory is off here.
             InvalidArgumentError: the name or the key is none, there is no such file, or it is smaller than the region.
             AlreadyExistsError: the name is taken.
+            FailedPreconditionError: there are as many as there can be.
         """
         self._check_new(name)
+        count, most = sum(isinstance(region, SystemRegion) for region in self._regions.values()), most_regions()
+        if count >= most:
+            raise FailedPreconditionError(
+                f"{count} shared memory regions are registered here, and there can be no more; unregister those that nobody "
+                "uses, or send the bytes"
+            )
         self._regions[name] = open_system_region(name, key, offset, byte_size)
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from protos.inference_pb2 import InferParameter
-from serve.engine.errors import AlreadyExistsError, InferenceError, InvalidArgumentError, NotFoundError, UnsupportedError
+from serve.engine.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnsupportedError,
+)
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import place_of
 from serve.protocol.system_region import FOLDER, SystemRegion
@@ -82,6 +89,20 @@ def test_an_output_that_does_not_fit_is_not_written(block: Block, memory: Shared
     with pytest.raises(InvalidArgumentError, match="an output of 5 bytes does not fit its 4 bytes"):
         memory.write(place(0, 4), b"abcde")
     assert block.content[:20] == bytes(range(20))
+
+
+def test_regions_leave_files_for_connections(block: Block, memory: SharedMemory) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        for number in range(127):
+            memory.register_system(f"r{number}", block.name, 0, 1)
+        with pytest.raises(FailedPreconditionError, match="128 shared memory regions are registered here, and there can be no"):
+            memory.register_system("one more", block.name, 0, 1)
+        memory.unregister("r5", SystemRegion)
+        memory.register_system("one more", block.name, 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory: SharedMemory) -> None:
