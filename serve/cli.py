@@ -52,6 +52,7 @@ def serve(
     load_model: opt.LoadModel = None,
     poll_seconds: opt.PollSeconds = 5.0,
     warm_up_seconds: opt.WarmUpSeconds = 5.0,
+    load_seconds: opt.LoadSeconds = 1800.0,
     keep_going: opt.KeepGoing = False,
     model_uploads: opt.ModelUploads = False,
     max_batch_size: opt.MaxBatchSize = 32,
@@ -131,6 +132,7 @@ def serve(
             keep_going=keep_going,
             uploads=model_uploads,
             warm_up_budget_s=warm_up_seconds,
+            load_limit_s=load_seconds,
             lame_duck_s=lame_duck_seconds,
         ),
         observe=ObserveOptions(

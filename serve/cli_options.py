@@ -74,6 +74,14 @@ WarmUpSeconds = Annotated[
     float,
     _models(min=0, help="Time for trying out a model's batch sizes before it serves."),
 ]
+LoadSeconds = Annotated[
+    float,
+    _models(
+        min=1,
+        max=86400,
+        help="Time for loading a model version and trying it out; if that hangs, it is refused, and others can be loaded.",
+    ),
+]
 KeepGoing = Annotated[
     bool,
     _models("--keep-going", help="Start with the models that can be served where one cannot."),

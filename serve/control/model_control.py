@@ -50,7 +50,7 @@ class ModelControl:
         self._thread = LoaderThread()
         # Who asks what there is must not wait for what is being loaded.
         self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
-        self._switch = Switch(core, loader, self._thread)
+        self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
         # A lock is there while someone holds it or waits for it: clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}

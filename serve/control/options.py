@@ -32,6 +32,7 @@ class ControlOptions:
         keep_going: start with what can be served where a model cannot.
         uploads: whether a load request may bring model files along, in place of the repository's.
         warm_up_budget_s: seconds that trying out all batch sizes of one model version may take in all.
+        load_limit_s: seconds that loading one model version and trying it out may take in all.
         lame_duck_s: seconds after SIGTERM in which the server says that it is not ready and still takes requests, so that load
             balancers find out before clients do.
     """
@@ -43,4 +44,5 @@ class ControlOptions:
     keep_going: bool = False
     uploads: bool = False
     warm_up_budget_s: float = 5.0
+    load_limit_s: float = 1800.0
     lame_duck_s: float = 0.0

@@ -27,10 +27,11 @@ OLD_ONE_SERVES = "serves as it was loaded before; what is there now was refused:
 class Switch:
     """Changes the core's models, one model at a time. Lives on the event loop; the work is done on the loader's thread."""
 
-    def __init__(self, core: InferenceCore, loader: Loader, thread: LoaderThread) -> None:
+    def __init__(self, core: InferenceCore, loader: Loader, thread: LoaderThread, *, load_limit_s: float) -> None:
         self._core = core
         self._loader = loader
         self._thread = thread
+        self._load_limit_s = load_limit_s
         self._made_of: dict[tuple[str, int], MadeOf] = {}
         self.log_level = logging.DEBUG  # of what goes well; at the start nobody needs to be told
 
@@ -87,7 +88,7 @@ class Switch:
         self._core.states.set(name, files.version, State.LOADING, anew)
         self._core.notify()
         try:
-            model = await self._thread.run(self._make, files)
+            model = await self._made(files)
         except ModelLoadError as error:
             self._refuse(path, name, [files.version], error)
             return error
@@ -101,6 +102,14 @@ class Switch:
         self._core.replace(name, list(served.values()))
         logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
         return None
+
+    async def _made(self, files: ModelFiles) -> Model:
+        try:
+            return await self._thread.run(self._make, files, limit_s=self._load_limit_s)
+        except TimeoutError:
+            raise ModelLoadError(
+                f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"
+            ) from None
 
     def _make(self, files: ModelFiles) -> Model:
         """On the loader's thread, to the end: starting the model's own threads takes as long as the machine lets them wait."""

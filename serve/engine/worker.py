@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -28,6 +29,13 @@ class Worker:
     def stop(self) -> None:
         """End the thread once what was submitted is done. Does not wait for it."""
         self._jobs.put(None)
+
+    def hand_over(self, other: Worker) -> None:
+        """Let another worker do what has not begun here, and end once the job that runs is done, if it ever is."""
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                other.submit(job[0], *job[1])
+        self.stop()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

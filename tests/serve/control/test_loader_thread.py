@@ -84,3 +84,46 @@ def test_work_pauses_once_there_are_requests(monkeypatch: pytest.MonkeyPatch) ->
             thread.stop()
 
     assert asyncio.run(main()) == (0, 2), "in front of it and where it says"
+
+
+def test_what_hangs_is_left_behind_and_what_waited_is_done_by_another_thread() -> None:
+    release, left = threading.Event(), threading.Event()
+
+    def hang() -> str:
+        assert release.wait(20)
+        left.set()
+        return "too late"
+
+    async def main() -> tuple[list[int], str]:
+        thread = LoaderThread()
+        try:
+            hanging = asyncio.ensure_future(thread.run(hang, limit_s=0.05))
+            behind = [asyncio.ensure_future(thread.run(lambda n=n: n)) for n in range(3)]
+            with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
+                await hanging
+            done = await asyncio.gather(*behind)
+            release.set()
+            await asyncio.to_thread(left.wait, 20)
+            return done, await thread.run(lambda: "next", limit_s=20)
+        finally:
+            release.set()
+            thread.stop()
+
+    assert asyncio.run(main()) == ([0, 1, 2], "next")
+
+
+def test_the_limit_counts_from_its_beginning() -> None:
+    async def main() -> list[str]:
+        thread, first = LoaderThread(), threading.Event()
+        try:
+            waiting = asyncio.ensure_future(thread.run(lambda: first.wait(20) and "first"))
+            limited = asyncio.ensure_future(thread.run(lambda: "second", limit_s=0.05))
+            _, pending = await asyncio.wait([waiting, limited], timeout=0.2)
+            assert len(pending) == 2
+            first.set()
+            return [str(done) for done in await asyncio.gather(waiting, limited)]
+        finally:
+            first.set()
+            thread.stop()
+
+    assert asyncio.run(main()) == ["first", "second"]
