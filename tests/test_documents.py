@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
+import halfserve
 from tests.written_blocks import ROOT, blocks_of, run_in_order
 
 DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -32,3 +34,36 @@ def test_links_lead_to_what_is_there(document: str) -> None:
         if heading:
             titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, heading
+
+
+def options_of_all_commands() -> set[str]:
+    found: set[str] = set()
+    for stage in halfserve.STAGES.values():
+        single = typer.Typer(add_completion=False)
+        single.command()(getattr(stage.load(), stage.function))
+        for parameter in typer.main.get_command(single).params:
+            found |= {*parameter.opts, *parameter.secondary_opts}
+    return found
+
+
+# Of docker and torchrun.
+OTHERS = {"--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
+
+
+def test_options_that_documents_name_are_there() -> None:
+    known = options_of_all_commands() | OTHERS
+    for document in ("README.md", *DOCUMENTS):
+        if document in ("docs/benchmarks.md", "docs/reliability.md"):
+            continue  # their commands are other programs'
+        text = (ROOT / document).read_text(encoding="utf-8")
+        # Whole lines that call other programs aside.
+        own = re.sub(r"^.*(?:python3? -m|make|docker|perf_analyzer|h2load|benchmarks).*$", "", text, flags=re.MULTILINE)
+        unknown = {option for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", own) if option not in known}
+        assert not unknown, f"{document} names {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("document", ["docs/deploying.md", "docs/serving.md", "docs/security.md", "docs/reliability.md"])
+def test_metrics_that_documents_name_are_there(document: str) -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "serve").rglob("*.py"))
+    for name in re.findall(r"\b(?:nv|halfserve)_[a-z_]+[a-z]\b(?!/)", (ROOT / document).read_text(encoding="utf-8")):
+        assert name.removesuffix("_total").removeprefix("halfserve_guard_") in sources, name
