@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from export.halving.to_half import to_half
     from export.inherit_dtype_mode import inherit_dtype
     from export.leaks.finder import find_dtype_leaks
+    from export.module_pipeline import export_module
     from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
     from export.onnx_fp16.model_files import convert_file
     from export.placement.audit import audit_placement
@@ -52,6 +53,7 @@ __all__ = [
     "convert_file",
     "convert_float_to_float16",
     "embed",
+    "export_module",
     "export_onnx",
     "find_dtype_leaks",
     "find_fp32_nodes",
@@ -78,6 +80,7 @@ _HOMES = {
     "certificate.embed": {"check_embedded", "embed"},
     "certificate.html": {"certificate_page"},
     "errors": {"ExportError"},
+    "module_pipeline": {"export_module"},
     "halving.to_half": {"to_half"},
     "inherit_dtype_mode": {"inherit_dtype"},
     "leaks.finder": {"find_dtype_leaks"},

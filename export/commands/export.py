@@ -12,12 +12,13 @@ from rich.console import Console
 
 from amp_core.checkpoint import CheckpointError
 from export.certificate.certificate import BudgetExceeded
+from export.checkpoint_pipeline import export_checkpoint
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
 from export.commands.dynamic_sizes import dynamic_sizes
 from export.commands.output_files import page_beside, require_output
 from export.errors import ExportError
 from export.file_conversion import Accumulators
-from export.pipeline import Wishes, export_checkpoint
+from export.module_pipeline import Wishes
 from export.verification.budget import Budget
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1, CheckpointError: 1}
@@ -74,7 +75,6 @@ def export(
         budget=Budget(max_abs_error=max_abs_error, min_agreement=min_agreement),
         keep_fp32=keep_fp32 or (),
         dynamic=dynamic_sizes(dynamic or ()),
-        samples=samples,
         search=search,
         adversarial=adversarial,
         accumulators=accumulators,
@@ -85,6 +85,7 @@ def export(
                 checkpoint,
                 repository,
                 wishes=wishes,
+                samples=samples,
                 name=name,
                 version=version,
                 max_batch_size=max_batch_size,

@@ -10,7 +10,7 @@ import halfserve
 from amp_core.checkpoint import Checkpoint, save_checkpoint
 from amp_core.factory import call_factory
 from export.certificate.certificate import read_certificate
-from export.pipeline import model_name
+from export.checkpoint_pipeline import model_name
 
 Save = Callable[..., Path]
 

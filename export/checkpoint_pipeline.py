@@ -1,0 +1,106 @@
+"""A checkpoint's way to a model repository: its model and held-out samples are rebuilt, and go as any module does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amp_core.checkpoint import load_checkpoint
+from amp_core.policy import Policy
+from amp_core.recorder import Record
+from export.conversion_targets import RepositoryTarget
+from export.errors import ExportError
+from export.file_conversion import Converted
+from export.module_pipeline import Wishes, export_verified
+from export.samples import Samples, take_samples
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from amp_core.checkpoint import Checkpoint
+
+GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
+
+
+def export_checkpoint(
+    path: Path,
+    repository: Path,
+    *,
+    wishes: Wishes,
+    samples: int = 1024,
+    name: str | None = None,
+    version: int | None = None,
+    max_batch_size: int = 32,
+    fp32_twin: bool = False,
+    progress: Callable[[str], None],
+) -> Converted:
+    """Convert a checkpoint's model to fp16, verify it on held-out samples, and write it to a repository if it passes.
+
+    What the training policy added to float32, and what the training record shows over float16's range, stays float32.
+
+    Args:
+        path: The checkpoint.
+        repository: The model repository.
+        wishes: What is wanted.
+        samples: How many held-out samples to verify on, at most.
+        name: The model's name; by default from the checkpoint's factory (see `model_name`).
+        version: The version; the next free one by default.
+        max_batch_size: Largest batch that the server may form.
+        fp32_twin: Whether the float32 model goes along, for a server that answers from it where float16 fails.
+        progress: Is told each step before it begins.
+
+    Raises:
+        BudgetExceeded: The fp16 model differs too much; nothing was written.
+        ExportError: Any other reason for which it cannot be done; nothing was written.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    progress("reading the checkpoint")
+    checkpoint = load_checkpoint(path)
+    model, held_out = _rebuilt(checkpoint, samples)
+    policy, record = _training(checkpoint)
+    target = RepositoryTarget(
+        repository=repository,
+        name=name or model_name(checkpoint.model),
+        version=version,
+        max_batch_size=max_batch_size,
+        fp32_twin=fp32_twin,
+    )
+    return export_verified(
+        model,
+        held_out,
+        target,
+        wishes,
+        policy=policy,
+        record=record,
+        metadata={"halfserve.model": checkpoint.model},
+        progress=progress,
+    )
+
+
+def model_name(factory: str) -> str:
+    """The name of a model made by `MODULE:FACTORY`: the last part of the module's name that says something.
+
+    `examples.digits.model:model` is `digits`. Where no part does, it is the factory's name.
+    """
+    module, _, function = factory.partition(":")
+    telling = [part for part in module.split(".") if part not in GENERIC_MODULES and not part.startswith("_")]
+    return re.sub(r"[^A-Za-z0-9._-]", "_", telling[-1] if telling else function)
+
+
+def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
+    # Factories are the user's code: amp_core raises ValueErrors of several kinds, each with one clear line.
+    try:
+        model = checkpoint.build_model()
+        held_out = checkpoint.build_data()[1]
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    return model, take_samples(held_out, samples)
+
+
+def _training(checkpoint: Checkpoint) -> tuple[Policy, Record | None]:
+    try:
+        return Policy.parse(checkpoint.policy), Record.from_dict(checkpoint.record) if checkpoint.record else None
+    except ValueError as error:
+        raise ExportError(str(error)) from error

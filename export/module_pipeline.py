@@ -1,0 +1,195 @@
+"""A module's way to a model repository, step by step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.calling import arguments_of
+from amp_core.policy import Policy
+from export.conversion_targets import RepositoryTarget
+from export.errors import ExportError
+from export.file_conversion import Accumulators, Converted, Options, Verification, convert_verified
+from export.float32_parts import float32_parts, mark_float32
+from export.samples import Samples
+from export.to_onnx.call import Call, call_of
+from export.to_onnx.capture import FlatModel
+from export.to_onnx.dimensions import BATCH
+from export.to_onnx.traced import traced_model
+from export.to_onnx.write_onnx import write_onnx
+from export.verification.budget import Budget
+
+if TYPE_CHECKING:
+    from amp_core.recorder import Record
+
+EXAMPLES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What a user wants of an export, beside where it goes.
+
+    Attributes:
+        budget: How much the float16 model may differ.
+        keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
+        search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
+        adversarial: Whether to try samples at the edge of the given ones too.
+        accumulators: In which type the target runtime sums.
+    """
+
+    budget: Budget = field(default_factory=Budget)
+    keep_fp32: Sequence[str] = ()
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    search: bool = True
+    adversarial: bool = True
+    accumulators: Accumulators = "float32"
+
+
+def export_module(
+    module: nn.Module,
+    samples: Any,
+    repository: Path | str,
+    name: str,
+    *,
+    labels: Tensor | None = None,
+    budget: Budget | None = None,
+    keep_fp32: Sequence[str] = (),
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    policy: Policy | str | None = None,
+    record: Record | None = None,
+    search: bool = True,
+    adversarial: bool = True,
+    accumulators: Accumulators = "float32",
+    version: int | None = None,
+    max_batch_size: int = 32,
+    fp32_twin: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Converted:
+    """Convert a module to float16, verify it on samples, and add it to a model repository if it passes.
+
+    This is what `halfserve export` does with a checkpoint's model. Over budget, the fewest nodes that have to stay float32 are
+    searched for. What a training policy added to float32, and what a training record shows over float16's range, stays float32.
+
+    Args:
+        module: The float32 module, in evaluation mode and on the CPU; it stays as it is.
+        samples: What it is given, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of
+            tensors. Inputs and outputs of the float16 model are float16, and the number of rows varies.
+        repository: The model repository's folder; made if missing.
+        name: The model's.
+        labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
+        budget: How much the float16 model may differ; `Budget()` by default.
+        keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`.
+        policy: The autocast policy that it was trained under.
+        record: What was recorded while it was trained.
+        search: Whether to search for nodes to keep in float32.
+        adversarial: Whether to try samples at the edge of the given ones too.
+        accumulators: In which type the target runtime sums.
+        version: The version; the next free one by default.
+        max_batch_size: Largest batch that the server may form.
+        fp32_twin: Whether the float32 model goes along, for a server that answers from it where float16 fails.
+        progress: Is told each step before it begins.
+
+    Returns:
+        Where it was written (`path`), the `certificate`, and what the conversion and the search did.
+
+    Raises:
+        BudgetExceeded: The float16 model differs too much; nothing was written.
+        ExportError: Any other reason for which it cannot be done; nothing was written.
+        PolicyError: The policy cannot be read.
+    """
+    target = RepositoryTarget(
+        repository=Path(repository), name=name, version=version, max_batch_size=max_batch_size, fp32_twin=fp32_twin
+    )
+    wishes = Wishes(
+        budget=budget or Budget(),
+        keep_fp32=keep_fp32,
+        dynamic=dynamic or {},
+        search=search,
+        adversarial=adversarial,
+        accumulators=accumulators,
+    )
+    chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
+    return export_verified(
+        module, Samples(inputs=samples, labels=labels), target, wishes, policy=chosen, record=record, progress=progress
+    )
+
+
+def export_verified(
+    module: nn.Module,
+    samples: Samples,
+    target: RepositoryTarget,
+    wishes: Wishes,
+    *,
+    policy: Policy,
+    record: Record | None,
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[str], None],
+) -> Converted:
+    """The same with the samples and wishes of whoever calls it.
+
+    Args:
+        module: See `export_module`.
+        samples: To verify it on.
+        target: Where it goes.
+        wishes: What is wanted.
+        policy: That it was trained under.
+        record: Of its training.
+        metadata: More entries for the model's.
+        progress: Is told each step before it begins.
+
+    Raises:
+        BudgetExceeded: The float16 model differs too much; nothing was written.
+        ExportError: Any other reason for which it cannot be done; nothing was written.
+    """
+    _require_on_cpu(module)
+    args, named = arguments_of(module, samples.inputs)
+    call = call_of(module, args, kwargs=named)
+    sizes = _sizes(call, wishes.dynamic)
+    with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
+        progress("exporting to ONNX")
+        source = Path(folder) / "model.onnx"
+        kept = float32_parts(module, keep_fp32=wishes.keep_fp32, policy=policy, record=record)
+        args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
+        traced = traced_model(module, args, kwargs=named, dynamic_shapes=sizes, metadata=metadata, policy=policy)
+        mark_float32(traced, kept)
+        write_onnx(traced, source)
+        verification = Verification(
+            samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
+            budget=wishes.budget,
+            adversarial=wishes.adversarial,
+            accumulators=wishes.accumulators,
+            search=wishes.search,
+            reference=FlatModel(module, call).eval(),
+            labels=None if samples.labels is None else samples.labels.numpy(force=True),
+            record=record,
+        )
+        return convert_verified(
+            source, target, options=Options(keep_io_types=False), verification=verification, progress=progress
+        )
+
+
+def _require_on_cpu(module: nn.Module) -> None:
+    elsewhere = next((t.device for t in (*module.parameters(), *module.buffers()) if t.device != torch.device("cpu")), None)
+    if elsewhere is not None:
+        raise ExportError(f"the model is on {elsewhere}; call .cpu() first")
+
+
+def _sizes(call: Call, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:
+    """What may vary, for `traced_model`: None is the batch alone."""
+    if not dynamic:
+        return None
+    dimensions = dict(zip(call.names, (tensor.dim() for tensor in call.tensors), strict=True))
+    for name, axes in dynamic.items():
+        if name not in dimensions:
+            raise ExportError(f"there is no input {name!r} whose size could vary; the model takes {', '.join(dimensions)}")
+        if (last := max(axes)) >= dimensions[name]:
+            raise ExportError(f"input {name!r} has no axis {last}; with the batch it has {dimensions[name]}, counted from 0")
+    return {name: {0: BATCH, **dynamic.get(name, {})} for name, count in dimensions.items() if count}

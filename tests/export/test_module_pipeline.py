@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from amp_core.recorder import Recorder
+from export import BudgetExceeded, ExportError, export_module
+from export.verification.budget import Budget
+from tests.amp_core.several_inputs import LENGTH, Reader, Words
+from tests.export import models
+
+
+def words(count: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    items = [Words(count, 3)[index] for index in range(count)]
+    inputs = {name: torch.stack([inputs[name] for inputs, _ in items]) for name in ("words", "lengths")}
+    return inputs, torch.stack([target for _, target in items])
+
+
+def test_a_module_of_ones_own_becomes_a_certified_version(tmp_path: Path) -> None:
+    inputs, labels = words(40)
+    told: list[str] = []
+    done = export_module(
+        Reader().eval(), inputs, tmp_path, "reader", labels=labels, dynamic={"words": {1: "length"}}, progress=told.append
+    )
+    assert done.path == tmp_path / "reader" / "1"
+    assert done.certificate is not None
+    assert (done.certificate.samples, done.certificate.passed) == (40, True)
+    assert done.certificate.accuracy is not None
+    graph = onnx.load(done.path / "model.onnx").graph
+    assert [value.name for value in graph.input] == ["words", "lengths"]
+    assert graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
+    assert told[0] == "exporting to ONNX"
+
+
+def test_inputs_in_order_and_alone(tmp_path: Path) -> None:
+    inputs, _ = words(8)
+    in_order = export_module(Reader().eval(), (inputs["words"], inputs["lengths"]), tmp_path, "in_order")
+    alone = export_module(nn.Linear(LENGTH, 2).eval(), torch.rand(8, LENGTH), str(tmp_path), "alone", max_batch_size=4)
+    assert [done.path.name for done in (in_order, alone)] == ["1", "1"]
+    assert "max_batch_size: 4" in (tmp_path / "alone" / "config.pbtxt").read_text()
+    assert export_module(nn.Linear(LENGTH, 2).eval(), torch.rand(8, LENGTH), tmp_path, "alone").path.name == "2"
+
+
+def test_what_overflows_is_searched_for_unless_told_otherwise(tmp_path: Path) -> None:
+    samples = torch.stack([models.rows()[1][index][0] for index in range(10)])
+    with pytest.raises(BudgetExceeded, match="NaN or infinite"):
+        export_module(models.peaking().eval(), samples, tmp_path, "peaking", search=False)
+    assert not list(tmp_path.iterdir())
+    done = export_module(models.peaking().eval(), samples, tmp_path, "peaking", policy="cuda", fp32_twin=True)
+    assert done.search is not None
+    assert done.search.passed
+    assert (done.path / "fp32" / "model.onnx").is_file()
+
+
+def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
+    model, samples = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(8, 4)
+    with torch.no_grad():
+        model[0].weight.fill_(1e5)  # type: ignore[operator]  # (a Linear's)
+        model[1].weight.mul_(1e-5)  # type: ignore[operator]  # (as above)
+    recorder = Recorder(model, every=1)
+    with recorder.step(1, scale=1.0):
+        model(samples).sum().backward()
+    done = export_module(model.eval(), samples, tmp_path, "recorded", record=recorder.record())
+    assert done.report.kept
+
+
+@pytest.mark.parametrize(
+    ("module", "samples", "message"),
+    [
+        (nn.Linear(4, 2), torch.rand(8, 4), "the model is in training mode"),
+        (nn.Linear(4, 2).eval(), torch.rand(8, 5), "the model fails on inputs"),
+        (nn.Linear(4, 2, device="meta").eval(), torch.rand(8, 4), r"the model is on meta; call \.cpu\(\) first"),
+        (Reader().eval(), {"words": torch.ones(2, 2)}, "does not take these inputs|fails on inputs"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_error_and_nothing_is_written(
+    tmp_path: Path, module: nn.Module, samples: object, message: str
+) -> None:
+    with pytest.raises(ExportError, match=message):
+        export_module(module, samples, tmp_path / "models", "broken", budget=Budget())
+    assert not (tmp_path / "models").exists()
