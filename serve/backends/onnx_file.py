@@ -115,8 +115,9 @@ def data_files(model: onnx.ModelProto) -> frozenset[str]:
             if attribute.HasField("g"):
                 weights += attribute.g.initializer
     external = (weight for weight in weights if weight.data_location == TensorProto.EXTERNAL)
-    # What is not UTF-8 is bytes here, and no file's name for the runtime.
-    return frozenset(str(entry.value) for weight in external for entry in weight.external_data if entry.key == "location")
+    # What is not UTF-8 is bytes here; the runtime refuses such names, and those with a NUL.
+    names = (str(entry.value) for weight in external for entry in weight.external_data if entry.key == "location")
+    return frozenset(name for name in names if "\0" not in name)
 
 
 def _outline(path: Path, file: BinaryIO, size: int) -> Outline:

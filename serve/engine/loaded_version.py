@@ -21,7 +21,7 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.joining import Joining
 from serve.engine.model import Model
 from serve.engine.model_repository import ModelFiles
-from serve.engine.named_files import named_file
+from serve.engine.named_files import named_file, require_inside
 from serve.engine.own_parameters import check_own_parameters, drop_reported
 from serve.engine.pauses import pause
 from serve.engine.precision_guard.guard import PrecisionGuard
@@ -83,7 +83,10 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = AsLoaded.look(files.model)
     interface = runtime.describe(files.model)
-    as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
+    data_files = [files.model.parent / name for name in interface.data_files]
+    for path in data_files:  # the runtime would refuse it, too, and tell clients where it leads
+        require_inside(files.root, path)
+    as_loaded = as_loaded.also(data_files)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     drop_reported(config)
     copies = instances(config)

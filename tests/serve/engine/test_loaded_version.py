@@ -12,9 +12,11 @@ from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.backends.upcast import upcast_to_fp32
 from serve.engine.backend import Placement
 from serve.engine.config import Defaults
+from serve.engine.config_override import config_from_json
 from serve.engine.errors import ModelLoadError
 from serve.engine.loaded_version import load_model
-from serve.engine.model_repository import find_models
+from serve.engine.model_repository import find_model, find_models
+from tests.models import save_mlp
 from tests.serve.engine.model_folders import load, write_versions
 
 
@@ -118,5 +120,20 @@ def test_weights_that_are_a_link_out_of_the_repository_are_refused(tmp_path: Pat
     load(root)
     weights.rename(tmp_path / "weights.bin")
     weights.symlink_to(tmp_path / "weights.bin")
-    with pytest.raises(ModelLoadError, match="symbolic link|escapes model directory"):
+    with pytest.raises(
+        ModelLoadError, match=r"weights.bin: is a link out of the repository, expected what lies in it; copy it there$"
+    ):
         load(root)
+
+
+def test_a_bare_file_may_keep_weights_beside_it_and_nowhere_else(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "folder" / "net.onnx")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    for declared in (None, config_from_json("{}", path / "net")):
+        (files,) = find_model(path, "net", declared)
+        load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+        weights = path.with_name("weights.bin").rename(tmp_path / "weights.bin")
+        path.with_name("weights.bin").symlink_to(weights)
+        with pytest.raises(ModelLoadError, match=r"weights.bin: is a link out of the repository"):
+            load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+        weights.replace(path.with_name("weights.bin"))
