@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.backends.session_settings import read_settings
 from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
 from serve.backends.torch_upcast import can_upcast, half_dtypes, upcast_graph, upcast_tensor
+from serve.backends.torch_writes import written
 from serve.engine.backend import ModelInterface, Placement
 from serve.engine.errors import BackendError, ModelLoadError
 from serve.engine.tensors import Array, Tensors
@@ -65,12 +66,13 @@ class TorchRuntime:
             program = move_to_device_pass(program, str(device))
         if upcast:
             upcast_graph(program.graph_module)
-        specs = program.graph_signature.input_specs
+        specs, changes = program.graph_signature.input_specs, written(program.graph_module)
         return TorchBackend(
             provider=f"torch on {device}",
             precision=f"fp32 (the {halves} model, upcast)" if upcast else halves or "fp32",
             _program=program.graph_module,
             _arguments=[_argument(program, spec, upcast=upcast) for spec in specs],
+            _changing=[i for i, s in enumerate(specs) if s.arg.name in changes and s.kind is not USER_INPUT],
             _places={s.arg.name: i for i, s in enumerate(specs) if isinstance(s.arg, TensorArgument) and s.kind is USER_INPUT},
             _dtypes={spec.name: spec.datatype.array_dtype for spec in interface.inputs},
             _skipped=len(program.graph_signature.output_specs) - len(interface.outputs),
@@ -94,6 +96,7 @@ class TorchBackend:
     precision: str
     _program: torch.fx.GraphModule
     _arguments: list[Any]  # weights and constants; None where an input goes
+    _changing: Sequence[int]  # places of those that the program writes into
     _places: Mapping[str, int]  # of the inputs among them
     _dtypes: Mapping[str, np.dtype[Any]]
     _skipped: int  # outputs before the user's: what the program would have written into its buffers
@@ -116,6 +119,8 @@ class TorchBackend:
         """
         check_sizes(self._ranges, inputs)
         arguments = list(self._arguments)
+        for place in self._changing:  # what one request leaves there is not for the next
+            arguments[place] = arguments[place].clone()
         for name, array in inputs.items():
             arguments[self._places[name]] = self._tensor(array)
         try:
