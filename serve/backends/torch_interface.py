@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,9 @@ def program_interface(program: ExportedProgram, path: Path) -> ModelInterface:
     inputs = tuple(_spec(name, values.get(name), f"{path}: input") for name in taken)
     given = program.graph_signature.user_outputs
     names = _output_names(program)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:  # {"a": {"b": x}, "a.b": y}
+        raise ModelLoadError(f"{path}: output {twice!r} is there twice, expected each once; return other keys")
     outputs = tuple(
         _spec(name, values.get(node) if isinstance(node, str) else node, f"{path}: output")
         for name, node in zip(names, given, strict=True)

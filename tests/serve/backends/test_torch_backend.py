@@ -100,6 +100,17 @@ def test_a_program_that_writes_into_its_inputs_leaves_a_clients_bytes_alone(tmp_
     assert x.tolist() == [[1.0]]
 
 
+class Nested(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"a": {"b": x}, "a.b": x * 2}
+
+
+def test_outputs_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    path = save_program(tmp_path / "m.pt2", Nested(), torch.zeros(2, 1), dynamic_shapes=BATCH)
+    with pytest.raises(ModelLoadError, match=r"m.pt2: output 'a.b' is there twice, expected each once; return other keys"):
+        TorchRuntime().describe(path)
+
+
 class Options(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, mode: str = "sum") -> torch.Tensor:
         y = x if mask is None else x * mask
