@@ -10,7 +10,7 @@ from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import require_memory
 from serve.control.short_sizes import short_sizes
 from serve.control.warm_up import warm_up
-from serve.engine.backend import Placement, Runtime
+from serve.engine.backend import CPU_PROVIDERS, Placement, Runtime
 from serve.engine.config import Defaults
 from serve.engine.errors import ModelLoadError
 from serve.engine.ignored_settings import ignored_settings
@@ -64,7 +64,8 @@ class Loader:
 
 def _report_ignored(version: LoadedVersion) -> None:
     declared = version.files.config
-    ignored = ignored_settings(declared.message, version.interface.kind)
+    on_device = any(backend.provider not in CPU_PROVIDERS for backend in version.backends)
+    ignored = ignored_settings(declared.message, version.interface.kind, on_device=on_device)
     if ignored:
         logger.warning("%s: no effect here: %s", declared.source, ", ".join(ignored))
 

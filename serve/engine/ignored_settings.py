@@ -36,19 +36,33 @@ ONNX_ONLY_PARAMETERS = frozenset(
     }
 )
 ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
+# What a CUDA device alone is told.
+DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators"})
+DEVICE_ONLY_PARAMETERS = frozenset(
+    {
+        *("halfserve.cuda_graphs", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
+        "do_copy_in_default_stream",
+    }
+)
+# Parameters are free for anyone's use; this one is known to mean something to Triton.
+UNKNOWN_HERE = frozenset({"share_session_between_instances"})
 
 
-def ignored_settings(config: ModelConfig, kind: ModelKind) -> list[str]:
+def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -> list[str]:
     """Paths of the settings in a config.pbtxt that this server does not act on, for a warning.
 
     Args:
         config: as read.
         kind: of the model file.
+        on_device: the model, or a copy of it, computes on a CUDA device.
     """
-    if kind is ONNX:
-        return sorted(set(_ignored(config, "", frozenset())))
-    keys = (key for key in config.parameters if key in ONNX_ONLY_PARAMETERS or key.startswith(ONNX_ONLY_PREFIXES))
-    return sorted({*_ignored(config, "", ONNX_ONLY), *(f"parameters.{key}" for key in keys)})
+    dropped, parameters, prefixes = frozenset[str](), UNKNOWN_HERE, tuple[str, ...]()
+    if not on_device:
+        dropped, parameters = DEVICE_ONLY, parameters | DEVICE_ONLY_PARAMETERS
+    if kind is not ONNX:
+        dropped, parameters, prefixes = dropped | ONNX_ONLY, parameters | ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES
+    keys = (key for key in config.parameters if key in parameters or key.startswith(prefixes))
+    return sorted({*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)})
 
 
 def _ignored(message: Message, prefix: str, dropped: AbstractSet[str]) -> Iterator[str]:

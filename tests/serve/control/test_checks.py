@@ -86,6 +86,15 @@ def test_nobody_can_say_of_a_model_what_the_server_finds_out(tmp_path: Path) -> 
     assert found["halfserve.nodes"].string_value.startswith("CPUExecutionProvider=")
 
 
+def test_accelerators_have_no_effect_on_the_cpu_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    accelerator = 'optimization { execution_accelerators { gpu_execution_accelerator { name: "tensorrt" } } }'
+    (tmp_path / "mlp" / "config.pbtxt").write_text(accelerator)
+    (files,) = find_models(tmp_path)
+    loader().load(files)
+    assert "mlp/config.pbtxt: no effect here: optimization.execution_accelerators" in caplog.text
+
+
 def test_data_files_count(tmp_path: Path) -> None:
     model = certified(tmp_path)
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)

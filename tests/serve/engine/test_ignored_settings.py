@@ -11,7 +11,7 @@ def test_settings_without_effect_are_named() -> None:
     config = text_format.Parse(
         "optimization { eager_batching: true } response_cache { enable: true } max_batch_size: 2", ModelConfig()
     )
-    assert ignored_settings(config, ONNX) == ["optimization.eager_batching", "response_cache"]
+    assert ignored_settings(config, ONNX, on_device=True) == ["optimization.eager_batching", "response_cache"]
 
 
 def test_settings_without_effect_inside_others_are_named_too() -> None:
@@ -20,7 +20,7 @@ def test_settings_without_effect_inside_others_are_named_too() -> None:
         default_queue_policy { max_queue_size: 9 default_timeout_microseconds: 5 } }
       instance_group [{ count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU host_policy: "numa" }]
       parameters { key: "team" value { string_value: "vision" } } version_policy { all {} }"""
-    assert ignored_settings(text_format.Parse(text, ModelConfig()), ONNX) == [
+    assert ignored_settings(text_format.Parse(text, ModelConfig()), ONNX, on_device=True) == [
         "dynamic_batching.preserve_ordering",
         "input.optional",
         "instance_group.host_policy",
@@ -39,8 +39,8 @@ def test_what_onnx_runtime_alone_acts_on_has_no_effect_on_torch_programs() -> No
       parameters { key: "session.set_denormal_as_zero" value { string_value: "1" } }
       parameters { key: "team" value { string_value: "vision" } }"""
     config = text_format.Parse(text, ModelConfig())
-    assert ignored_settings(config, ONNX) == []
-    assert ignored_settings(config, TORCH_EXPORT) == [
+    assert ignored_settings(config, ONNX, on_device=True) == []
+    assert ignored_settings(config, TORCH_EXPORT, on_device=True) == [
         "optimization.cuda.graphs",
         "optimization.execution_accelerators",
         "optimization.graph.level",
@@ -49,3 +49,23 @@ def test_what_onnx_runtime_alone_acts_on_has_no_effect_on_torch_programs() -> No
         "parameters.halfserve.optimization_level",
         "parameters.session.set_denormal_as_zero",
     ]
+
+
+def test_what_a_device_is_told_has_no_effect_on_the_cpu() -> None:
+    text = """optimization { graph { level: 1 } cuda { graphs: true }
+        execution_accelerators { gpu_execution_accelerator { name: "tensorrt" } } }
+      parameters { key: "gpu_mem_limit" value { string_value: "1000000000" } }
+      parameters { key: "execution_mode" value { string_value: "1" } }"""
+    config = text_format.Parse(text, ModelConfig())
+    assert ignored_settings(config, ONNX, on_device=True) == []
+    assert ignored_settings(config, ONNX, on_device=False) == [
+        "optimization.cuda.graphs",
+        "optimization.execution_accelerators",
+        "parameters.gpu_mem_limit",
+    ]
+
+
+def test_a_parameter_that_means_something_to_triton_alone_is_named() -> None:
+    text = 'parameters { key: "share_session_between_instances" value { string_value: "true" } }'
+    config = text_format.Parse(text, ModelConfig())
+    assert ignored_settings(config, ONNX, on_device=True) == ["parameters.share_session_between_instances"]
