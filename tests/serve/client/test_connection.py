@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from serve.client import (
     ServerUnavailable,
     Tls,
 )
+from serve.client.tls import GRPC_ROOTS
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer
@@ -69,6 +72,23 @@ def test_both_sides_show_their_certificates(
     )
     assert connect(secure.address, tls=tls, token=TOKEN).server_metadata().name == "s"
     assert secure.headers["authorization"] == f"Bearer {TOKEN}"
+
+
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", GRPC_ROOTS])
+def test_whom_the_system_trusts_is_trusted(certificates: Callable[[str], Path], variable: str) -> None:
+    pair = (certificates("server.key").read_bytes(), certificates("server.pem").read_bytes())
+    server = ScriptedServer(grpc.ssl_server_credentials([pair]))
+    server.answers |= NAME
+    # Another process: gRPC reads its own variable once.
+    program = f"""
+from serve.client import InferenceClient, Tls
+print(InferenceClient("{server.address}", tls=Tls(server_name="localhost"), timeout_s=20).server_metadata().name)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in {"SSL_CERT_FILE", GRPC_ROOTS}}
+    environment[variable] = str(certificates("authority.pem"))
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    server.stop()
+    assert (done.stdout, done.stderr) == ("s\n", "")
 
 
 @pytest.mark.parametrize(
