@@ -148,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # grpcio's core writes to stderr on its own, with file names of its sources. It reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # ONNX Runtime would count what it runs, in a file in the home folder, to send that to its makers. It reads this likewise.
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     stage = STAGES.get(next((a for a in arguments if not a.startswith("-")), ""))
     prefix = f"halfserve {arguments[0]}" if stage else "halfserve"

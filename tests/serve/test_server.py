@@ -50,6 +50,18 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+def test_the_runtime_counts_nothing_for_its_makers(mlp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # ONNX Runtime does not count where it knows a machine that builds software, nor where it is told not to.
+    for name in ("CI", "GITHUB_ACTIONS", "TF_BUILD", "JENKINS_URL", "CIRCLECI", "ORT_DISABLE_TELEMETRY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serving(mlp) as (_, ready):
+        assert ask(ready["grpc_port"]).shape == (1, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["halfserve"]
+
+
 @pytest.mark.parametrize("option", ["--max-batch-size", "--max-queue-delay-us", "--threads"])
 def test_numbers_that_are_too_large_are_wrong_usage(mlp: Path, option: str) -> None:
     code, text = refused(mlp, option, "1" + 20 * "0")
