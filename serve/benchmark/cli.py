@@ -116,7 +116,8 @@ def bench(
     )
     goal = None if max_latency_ms is None else Goal(percent=percentile, max_ms=max_latency_ms)
     given, zeros = _data(inputs or [], data)
-    used = processes or default_processes()
+    most = default_processes()
+    used = processes or min(most, connections or most)
     campaign = Campaign(
         address=address,
         models=models,
@@ -208,11 +209,14 @@ def _contestant(text: str, address: str) -> tuple[str, str]:
 
 def _check(campaign: Campaign) -> None:
     """Raise for options that exclude each other."""
-    most = MAX_CONNECTIONS * campaign.options.processes
-    if campaign.how.connections > most:
+    asked, least = campaign.how.connections, campaign.options.processes
+    most = MAX_CONNECTIONS * least
+    if asked > most:
         raise BenchmarkArgumentError(
-            f"--connections {campaign.how.connections}: expected at most {most}, {MAX_CONNECTIONS} for each of --processes"
+            f"--connections {asked}: expected at most {most}, {MAX_CONNECTIONS} for each of --processes"
         )
+    if asked < least:
+        raise BenchmarkArgumentError(f"--connections {asked}: expected {least} at least, one for each of --processes")
     several = len(campaign.batch_sizes) > 1
     if campaign.how.until_stable and campaign.how.requests is not None:
         raise BenchmarkArgumentError("--until-stable and --requests both say when to end; expected one of them")

@@ -33,7 +33,7 @@ RequestCount = Annotated[int | None, _load(help="End each level after so many re
 UntilStable = Annotated[bool, _load("--until-stable", help="Measure windows of --seconds until three agree within 10 %.")]
 Warmup = Annotated[float, _load(help="Seconds of unmeasured load before each level.", callback=_finite, min=0)]
 Processes = Annotated[int | None, _load(help="Processes that generate the load; without it, what the machine gives.", min=1)]
-Connections = Annotated[int | None, _load(help="To the server; without it, one per process.", min=1)]
+Connections = Annotated[int | None, _load(help="To the server, more where these are full; without it, one per process.", min=1)]
 Timeout = Annotated[float, _load(help="Deadline of each request, in seconds.", callback=_finite, min=0.001)]
 
 _comparing = partial(typer.Option, rich_help_panel="Searching and comparing")

@@ -74,6 +74,17 @@ def test_rates_batch_sizes_streams_and_zeros(server: RunningServer, capsys: pyte
     assert found["levels"][1]["rows_per_second"] == pytest.approx(3 * found["levels"][1]["goodput_per_second"])
 
 
+@pytest.mark.parametrize(("connections", "expected"), [((), (4, 4)), (("--connections", "1"), (1, 1))])
+def test_so_many_connections_take_no_more_processes(
+    monkeypatch: pytest.MonkeyPatch, connections: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(cli, "default_processes", lambda: 4)
+    monkeypatch.setattr(cli, "_run", lambda order, *_, **__: used.append((order.options.processes, order.how.connections)))
+    assert bench("mlp", *connections) == 0
+    assert used == [expected]
+
+
 def test_two_models_are_compared_in_speed_and_answers(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--concurrency", "2", "--requests", "10", "--rounds", "2")
     found = figures(server, capsys, "mlp", "--against", "mlp", *load, "--against", f"{server.address}/mlp")
@@ -105,6 +116,11 @@ def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest
         (["mlp", "--against", "mlp", "--batch-size", "1,2"], 2, "--against compares one model with one --batch-size"),
         (["mlp", "--against", "mlp", "--max-latency-ms", "1"], 2, "searches on one server with one --batch-size"),
         (["mlp", "--until-stable", "--requests", "9"], 2, "--until-stable and --requests both say when to end"),
+        (
+            ["mlp", "--connections", "1", "--processes", "3"],
+            2,
+            "--connections 1: expected 3 at least, one for each of",
+        ),
         (["mlp", "--connections", "501", "--processes", "1"], 2, "--connections 501: expected at most 500, 500 for each of"),
         (["mlp", "--header", "x"], 1, "--header x: expected NAME:VALUE"),
         (["mlp", "--tls-key", "/nowhere"], 1, "TLS has a client key without its certificate; give both files"),
