@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from typing import Protocol, cast
 
 from ngh2.exceptions import ConnectionStateError, NGH2Error
@@ -15,8 +14,6 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
 from serve.transports.nghttp2.frames import NO_ERROR
 from serve.transports.nghttp2.session import GrpcSession, Route
-
-logger = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
@@ -31,6 +28,9 @@ class Owner(Protocol):
 
     def disconnected(self, connection: GrpcConnection) -> None:
         """Forget it."""
+
+    def broken(self, error: NGH2Error) -> None:
+        """Take note that a client has broken HTTP/2."""
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Have `connection.flush` called at the end of this turn of the loop."""
@@ -213,7 +213,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._owner.flush_soon(self)
 
     def _broken(self, error: NGH2Error) -> None:
-        logger.info("a connection broke HTTP/2: %s", error)
+        self._owner.broken(error)
         self._give_up()
 
     def _leave(self, transport: asyncio.Transport) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngh2.exceptions import NGH2Error
+
 from serve.protocol.service import Service
 from serve.security.gate import Gate
 from serve.security.private_socket import private_socket
@@ -19,6 +21,7 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.calls import Calls
 from serve.transports.nghttp2.connection import GrpcConnection
 from serve.transports.nghttp2.linger import Linger
+from serve.transports.nghttp2.seldom import Seldom
 from serve.transports.transport import BindError, address_of
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class Nghttp2Server:
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
         self._sweeping: asyncio.TimerHandle | None = None
         self._linger: Linger | None = None  # once it listens
+        self._told_broken, self._told_refused = Seldom(logger.info), Seldom(logger.warning)
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
@@ -158,7 +162,7 @@ class Nghttp2Server:
     def connected(self, connection: GrpcConnection) -> bool:
         """Take note of a new connection; False where there are too many."""
         if len(self._connections) >= self._limits.max_connections:
-            logger.warning("a connection was refused: %d are open", len(self._connections))
+            self._told_refused.say("a connection was refused: %d are open", len(self._connections))
             return False
         self._connections.add(connection)
         return True
@@ -168,6 +172,10 @@ class Nghttp2Server:
         self._connections.discard(connection)
         self._unflushed.discard(connection)
         self._changed.set()
+
+    def broken(self, error: NGH2Error) -> None:
+        """Take note that a client has broken HTTP/2."""
+        self._told_broken.say("a connection broke HTTP/2: %s", error)
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Flush at the end of this turn of the loop, once for all that is answered until then."""

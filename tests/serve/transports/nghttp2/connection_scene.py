@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 
 from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, StreamReset, TrailersReceived
+from ngh2.exceptions import NGH2Error
 
 from serve.engine.errors import InferenceError
 from serve.protocol.status import Status
@@ -60,6 +61,9 @@ class Owner:
         return True
 
     def disconnected(self, connection: GrpcConnection) -> None:
+        pass
+
+    def broken(self, error: NGH2Error) -> None:
         pass
 
     def flush_soon(self, connection: GrpcConnection) -> None:
