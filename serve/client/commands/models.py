@@ -42,7 +42,7 @@ def models(
     *,
     load: Annotated[list[str] | None, typer.Option(help="Load this model, or load it anew; before listing.")] = None,
     config: Annotated[Path | None, typer.Option(help="JSON file with a ModelConfig for --load, instead of its own.")] = None,
-    unload: Annotated[list[str] | None, typer.Option(help="Stop serving this model; before listing.")] = None,
+    unload: Annotated[list[str] | None, typer.Option(help="Stop serving this model; after --load, before listing.")] = None,
     wait: Annotated[
         float | None, typer.Option(help="Wait so many seconds for the models, or the server, to be ready.", min=0.001)
     ] = None,
@@ -74,6 +74,9 @@ def models(
         token_file=token_file,
         headers=headers,
     )
+    both = sorted({*(load or ())} & {*(unload or ())})
+    if both:
+        raise InvalidRequest(f"--load and --unload both name {both[0]!r}; --load alone loads a model anew")
     override = None if config is None else _config_text(config, load)
     with connect(address, credentials, timeout=timeout, retries=retries) as client:
         if wait is not None and not load:

@@ -120,6 +120,7 @@ def test_json_has_no_word_for_nan_so_strings_say_it(server: RunningServer, run: 
         (["models", "--config", "c.json"], 1, "--config is for one --load; give both, once"),
         (["models", "--load", "mlp", "--config", "no.json"], 1, "--config no.json: cannot be read: "),
         (["models", "--load", "\udcff"], 1, "a model's name must be text that UTF-8 can say, not '\\udcff'"),
+        (["models", "--unload", "m", "--load", "m"], 1, "--load and --unload both name 'm'; --load alone loads a model anew"),
         (["models", "--unload", "\udcff"], 1, "a model's name must be text that UTF-8 can say, not '\\udcff'"),
         (["models", "--address", "\udcff:1"], 1, "the address must be text that UTF-8 can say, not '\\udcff:1'"),
         (["models", "nope", "--wait", "0.05"], 1, "model 'nope' was not ready within"),
