@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.transports.grpc_framing import PREFIX_BYTES, frame
-from serve.transports.nghttp2.frames import (
-    INITIAL_WINDOW_SIZE,
-)
+from serve.transports.nghttp2.frames import HEADER_TABLE_SIZE, INITIAL_WINDOW_SIZE
 from tests.serve.transports.nghttp2.connection_scene import Scene, begun
 
 ANNOUNCED = {1: 40, 2: 3000}  # by their choice modulo 4, calls that say how long their request is, and that length
@@ -22,7 +20,7 @@ SIZES = st.integers(0, 40) | st.integers(0, 3000) | st.integers(0, 200_000)
 class Step(Enum):
     """What a client or the server may do next."""
 
-    CALL, PIECES, OTHER, ANSWER, FAIL, RESET, GO_ON = range(7)
+    CALL, PIECES, OTHER, ANSWER, FAIL, RESET, GO_ON, HAND_OVER = range(8)
 
 
 STEPS = [*Step, Step.CALL, Step.CALL, Step.PIECES, Step.ANSWER]
@@ -54,6 +52,8 @@ class Story:
         elif step is Step.GO_ON and self.growing:
             stream = sorted(self.growing)[choice % len(self.growing)]
             scene.client.send_data(stream, self.growing.pop(stream), end_stream=True)
+        elif step is Step.HAND_OVER and not choice:
+            scene.client.update_settings({HEADER_TABLE_SIZE: 0})  # from now on libnghttp2 does everything
         elif ready:
             self._end(step, ready[choice % len(ready)], body)
 
