@@ -10,7 +10,9 @@ import pytest
 from starlette.routing import Route
 
 from serve.http.openapi import document
+from serve.http.options import HttpLimits, HttpOptions
 from serve.http.rest_server import RestServer
+from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
 
 DOCUMENT = document()
@@ -120,6 +122,29 @@ def test_answers_are_as_described(http: httpx.Client, path: str, method: str) ->
     example = response["content"]["application/json"].get("example")
     if example is not None and "infer" in path:
         assert answer.json() == example  # what people read is what they get
+
+
+def test_refusals_of_a_body_are_as_described(server: RunningServer) -> None:
+    limits = HttpLimits(max_body_bytes=100)
+    with (
+        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}", timeout=20) as client,
+    ):
+        for path, method, operation in operations():
+            if "requestBody" not in operation:
+                continue
+            real = path.replace("{model}", "unbatched").replace("{version}", "1").replace("{region}", "none")
+            large = client.request(method, real, content=b" " * 101)
+            coded = client.request(method, real, content=b" " * 50, headers={"content-encoding": "unknown"})
+            assert (large.status_code, coded.status_code) == (413, 501), path
+            assert {"413", "501", "503", "504"} <= operation["responses"].keys(), path
+
+
+def test_settings_that_lead_nowhere_are_refused_as_described(http: httpx.Client) -> None:
+    for path in ("/v2/trace/setting", "/v2/models/{model}/trace/setting"):
+        answer = http.post(path.replace("{model}", "unbatched"), json={"trace_level": ["TIMESTAMPS"]})
+        assert answer.status_code == 409
+        assert "409" in DOCUMENT["paths"][path]["post"]["responses"]
 
 
 def test_it_is_served_with_the_servers_version(http: httpx.Client, server: RunningServer) -> None:
