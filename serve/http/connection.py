@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.config import Config
@@ -14,7 +14,11 @@ from serve.http.options import HttpLimits
 
 
 class HttpConnection(H11Protocol):
-    """Closes on clients that open and say nothing, that dribble headers, or that never read their answer."""
+    """Closes on clients that open and say nothing, that dribble headers, or that never read their answer.
+
+    Where one is refused while it sends a body, this side alone is closed, and what still comes is dropped for `stall_s`: for a
+    socket that is closed the system would answer with a reset, and many clients that meet one do not look at their answer.
+    """
 
     def __init__(self, config: Config, state: ServerState, limits: HttpLimits) -> None:
         super().__init__(config, state, {})
@@ -22,6 +26,7 @@ class HttpConnection(H11Protocol):
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
         self._unread_bytes = 0
+        self._leaving: asyncio.TimerHandle | None = None  # what still comes is dropped
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, unless there are too many."""
@@ -34,13 +39,23 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._stop_waiting()
-        if self._unread is not None:
-            self._unread.cancel()
+        for timer in (self._unread, self._leaving):
+            if timer is not None:
+                timer.cancel()
+        if self.cycle is not None:
+            self.cycle.transport = self.transport  # instead of what leads back here
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, as long as they are wanted."""
+        if self._leaving is None:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         """Act on what has arrived, and wait for the rest of headers that have begun to, or of a request that is answered."""
         super().handle_events()
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.transport is self.transport:
+            self.cycle.transport = cast("asyncio.Transport", _Answering(self))
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not begun:
             self._stop_waiting()
@@ -56,6 +71,16 @@ class HttpConnection(H11Protocol):
         self._unread_bytes = self._write_buffer()
         if self._unread_bytes and self._unread is None:
             self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread)
+
+    def leave(self) -> None:
+        """Close once the client has closed, if it is still sending."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            self.transport.close()
+            return
+        if self._leaving is None:
+            self._leaving = self.loop.call_later(self._limits.stall_s, self.transport.close)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
 
     def tell_when_read(self) -> None:
         """Have `flow.drain` wait until the client has taken all that was written, or has gone."""
@@ -100,3 +125,15 @@ class HttpConnection(H11Protocol):
 
     def _write_buffer(self) -> int:
         return int(self.transport.get_write_buffer_size())
+
+
+class _Answering:
+    """What uvicorn takes for the transport while it answers a request whose body is still to come."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
+        self.write = connection.transport.write
+        self.is_closing = connection.transport.is_closing
+
+    def close(self) -> None:
+        self._connection.leave()
