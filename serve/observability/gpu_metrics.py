@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -42,17 +43,25 @@ def gpu_metrics(nvml: Nvml | None) -> Iterator[Metric]:
     """The nv_gpu_* metrics of every device; a figure that a device does not tell is left out."""
     if nvml is None:
         return
-    devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    labels = [{"gpu_uuid": _text(nvml.nvmlDeviceGetUUID(device))} for device in devices]
+    devices = list(_devices(nvml))
     for name, kind, text, read in FIGURES:
         metric = Metric(name, text, kind)
-        for device, label in zip(devices, labels, strict=True):
+        for device, label in devices:
             try:
                 value = read(nvml, device)
             except nvml.NVMLError:
                 continue
             metric.add_sample(name, label, value)
         yield metric
+
+
+def _devices(nvml: Nvml) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The devices that answer, with their labels. One that has fallen off the bus must not take the other metrics with it."""
+    with suppress(nvml.NVMLError):
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with suppress(nvml.NVMLError):
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                yield device, {"gpu_uuid": _text(nvml.nvmlDeviceGetUUID(device))}
 
 
 def _used(nvml: Nvml, device: Any) -> Any:

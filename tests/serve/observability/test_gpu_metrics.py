@@ -64,6 +64,29 @@ def test_gpu_figures_are_as_perf_analyzer_reads_them() -> None:
     assert all(re.fullmatch(r'\w+\{gpu_uuid="[^"]+"\} \d+(\.\d+)?', line) for line in lines)
 
 
+class OneLost(TwoGpus):
+    """The first device has fallen off the bus."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802  (NVIDIA's name)
+        if not index:
+            raise NoFigureError
+        return index
+
+
+class NoDriver(TwoGpus):
+    """The driver is gone, as while it is updated."""
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  (NVIDIA's name)
+        raise NoFigureError
+
+
+def test_a_device_that_is_lost_does_not_take_the_others_figures_with_it() -> None:
+    lines = [line for line in to_text(gpu_metrics(OneLost())).splitlines() if not line.startswith("#")]
+    assert lines[0] == 'nv_gpu_utilization{gpu_uuid="GPU-b"} 0.51'
+    assert not any("GPU-a" in line for line in lines)
+    assert not [line for line in to_text(gpu_metrics(NoDriver())).splitlines() if not line.startswith("#")]
+
+
 def test_without_the_library_there_are_no_figures() -> None:
     assert list(gpu_metrics(None)) == []
 
