@@ -16,6 +16,8 @@ SIGNS = (
     "device-side assert",
     "uncorrectable ecc error",
     "hardware stack error",
+    "global/shared address space",
+    "uncorrectable nvlink error",
     "the launch timed out",
     "cuda failure 700",
     "cuda failure 719",

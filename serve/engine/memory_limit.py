@@ -25,6 +25,7 @@ SIGNS = (
     "unable to allocate",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "_allocation_failed",  # cuDNN 9's CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and ..._HOST_...
 )
 
 

@@ -7,10 +7,25 @@ import asyncio
 import pytest
 
 from serve.engine.backend import Backend
+from serve.engine.device_faults import is_device_lost
 from serve.engine.errors import ModelLoadError
 from tests.serve.engine.fragile_copies import Fragile, Scene, run
 
 STICKY = "CUDA failure 700: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        (STICKY, True),
+        ("CUDA error: operation not supported on global/shared address space", True),
+        ("CUDA failure 220: uncorrectable NVLink error detected during the execution", True),
+        ("CUDA failure 2: out of memory", False),
+        ("CUDA failure 900: operation not permitted when stream is capturing", False),
+    ],
+)
+def test_what_a_runtime_says_of_a_lost_device_is_known(text: str, *, is_lost: bool) -> None:
+    assert is_device_lost(RuntimeError(text)) is is_lost
 
 
 class Refusing:

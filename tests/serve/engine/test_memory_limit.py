@@ -64,11 +64,12 @@ class Scene:
         (np.exceptions.AxisError("axis 3"), False),
         (RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"), True),
         (RuntimeError("CUDA failure 2: out of memory ; GPU=0"), True),
+        (RuntimeError("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0"), True),
         (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED"), True),
         (ValueError("indices out of bounds"), False),
     ],
-    ids=["python", "numpy", "bad_alloc", "cuda", "torch", "cublas", "bounds"],
+    ids=["python", "numpy", "bad_alloc", "cuda", "cudnn", "torch", "cublas", "bounds"],
 )
 def test_what_means_that_memory_ran_out(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
