@@ -19,6 +19,7 @@ from serve.backends.node_placement import nodes_by_provider
 from serve.backends.onnx_interface import read_interface
 from serve.backends.onnxruntime_session import OpenSession, SessionOpener
 from serve.backends.optimization_level import KEY, OptimizationLevel
+from serve.backends.runtime_errors import reason_of
 from serve.backends.session_settings import read_settings
 from serve.engine.backend import ModelInterface, Placement
 from serve.engine.errors import BackendError, InvalidArgumentError
@@ -153,8 +154,7 @@ class OnnxRuntimeBackend:
                 arrays = self._replays.run(feeds)
         except Exception as error:
             # The runtime's exceptions have no common class of their own.
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise BackendError(f"the model failed on this request: {reason}") from error
+            raise BackendError(f"the model failed on this request: {reason_of(error)}") from error
         outputs = dict(zip(self._output_dtypes, arrays, strict=True))
         if self._casts:
             # What fp32 holds and bf16 does not becomes an infinity, as it would have in bf16.

@@ -18,10 +18,12 @@ from serve.backends.denormals import keep_to_own_threads
 from serve.backends.node_placement import RECORD_ENTRY
 from serve.backends.onnx_preparation import PreparedModel, prepared
 from serve.backends.optimization_level import OptimizationLevel
+from serve.backends.runtime_errors import is_about_an_option, reason_of
 from serve.backends.session_settings import SessionSettings
 from serve.backends.thread_choice import is_quick, may_be_quick
 from serve.engine.backend import Placement
 from serve.engine.cuda_driver import device_count
+from serve.engine.device_faults import is_device_lost
 from serve.engine.errors import ModelLoadError
 from serve.engine.pauses import pause
 
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 LOG_NOTHING_BUT_FATAL = 4  # what fails is raised, or said below in one line
 Providers = list[tuple[str, dict[str, str]]]
+
+
+class _UnusableDeviceError(Exception):
+    """The runtime has the CUDA provider, and cannot start it; the text is the runtime's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +94,15 @@ class SessionOpener:
             return self._on_cpu()
         reason = _why_no_device(placement)
         if reason is None:
-            missing = _preload_cuda()
-            opened = self._on_gpu()
-            if opened.provider != CPU:
-                return opened
-            reason = f"ONNX Runtime cannot use CUDA device {placement.device_id} ({missing or 'it does not say why'})"
+            said = _preload_cuda()
+            try:
+                opened = self._on_gpu()
+            except _UnusableDeviceError as error:
+                said = str(error)
+            else:
+                if opened.provider != CPU:
+                    return opened
+            reason = f"ONNX Runtime cannot use CUDA device {placement.device_id} ({said or 'it does not say why'})"
         elif not placement.require_gpu:
             return self._on_cpu()
         if placement.require_gpu:
@@ -154,6 +164,7 @@ class SessionOpener:
     def _session(self, model: PreparedModel, level: OptimizationLevel, providers: Providers) -> ort.InferenceSession:
         if self.settings.session_entries.get(DENORMALS) == "1":
             keep_to_own_threads()
+        on_gpu = providers[0][0] != CPU
         try:
             options = self._options(level)
             session = ort.InferenceSession(
@@ -161,12 +172,13 @@ class SessionOpener:
                 options,
                 providers=[name for name, _ in providers],
                 provider_options=[choices for _, choices in providers],
+                enable_fallback=0,  # it would print to stdout, and go to the CPU unsaid, whatever the provider complains of
             )
         except Exception as error:
-            # The runtime's exceptions have no common class of their own.
-            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {_first_line(error)}") from error
-        # Its own fall-back would print to stdout and go to the CPU, unsaid.
-        session.disable_fallback()
+            # The runtime's exceptions have no common class of their own. RuntimeErrors are about providers, not about models.
+            if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
+                raise _UnusableDeviceError(reason_of(error)) from error
+            raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason_of(error)}") from error
         return session
 
     def _options(self, level: OptimizationLevel) -> Any:
@@ -205,7 +217,3 @@ def _preload_cuda() -> str:
     with contextlib.redirect_stdout(printed):
         ort.preload_dlls()
     return printed.getvalue().strip().split("\n")[0]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

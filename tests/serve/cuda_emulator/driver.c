@@ -16,8 +16,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201 };
-enum { HANDLE_BYTES = 64, MAX_BLOCKS = 64, MAX_DEPTH = 8 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201 };
+enum { ALREADY_REGISTERED = 712, NOT_REGISTERED = 713 };
+enum { HANDLE_BYTES = 64, MAX_BLOCKS = 64, MAX_DEPTH = 8, MAX_RANGES = 256 };
 
 typedef struct {
     char reserved[HANDLE_BYTES];
@@ -30,12 +31,25 @@ typedef struct {
     int opens, is_own;
 } Block;
 
+typedef struct {
+    char *bytes;
+    size_t size;
+} Range;
+
+/* runtime.c's, where that is there: the error that a call gets while a stream records. */
+__attribute__((weak)) int emulated_is_refused(const char *name, int always);
+
+__thread int emulated_capture_mode;
+static Range locked[MAX_RANGES]; /* memory of the host that cannot be paged out */
+static int refuses_locking;
 static Block blocks[MAX_BLOCKS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int is_up, made;
 static char the_context;
 static __thread void *stack[MAX_DEPTH];
 static __thread int depth;
+
+static int refused(const char *name) { return emulated_is_refused ? emulated_is_refused(name, 0) : OK; }
 
 static int has_context(void) { return depth > 0 && stack[depth - 1] == &the_context; }
 
@@ -143,18 +157,69 @@ int cuMemGetAddressRange_v2(uint64_t *base, size_t *size, uint64_t pointer) {
 
 int cuMemcpyDtoH_v2(void *target, uint64_t source, size_t size) {
     if (!has_context()) return INVALID_CONTEXT;
+    if (refused("cuMemcpyDtoH")) return refused("cuMemcpyDtoH");
     return block_at(source, size) ? (memcpy(target, (void *)source, size), OK) : INVALID_VALUE;
 }
 
 int cuMemcpyHtoD_v2(uint64_t target, const void *source, size_t size) {
     if (!has_context()) return INVALID_CONTEXT;
+    if (refused("cuMemcpyHtoD")) return refused("cuMemcpyHtoD");
     return block_at(target, size) ? (memcpy((void *)target, source, size), OK) : INVALID_VALUE;
 }
 
-int cuStreamSynchronize(void *stream) { return has_context() && !stream ? OK : INVALID_CONTEXT; }
+int cuStreamSynchronize(void *stream) { return has_context() && !stream ? refused("cuStreamSynchronize") : INVALID_CONTEXT; }
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = emulated_capture_mode;
+    return has_context() ? (emulated_capture_mode = *mode, *mode = before, OK) : INVALID_CONTEXT;
+}
+
+int emulated_is_locked(const void *at) {
+    int found = 0;
+    pthread_mutex_lock(&lock);
+    for (Range *r = locked; r < locked + MAX_RANGES; r++) found |= r->bytes <= (char *)at && (char *)at < r->bytes + r->size;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+int emulated_lock(void *bytes, size_t size) {
+    int code = ALREADY_REGISTERED;
+    pthread_mutex_lock(&lock);
+    for (Range *r = locked; r < locked + MAX_RANGES && code; r++)
+        if (!r->bytes) *r = (Range){bytes, size}, code = OK;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+int emulated_unlock(void *bytes) {
+    int code = NOT_REGISTERED;
+    pthread_mutex_lock(&lock);
+    for (Range *r = locked; r < locked + MAX_RANGES; r++)
+        if (r->bytes == bytes) *r = (Range){0}, code = OK;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
+int cuMemHostRegister_v2(void *bytes, size_t size, unsigned flags) {
+    int code = refused("cuMemHostRegister");
+    if (!has_context()) return INVALID_CONTEXT;
+    if (code || flags || !size) return code ? code : INVALID_VALUE;
+    if (refuses_locking) return OUT_OF_MEMORY;
+    if (emulated_is_locked(bytes) || emulated_is_locked((char *)bytes + size - 1)) return ALREADY_REGISTERED;
+    return emulated_lock(bytes, size);
+}
+
+int cuMemHostUnregister(void *bytes) {
+    int code = refused("cuMemHostUnregister");
+    if (!has_context()) return INVALID_CONTEXT;
+    return code ? code : emulated_unlock(bytes);
+}
 
 int cuGetErrorString(int error, const char **text) {
-    *text = error == INVALID_VALUE ? "invalid argument" : error == INVALID_CONTEXT ? "invalid device context" : "emulated error";
+    *text = error == INVALID_VALUE     ? "invalid argument"
+            : error == OUT_OF_MEMORY   ? "out of memory"
+            : error == INVALID_CONTEXT ? "invalid device context"
+                                       : "emulated error";
     return OK;
 }
 
@@ -164,3 +229,12 @@ int emulated_opened(void) {
     for (Block *b = blocks; b < blocks + MAX_BLOCKS; b++) count += b->bytes && !b->is_own;
     return count;
 }
+
+/* Nor are these: how much of this process's memory is locked, and whether more may be. */
+size_t emulated_locked_bytes(void) {
+    size_t sum = 0;
+    for (Range *r = locked; r < locked + MAX_RANGES; r++) sum += r->size;
+    return sum;
+}
+
+void emulated_refuse_locking(int refuses) { refuses_locking = refuses; }

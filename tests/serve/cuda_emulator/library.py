@@ -1,17 +1,24 @@
-"""The driver's library that a test uses: the real one, or the emulated one, which is compiled first."""
+"""The libraries that a test uses: the real driver, or the emulated one, which is compiled first; and the emulated runtime."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
+import onnxruntime as ort
 import pytest
 
 from serve.engine.cuda_driver import DRIVER_NAMES, CudaDriver, device_count
 
 SOURCE = Path(__file__).with_name("driver.c")
+RUNTIME_SOURCE = Path(__file__).with_name("runtime.c")
+PROVIDER = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+# What a program misses: "                 U cudaMalloc@libcudart.so.13".
+MISSED = re.compile(r" U (\w+)(?:@(lib(?:cu\w+)\.so\.\d+))?$", re.MULTILINE)
 LIBRARIES = ["emulated", pytest.param("real", marks=pytest.mark.gpu)]
 
 
@@ -26,12 +33,65 @@ def library_path(name: str, folder: Path) -> str:
         if not device_count():
             pytest.skip("needs a CUDA device")
         return DRIVER_NAMES[0]
+    path = folder / "libcuda_emulated.so"
+    _compile(path, SOURCE)
+    return str(path)
+
+
+def make_device(folder: Path) -> None:
+    """Fill a folder with the libraries that ONNX Runtime's CUDA provider and the driver's users look for.
+
+    A process that has the folder in its LD_LIBRARY_PATH has a CUDA device then. Skips the test where the provider is not there.
+    """
+    if not PROVIDER.is_file():
+        pytest.skip("this ONNX Runtime has no CUDA provider for Linux")
+    missed = _missed(PROVIDER)
+    libraries = re.findall(r"\[(libcu\w+\.so\.\d+)\]", _output("readelf", "-d", PROVIDER))
+    runtime = next(name for name in libraries if name.startswith("libcudart."))
+    made = folder / "made.so"
+    _compile(made, SOURCE, RUNTIME_SOURCE)
+    defined = set(re.findall(r" T (\w+)$", _output("nm", "-D", made), re.MULTILINE))
+    for name in libraries:
+        if name.startswith("libcuda."):
+            continue
+        own = missed[name] | (missed[""] if name == runtime else set())
+        source, version = folder / f"{name}.c", folder / f"{name}.map"
+        source.write_text("".join(map(_nothing, sorted(own - defined))) or "int nothing;\n")
+        version.write_text(f"{name} {{ global: *; }};\n")
+        more = [SOURCE, RUNTIME_SOURCE] if name == runtime else []
+        _compile(folder / name, source, *more, f"-Wl,-soname,{name}", f"-Wl,--version-script={version}")
+    driver, empty = DRIVER_NAMES[0], folder / "empty.c"
+    empty.write_text("int nothing;\n")
+    needs = ("-Wl,--no-as-needed", folder / runtime, "-Wl,-rpath,$ORIGIN")
+    _compile(folder / driver, empty, f"-Wl,-soname,{driver}", *needs)
+
+
+def _nothing(name: str) -> str:
+    """A function that does nothing; what it would create is somewhere."""
+    return f"int {name}(void **made) {{ {'*made = made;' if 'Create' in name else '(void)made;'} return 0; }}\n"
+
+
+def _missed(program: Path) -> dict[str, set[str]]:
+    """The functions of CUDA that a program misses, by library; by "" where it does not say which."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, library in MISSED.findall(_output("nm", "-D", "--undefined-only", program)):
+        if library or name.startswith("cu"):
+            found[library].add(name)
+    return found
+
+
+def _output(*command: str | Path) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs {command[0]} to see what the CUDA provider calls")
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _compile(path: Path, *what: str | Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler for the emulated driver")
-    path = folder / "libcuda_emulated.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", path, SOURCE, "-lrt"], check=True)
-    return str(path)
+    flags = ("-shared", "-fPIC", "-O1", "-Wno-builtin-declaration-mismatch")
+    subprocess.run([compiler, *flags, "-o", path, *what, "-lrt", "-lpthread"], check=True)
 
 
 def driver_of(path: str) -> CudaDriver:

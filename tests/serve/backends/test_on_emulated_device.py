@@ -1,0 +1,41 @@
+"""The CUDA paths through ONNX Runtime's own CUDA provider, over an emulated device: see cuda_emulator/runtime.c."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.serve.cuda_emulator import scenes
+from tests.serve.cuda_emulator.library import make_device
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What each scene came to, from a process of its own that has the device."""
+    folder = tmp_path_factory.mktemp("device")
+    make_device(folder)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-q",
+        "-rA",
+        scenes.__file__,
+    ]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("scene", [name for name in vars(scenes) if name.startswith("test_")])
+def test_on_the_emulated_device(outcomes: str, scene: str) -> None:
+    lines = [line for line in outcomes.splitlines() if f"::{scene}" in line]
+    assert lines, outcomes
+    assert all(line.startswith("PASSED") for line in lines), outcomes
