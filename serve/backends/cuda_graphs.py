@@ -2,22 +2,34 @@
 
 A replay reads and writes the addresses that it was recorded with, so every shape has buffers of its own. See
 https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html#using-cuda-graphs-preview
+
+Some models can be opened for recording and not be recorded: operators whose output's size depends on values (NonZero) wait for
+the device, which is not allowed meanwhile. That shows when it is tried.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
+from serve.backends.cuda_neighbours import TURNS
+from serve.backends.runtime_errors import reason_of
 from serve.engine.tensors import Array
+
+logger = logging.getLogger(__name__)
 
 GRAPH_ID = "gpu_graph_id"
 NO_GRAPH = -1  # computes without recording
 # Each holds buffers on the device: shapes beyond are computed as usual.
 MAX_SHAPES = 32
+
+# Of memory in general: a device's own, and the host's.
+MEMORY_NAMES = {"cuda": "Cuda", "cpu": "Cpu"}
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -55,20 +67,51 @@ class GraphReplays:
         shapes = tuple((name, array.shape) for name, array in feeds.items())
         recording = self._recordings.get(shapes)
         if recording is None:
-            outputs: list[Array] = self._session.run(self._wanted, dict(feeds), _options(NO_GRAPH))
+            outputs = self._computed(feeds)
             if len(self._recordings) < self._max_shapes and all(array.size for array in (*feeds.values(), *outputs)):
-                self._recordings[shapes] = self._new(feeds, outputs)
+                self._prepare(shapes, feeds, outputs)
             return outputs
-        return recording.run(self._session, feeds)
+        if recording.is_made_here:
+            return recording.run(self._session, feeds)
+        with TURNS.recording() as may:
+            if may:
+                try:
+                    return recording.run(self._session, feeds)
+                except Exception as error:  # noqa: BLE001  (the runtime's have no class of their own; what lasts is raised below)
+                    self._give_up(shapes, error)
+        return self._computed(feeds)
 
-    def _new(self, feeds: Mapping[str, Array], outputs: Sequence[Array]) -> _Recording:
-        """Buffers like these arrays; the first run with them records."""
-        given = {name: self._buffer(array) for name, array in feeds.items()}
-        wanted = {name: self._buffer(array) for name, array in zip(self._wanted, outputs, strict=True)}
-        return _Recording(self._session, given, wanted, _options(len(self._recordings)))
+    def _computed(self, feeds: Mapping[str, Array]) -> list[Array]:
+        """Every output, computed as usual."""
+        outputs: list[Array] = self._session.run(self._wanted, dict(feeds), _options(NO_GRAPH))
+        return outputs
+
+    def _prepare(self, shapes: Shapes, feeds: Mapping[str, Array], outputs: Sequence[Array]) -> None:
+        """Make buffers like these arrays; the next run with such shapes records."""
+        try:
+            given = {name: self._buffer(array) for name, array in feeds.items()}
+            wanted = {name: self._buffer(array) for name, array in zip(self._wanted, outputs, strict=True)}
+            self._recordings[shapes] = _Recording(self._session, given, wanted, _options(len(self._recordings)))
+        except Exception as error:  # noqa: BLE001  (out of memory, say, and the request is answered)
+            self._give_up(shapes, error)
+
+    def _give_up(self, shapes: Shapes, error: Exception) -> None:
+        """Record no further shapes; those that are recorded stay."""
+        logger.warning(
+            "a CUDA graph could not be recorded (%s); no more are, and batches are computed as usual", reason_of(error)
+        )
+        self._recordings.pop(shapes, None)
+        self._recordings = {key: recording for key, recording in self._recordings.items() if recording.is_made_here}
+        self._max_shapes = 0
 
     def _buffer(self, array: Array) -> ort.OrtValue:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype, *self._place)
+
+
+def inputs_elsewhere(session: ort.InferenceSession, device: str) -> list[str]:
+    """Inputs that the session does not read from the device's memory, such as a shape: a recording would keep their values."""
+    places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    return [value.name for value, memory in places if memory.name != MEMORY_NAMES[device]]
 
 
 class _Recording:
@@ -77,6 +120,7 @@ class _Recording:
     def __init__(
         self, session: ort.InferenceSession, given: dict[str, ort.OrtValue], wanted: dict[str, ort.OrtValue], options: Any
     ) -> None:
+        self._thread: int | None = None
         self._given = given
         self._wanted = list(wanted.values())
         self._options = options
@@ -86,10 +130,17 @@ class _Recording:
         for name, value in wanted.items():
             self._binding.bind_ortvalue_output(name, value)
 
+    @property
+    def is_made_here(self) -> bool:
+        """A run with the buffers has been recorded; the runtime keeps recordings by thread, and a warm-up has its own."""
+        return self._thread == threading.get_ident()
+
     def run(self, session: ort.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
+        """Record, or replay on the thread that has recorded."""
         for name, array in feeds.items():
             self._given[name].update_inplace(np.ascontiguousarray(array))
         session.run_with_iobinding(self._binding, self._options)
+        self._thread = threading.get_ident()
         # On the CPU, `numpy` shows the buffer itself.
         return [np.array(value.numpy()) for value in self._wanted]
 

@@ -13,11 +13,12 @@ import onnxruntime as ort
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.crash_probe import CrashProbe
 from serve.backends.cuda_graphs import GraphReplays
+from serve.backends.cuda_neighbours import Tenant
 from serve.backends.denormals import KEY as DENORMALS
 from serve.backends.denormals import warn_if_in_vain
 from serve.backends.node_placement import nodes_by_provider
 from serve.backends.onnx_interface import read_interface
-from serve.backends.onnxruntime_session import OpenSession, SessionOpener
+from serve.backends.onnxruntime_session import CPU, OpenSession, SessionOpener
 from serve.backends.optimization_level import KEY, OptimizationLevel
 from serve.backends.runtime_errors import reason_of
 from serve.backends.session_settings import read_settings
@@ -73,7 +74,9 @@ class OnnxRuntime:
             config.parameters[KEY].string_value = opened.level.label
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
         replays = GraphReplays(opened.session, "cuda", placement.device_id) if opened.records_graphs else None
-        return OnnxRuntimeBackend.of(opened, interface, arena_shrinkage=settings.arena_shrinkage, replays=replays)
+        tenant = Tenant(opened.session, placement.device_id) if opened.provider != CPU else None
+        shrinkage = settings.arena_shrinkage
+        return OnnxRuntimeBackend.of(opened, interface, arena_shrinkage=shrinkage, replays=replays, tenant=tenant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +99,17 @@ class OnnxRuntimeBackend:
     _texts: Sequence[str]
     _casts: Mapping[str, np.dtype[Any]]  # outputs that the session gives in another dtype
     _replays: GraphReplays | None
+    _tenant: Tenant | None  # where it is on a device
 
     @classmethod
     def of(
-        cls, opened: OpenSession, interface: ModelInterface, *, arena_shrinkage: str = "", replays: GraphReplays | None = None
+        cls,
+        opened: OpenSession,
+        interface: ModelInterface,
+        *,
+        arena_shrinkage: str = "",
+        replays: GraphReplays | None = None,
+        tenant: Tenant | None = None,
     ) -> OnnxRuntimeBackend:
         """The backend of an open session.
 
@@ -108,6 +118,7 @@ class OnnxRuntimeBackend:
             interface: of the model file.
             arena_shrinkage: devices whose arenas give memory back after each run.
             replays: of the session, where it records CUDA graphs.
+            tenant: the session, where it is on a device.
         """
         session = opened.session
         given = {spec.name: opened.given_names.get(spec.name, spec.name) for spec in interface.inputs}
@@ -130,6 +141,7 @@ class OnnxRuntimeBackend:
             _texts=[spec.name for spec in interface.inputs if spec.datatype.array_dtype.hasobject],
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
             _replays=replays,
+            _tenant=tenant,
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
@@ -147,6 +159,8 @@ class OnnxRuntimeBackend:
         feeds = {names[name]: array for name, array in inputs.items()}
         for name in self._texts:
             feeds[names[name]] = _as_text(name, inputs[name])
+        if self._tenant is not None:
+            self._tenant.enter()
         try:
             if self._replays is None:
                 arrays = self._session.run(self._wanted_names, feeds, self._run_options)

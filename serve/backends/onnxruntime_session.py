@@ -13,6 +13,8 @@ from typing import Any
 import onnxruntime as ort
 
 from serve.backends.crash_probe import CrashProbe, Trial
+from serve.backends.cuda_graphs import inputs_elsewhere
+from serve.backends.cuda_neighbours import TURNS, settle_thread
 from serve.backends.denormals import KEY as DENORMALS
 from serve.backends.denormals import keep_to_own_threads
 from serve.backends.node_placement import RECORD_ENTRY
@@ -119,7 +121,14 @@ class SessionOpener:
             except ModelLoadError as error:
                 logger.warning("%s; it runs without CUDA graphs, which take models that run on CUDA as a whole", error)
             else:
-                return replace(opened, records_graphs=opened.provider == CUDA)
+                fixed = inputs_elsewhere(opened.session, "cuda") if opened.provider == CUDA else []
+                if not fixed:
+                    return replace(opened, records_graphs=opened.provider == CUDA)
+                logger.warning(
+                    "%s: input %r is read on the CPU, so that a CUDA graph would keep its value; it runs without CUDA graphs",
+                    *(self.path, fixed[0]),
+                )
+                del opened  # two copies need twice the memory
         return self._on_cuda({})
 
     def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
@@ -165,15 +174,18 @@ class SessionOpener:
         if self.settings.session_entries.get(DENORMALS) == "1":
             keep_to_own_threads()
         on_gpu = providers[0][0] != CPU
+        if on_gpu:
+            settle_thread(self.placement.device_id)
         try:
             options = self._options(level)
-            session = ort.InferenceSession(
-                model.source,
-                options,
-                providers=[name for name, _ in providers],
-                provider_options=[choices for _, choices in providers],
-                enable_fallback=0,  # it would print to stdout, and go to the CPU unsaid, whatever the provider complains of
-            )
+            with TURNS.opening() if on_gpu else contextlib.nullcontext():
+                session = ort.InferenceSession(
+                    model.source,
+                    options,
+                    providers=[name for name, _ in providers],
+                    provider_options=[choices for _, choices in providers],
+                    enable_fallback=0,  # it would print to stdout, and go to the CPU unsaid, whatever the provider complains of
+                )
         except Exception as error:
             # The runtime's exceptions have no common class of their own. RuntimeErrors are about providers, not about models.
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):

@@ -15,6 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 
 from protos.model_config_pb2 import ModelConfig
+from serve.backends.cuda_neighbours import TURNS, settle_thread
 from serve.backends.session_settings import read_settings
 from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
 from serve.backends.torch_upcast import can_upcast, half_dtypes, upcast_graph, upcast_tensor
@@ -63,7 +64,9 @@ class TorchRuntime:
         if threads and device == CPU:  # torch has one number for all models of the process
             torch.set_num_threads(threads)
         if device != CPU:
-            program = move_to_device_pass(program, str(device))
+            settle_thread(placement.device_id)
+            with TURNS.opening():
+                program = move_to_device_pass(program, str(device))
         if upcast:
             upcast_graph(program.graph_module)
         specs, changes = program.graph_signature.input_specs, written(program.graph_module)
@@ -117,6 +120,8 @@ class TorchBackend:
             InvalidArgumentError: a size is not one that the program was exported for.
             BackendError: torch refused these inputs.
         """
+        if self._device != CPU:
+            settle_thread(self._device.index)
         check_sizes(self._ranges, inputs)
         arguments = list(self._arguments)
         for place in self._changing:  # what one request leaves there is not for the next

@@ -7,14 +7,19 @@ asked: https://docs.nvidia.com/cuda/cuda-driver-api/. Functions with `_v2` are t
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+
+from serve.engine.device_faults import is_device_lost
 
 DRIVER_NAMES = ("libcuda.so.1", "nvcuda.dll")
 HANDLE_BYTES = 64
 DEFAULT_STREAM = None
 LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is
+CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class _IpcHandle(ctypes.Structure):
@@ -37,6 +42,7 @@ _ARGUMENTS = {
     "cuMemcpyDtoH_v2": (ctypes.c_void_p, _DEVICE_POINTER, ctypes.c_size_t),
     "cuMemcpyHtoD_v2": (_DEVICE_POINTER, ctypes.c_void_p, ctypes.c_size_t),
     "cuStreamSynchronize": (ctypes.c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
 
@@ -62,6 +68,7 @@ class CudaDriver:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
         self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._settled = threading.local()
         self._call("cuInit", 0)
 
     @property
@@ -88,6 +95,26 @@ class CudaDriver:
         self.call_within(context, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, LAZY_ENABLE_PEER_ACCESS)
         return SharedDeviceMemory(self, context, pointer.value)
 
+    def settle_thread(self, device_id: int) -> None:
+        """Let this thread use a device while another one records a CUDA graph there.
+
+        Otherwise calls that allocate, free or copy are refused meanwhile, whoever makes them, and the recording is broken.
+
+        Raises:
+            CudaError: the device is lost, say.
+        """
+        if not hasattr(self._settled, "mode"):
+            with self._within(self._context(device_id)):
+                pass
+
+    def is_lost(self, device_id: int) -> bool:
+        """Whether the device does nothing for this process any more."""
+        try:
+            self.call_within(self._context(device_id), "cuStreamSynchronize", DEFAULT_STREAM)
+        except CudaError as error:
+            return is_device_lost(error)
+        return False
+
     def _context(self, device_id: int) -> ctypes.c_void_p:
         """The context that ONNX Runtime and torch use too; it stays for as long as the process."""
         context = self._contexts.get(device_id)
@@ -104,9 +131,18 @@ class CudaDriver:
         Raises:
             CudaError: the driver refuses.
         """
+        with self._within(context):
+            self._call(name, *arguments)
+
+    @contextmanager
+    def _within(self, context: ctypes.c_void_p) -> Iterator[None]:
         self._call("cuCtxPushCurrent_v2", context)
         try:
-            self._call(name, *arguments)
+            if not hasattr(self._settled, "mode"):
+                mode = ctypes.c_int(CAPTURE_MODE_THREAD_LOCAL)
+                self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+                self._settled.mode = CAPTURE_MODE_THREAD_LOCAL
+            yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
+from serve.backends.cuda_neighbours import TURNS
 from serve.backends.onnxruntime_backend import OnnxRuntimeBackend
 from serve.engine.backend import Placement
 from serve.engine.cuda_driver import DRIVER_NAMES
@@ -23,6 +26,7 @@ from serve.engine.tensors import Array
 from tests.serve.backends.loading import load_backend
 
 ILLEGAL_ADDRESS, OLD_DRIVER = 700, 35
+BROKEN = "CUDA failure 901: operation failed due to a previous error during capture"
 COLUMNS = 4
 
 
@@ -93,9 +97,116 @@ def test_answers_are_those_of_the_request_at_hand(tmp_path: Path, device: ctypes
     assert log(device).count("replay") == 4
 
 
+def test_an_input_that_is_read_on_the_cpu_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backend = load(tmp_path / "m.onnx", with_graphs(), sized=True)
+    for shape in ([2, 2], [4, 1], [1, 4], [2, 2]):
+        answer = backend.run({"x": np.arange(4, dtype=np.float32), "s": np.array(shape)})["y"]
+        assert (list(answer.shape), answer.ravel().tolist()) == (shape, [0, 1, 2, 3])
+    assert "m.onnx: input 's' is read on the CPU, so that a CUDA graph would keep its value" in caplog.text
+
+
+def test_a_batch_that_cannot_be_recorded_is_computed(
+    tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = load(tmp_path / "m.onnx", with_graphs())
+    check(backend, 2)
+    device.emulated_break()
+    for start in range(3):
+        check(backend, 2, start)
+        check(backend, 3, start)
+    assert log(device).count("replay") == 0
+    assert [record.message for record in caplog.records] == [
+        f"a CUDA graph could not be recorded ({BROKEN}); no more are, and batches are computed as usual"
+    ]
+
+
+def test_a_batch_is_answered_where_there_is_no_memory_to_record(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend = load(tmp_path / "m.onnx", with_graphs())
+    check(backend, 2_000_000)
+    device.emulated_limit(
+        1 << 20
+    )  # what the session holds is enough for the next ones, and buffers of their own are not to be had
+    try:
+        for start in range(3):
+            check(backend, 1_900_000, start)
+    finally:
+        device.emulated_limit(2**63)
+
+
+def test_each_thread_records_for_itself(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend = load(tmp_path / "m.onnx", with_graphs())
+    with ThreadPoolExecutor(1) as warm_up:
+        for start in range(3):
+            warm_up.submit(check, backend, 2, start).result()
+    with TURNS.opening():  # a recording of this thread would have to wait
+        check(backend, 2, 50)
+    assert [line for line in log(device) if "capture" in line] == ["capture begins", "capture ends"]
+    check(backend, 2, 60)
+    assert [line for line in log(device) if "capture" in line] == ["capture begins", "capture ends"]
+
+
+class Recording:
+    """A batch on another thread that records, and is held in the middle of it."""
+
+    def __init__(self, path: Path, device: ctypes.CDLL) -> None:
+        self._backend = load(path, with_graphs())
+        self._pool = ThreadPoolExecutor(1)
+        self._pool.submit(check, self._backend, 2).result()
+        device.emulated_hold()
+        self._done = self._pool.submit(check, self._backend, 2, 7)
+        device.emulated_wait_until_held()
+        self._device = device
+
+    def end(self) -> None:
+        """It goes on, and answers."""
+        self._device.emulated_go_on()
+        self._done.result()
+        self._pool.shutdown()
+        assert log(self._device).count("capture ends, broken") == 0
+
+
+def test_a_model_runs_beside_a_recording(tmp_path: Path, device: ctypes.CDLL) -> None:
+    other = load(tmp_path / "o.onnx")
+    recording = Recording(tmp_path / "m.onnx", device)
+    check(other, 100_000)  # for which the device's memory is allocated
+    recording.end()
+
+
+def test_a_model_is_loaded_after_a_recording(tmp_path: Path, device: ctypes.CDLL) -> None:
+    recording = Recording(tmp_path / "m.onnx", device)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load, tmp_path / "o.onnx")
+        with pytest.raises(TimeoutError):
+            loading.result(timeout=0.3)
+        recording.end()
+        check(loading.result(), 2)
+
+
+def test_a_model_with_recordings_is_unloaded_beside_a_recording(tmp_path: Path, device: ctypes.CDLL) -> None:
+    gone = [load(tmp_path / "o.onnx", with_graphs())]
+    for _ in range(2):
+        check(gone[0], 2)
+    recording = Recording(tmp_path / "m.onnx", device)
+    thread = threading.Thread(target=gone.clear)  # one that has never used the device
+    thread.start()
+    thread.join()
+    assert "cudaGraphExecDestroy" in log(device)
+    recording.end()
+
+
+def test_nothing_is_recorded_while_a_model_is_loaded(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend = load(tmp_path / "m.onnx", with_graphs())
+    check(backend, 2)
+    with TURNS.opening():
+        check(backend, 2, 1)
+    assert "capture begins" not in log(device)
+    check(backend, 2, 2)
+    assert "capture begins" in log(device)
+
+
 @pytest.mark.parametrize("require_gpu", [False, True])
 def test_a_lost_device_is_told_and_ends_nothing(tmp_path: Path, device: ctypes.CDLL, *, require_gpu: bool) -> None:
-    backends = [load(tmp_path / "p.onnx")]
+    backends = [load(tmp_path / "p.onnx"), load(tmp_path / "g.onnx", with_graphs())]
     for backend in backends * 2:
         check(backend, 2)
     device.emulated_fail(ILLEGAL_ADDRESS)
