@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from serve.engine.assembly import lock_buffers
 from serve.engine.cuda_driver import CudaError, cuda_driver
 
 
@@ -78,8 +79,9 @@ class Tenant:
         self._device_id = device_id
 
     def enter(self) -> None:
-        """Settle the thread that is about to run the session."""
+        """Settle the thread that is about to run the session, and have its batches put together in locked memory."""
         settle_thread(self._device_id)
+        lock_buffers(self._device_id)
 
     def __del__(self) -> None:
         settle_thread(self._device_id)

@@ -109,10 +109,11 @@ def _run_together(
 ) -> list[Answered | Failed]:
     as_it_is = joining is not None and not joining.is_safe  # a request that can be joined with none is not filled up or cut
     started = time.monotonic_ns()
-    inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name)) for name in requests[0].inputs}
     rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
     if padded_sizes and not as_it_is:
         rows = padded_rows(rows, padded_sizes)
+    inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name), rows) for name in requests[0].inputs}
+    if padded_sizes and not as_it_is:
         inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
     assembled = time.monotonic_ns()
     outputs = backend.run(inputs) if memory is None else memory.run(backend, inputs, 1 if as_it_is else rows)

@@ -1,4 +1,4 @@
-"""The CUDA driver's own interface, as far as it is used here: which devices there are, and memory that other processes share.
+"""The CUDA driver's own interface, as far as it is used here: which devices there are, and memory that is shared or locked.
 
 ONNX Runtime lists its CUDA provider wherever that is compiled in, and keeps the device's memory to itself, so the driver is
 asked: https://docs.nvidia.com/cuda/cuda-driver-api/. Functions with `_v2` are those that cuda.h means by the name without it.
@@ -41,6 +41,8 @@ _ARGUMENTS = {
     "cuMemGetAddressRange_v2": (ctypes.POINTER(_DEVICE_POINTER), ctypes.POINTER(ctypes.c_size_t), _DEVICE_POINTER),
     "cuMemcpyDtoH_v2": (ctypes.c_void_p, _DEVICE_POINTER, ctypes.c_size_t),
     "cuMemcpyHtoD_v2": (_DEVICE_POINTER, ctypes.c_void_p, ctypes.c_size_t),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuStreamSynchronize": (ctypes.c_void_p,),
     "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
@@ -106,6 +108,19 @@ class CudaDriver:
         if not hasattr(self._settled, "mode"):
             with self._within(self._context(device_id)):
                 pass
+
+    def lock_memory(self, address: int, size: int, device_id: int) -> None:
+        """Keep memory of this process where it is, so that a device copies from it by itself. Undo it before it is freed.
+
+        Raises:
+            CudaError: no more memory may be locked, or some of it is.
+        """
+        self.call_within(self._context(device_id), "cuMemHostRegister_v2", address, size, 0)
+
+    def unlock_memory(self, address: int, device_id: int) -> None:
+        """Undo `lock_memory`. A lost device's memory is not locked any more."""
+        with suppress(CudaError):
+            self.call_within(self._context(device_id), "cuMemHostUnregister", address)
 
     def is_lost(self, device_id: int) -> bool:
         """Whether the device does nothing for this process any more."""

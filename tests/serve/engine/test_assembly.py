@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.engine.assembly import SCRATCH_BYTES, assemble
+from serve.engine.padding import pad_rows
 from serve.engine.raw_inputs import RawInput, RawInputs, RawLayout
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
@@ -49,18 +50,21 @@ makers = st.sampled_from([arrays, raw, partial(raw, before=4), elsewhere])
     st.lists(st.tuples(makers, st.integers(1, 3)), min_size=1, max_size=5),
     st.sampled_from([1, 7, SCRATCH_BYTES // 4]),
     st.sampled_from([np.float16, np.float32]),
+    st.integers(0, 20),
 )
-def test_a_batch_holds_all_rows_in_order(sources: list[tuple[Make, int]], width: int, dtype: Any) -> None:
+def test_a_batch_holds_all_rows_in_order(sources: list[tuple[Make, int]], width: int, dtype: Any, padded: int) -> None:
     start, requests, expected = 0, [], []
     for make, rows in sources:
         x = np.arange(start, start + rows * width).reshape(rows, width).astype(np.float16)
         start += 1000
         requests.append(request(make(x), rows))
         expected.append(x)
-    batch = assemble(requests, "x", np.dtype(dtype))
+    batch = assemble(requests, "x", np.dtype(dtype), padded)
     assert batch.dtype == dtype
     assert batch.flags.aligned
-    np.testing.assert_array_equal(batch, np.concatenate(expected))
+    whole = np.concatenate(expected)
+    np.testing.assert_array_equal(batch[: len(whole)], whole)
+    np.testing.assert_array_equal(pad_rows(batch, padded), pad_rows(whole, padded))
 
 
 def test_the_next_large_batch_uses_the_same_memory() -> None:
@@ -69,6 +73,15 @@ def test_the_next_large_batch_uses_the_same_memory() -> None:
     second = assemble([request(raw(x + x), 2), request(raw(x), 2)], "x", x.dtype)
     assert np.shares_memory(first, second)
     assert (second[:2] == 2).all()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_large_batch_is_filled_up_where_it_lies(count: int) -> None:
+    x = np.ones((1, SCRATCH_BYTES), np.float16)
+    batch = assemble([request(raw(x, before=4), 1) for _ in range(count)], "x", x.dtype, 4)
+    assert batch.shape == (4, SCRATCH_BYTES)
+    assert (batch == 1).all()
+    assert np.shares_memory(batch, assemble([request(raw(x), 1)] * 2, "x", x.dtype))
 
 
 def test_one_aligned_request_is_not_copied() -> None:
