@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, cast
@@ -61,15 +61,25 @@ class Bare:
 
 
 @contextmanager
-def served(model: Path, rows: int, threads: int) -> Iterator[Contestant]:
-    """`halfserve serve` in a process of its own, and the load for it."""
+def served(
+    model: Path, rows: int, threads: int, options: RequestOptions | None = None, flags: Sequence[str] = ()
+) -> Iterator[Contestant]:
+    """`halfserve serve` in a process of its own, and the load for it.
+
+    Args:
+        model: its file.
+        rows: of the largest batch.
+        threads: for one operator on the CPU.
+        options: what requests look like.
+        flags: more of the command's.
+    """
     command = [sys.executable, "-m", "halfserve", "serve", str(model), "--json", "--grpc-port", "0"]
-    command += ["--threads", str(threads), "--max-batch-size", str(rows)]
+    command += ["--threads", str(threads), "--max-batch-size", str(rows), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         line = cast("IO[str]", server.stdout).readline()
         if not line:
             raise SystemExit("the server did not start; its message is above")
-        with Contestant(f"127.0.0.1:{json.loads(line)['grpc_port']}", [model.stem], RequestOptions()) as contestant:
+        with Contestant(f"127.0.0.1:{json.loads(line)['grpc_port']}", [model.stem], options or RequestOptions()) as contestant:
             yield contestant
         server.terminate()
 

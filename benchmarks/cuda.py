@@ -1,0 +1,229 @@
+"""Everything that is promised of a GPU, measured on one: a ResNet-50 and a BERT-base with random weights, in fp32 and fp16.
+
+    python -m benchmarks.cuda                      # on the first CUDA device; prints tables for docs/benchmarks.md
+    python -m benchmarks.cuda --device cpu --tiny  # the same program on little, anywhere
+
+Answers are compared with those of the fp32 model on the CPU; "predicted" is what verification's simulation, which rounds after
+every node, says on the CPU of the fp16 model. "Alone" is the backend with batches that lie ready, copies to the device and back
+included; "in process" has the engine's queue before it and requests of one row, "gRPC" is `halfserve serve` with one load
+generator beside it. Options of the CUDA provider are set one at a time.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import typer
+
+from benchmarks.bare_session import served
+from benchmarks.converters.runtime import Session
+from benchmarks.cuda_device.alone import Alone, locked
+from benchmarks.cuda_device.in_process import rows_per_second
+from benchmarks.cuda_device.networks import FP16, FP32, Network, write_networks
+from export.verification.metrics import Figures, compare
+from export.verification.simulate import round_every_node
+from serve.benchmark.contestant import RequestOptions
+from serve.benchmark.loads import Load
+from serve.benchmark.measurement import Measurement, measure
+from serve.engine.backend import Placement
+from serve.engine.cuda_driver import device_count
+from serve.engine.errors import BackendError, ModelLoadError
+from serve.observability.gpu_metrics import find_nvml
+
+PARTS = "accuracy,alone,options,memory,served"
+# Of https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, such as may pay, each beside the default.
+OPTIONS = (
+    ("cudnn_conv_algo_search", "EXHAUSTIVE"),
+    ("cudnn_conv_algo_search", "DEFAULT"),
+    ("cudnn_conv_use_max_workspace", "0"),
+    ("fuse_conv_bias", "1"),
+    ("prefer_nhwc", "1"),
+    ("use_tf32", "0"),
+    ("enable_skip_layer_norm_strict_mode", "1"),
+    ("arena_extend_strategy", "kSameAsRequested"),
+    ("do_copy_in_default_stream", "0"),
+)
+REASON_LENGTH = 120
+Cells = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to measure.
+
+    Attributes:
+        placement: where.
+        seconds: of one measurement.
+        sizes: of batches.
+        in_flight: requests at a time, as a multiple of the batch size.
+    """
+
+    placement: Placement
+    seconds: float
+    sizes: tuple[int, ...]
+    in_flight: int = 3
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether that is a CUDA device."""
+        return self.placement.use_gpu
+
+
+def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
+    """Errors of the fp32 and of the fp16 model on the device, and what was predicted of the latter."""
+    feeds = {precision: network.feeds(precision, 16) for precision in (FP32, FP16)}
+    feeds[FP16] = {name: array.astype(feeds[FP16][name].dtype) for name, array in feeds[FP32].items()}
+    on_cpu = Placement(use_gpu=False, threads=plan.placement.threads)
+    reference = Alone(network.path(FP32), on_cpu).run(feeds[FP32])["y"]
+    simulated = Session(round_every_node(onnx.load(network.path(FP16))).SerializeToString(), "ORT_DISABLE_ALL")
+    predicted = _distance(reference, np.asarray(simulated.run(dict(feeds[FP16]))[0]))
+    for precision in (FP32, FP16):
+        alone = Alone(network.path(precision), plan.placement)
+        found = _distance(reference, alone.run(feeds[precision])["y"])
+        forecast = f"{predicted.max_scaled_error:.1e}" if precision == FP16 else ""
+        yield (
+            *(network.name, precision, alone.backend.precision, f"{found.max_scaled_error:.1e}", forecast),
+            *(f"{found.agreement:.3f}" if found.agreement is not None else "", str(found.non_finite), alone.nodes),
+        )
+
+
+def alone_by_size(network: Network, plan: Plan) -> Iterator[Cells]:
+    """Batches of every size, with CUDA graphs and without."""
+    for precision in (FP32, FP16):
+        plain, graphs = (Alone(network.path(precision), plan.placement, graphs=on) for on in (False, True))
+        for size in plan.sizes:
+            feeds = network.feeds(precision, size)
+            without, replayed = (copy.milliseconds(feeds, plan.seconds) for copy in (plain, graphs))
+            rates = (f"{size / without * 1e3:.0f}", f"{size / replayed * 1e3:.0f}")
+            yield network.name, precision, str(size), f"{without:.3f}", f"{replayed:.3f}", *rates, f"{without / replayed:.2f}"
+
+
+def options(network: Network, plan: Plan) -> Iterator[Cells]:
+    """The largest batch with one option set, measured in turn with the default."""
+    for precision in (FP32, FP16):
+        feeds = network.feeds(precision, plan.sizes[-1])
+        default = Alone(network.path(precision), plan.placement)
+        answer = default.run(feeds)["y"]
+        for key, text in OPTIONS:
+            try:
+                changed = Alone(network.path(precision), plan.placement, {key: text})
+                error = _distance(answer, changed.run(feeds)["y"]).max_scaled_error
+            except (ModelLoadError, BackendError) as failure:
+                yield network.name, precision, f"{key}={text}", "-", "-", "-", str(failure)[:REASON_LENGTH]
+                continue
+            before, with_it = (copy.milliseconds(feeds, plan.seconds) for copy in (default, changed))
+            ratio = f"{before / with_it:.3f}"
+            yield network.name, precision, f"{key}={text}", f"{before:.3f}", f"{with_it:.3f}", ratio, f"{error:.1e}"
+
+
+def memory(network: Network, plan: Plan) -> Iterator[Cells]:
+    """The same batches in pageable and in locked memory."""
+    for precision in (FP32, FP16):
+        copy = Alone(network.path(precision), plan.placement)
+        for size in plan.sizes:
+            feeds = network.feeds(precision, size)
+            fixed = locked(feeds) if plan.on_gpu else None
+            pageable = copy.milliseconds(feeds, plan.seconds)
+            figures = ("-", "-")
+            if fixed is not None:
+                taken = copy.milliseconds(fixed, plan.seconds)
+                figures = (f"{taken:.3f}", f"{pageable / taken:.3f}")
+            kib = sum(array.nbytes for array in feeds.values()) / 1024
+            yield network.name, precision, str(size), f"{kib:.1f}", f"{pageable:.3f}", *figures
+
+
+def serving(network: Network, plan: Plan) -> Iterator[Cells]:
+    """The rate alone, behind the queue, and over gRPC, at the batch size that is fastest alone."""
+    how = Measurement(seconds=plan.seconds, warmup_s=0.5)
+    flags = ["--no-http", "--require-gpu" if plan.on_gpu else "--cpu"]
+    for precision in (FP32, FP16):
+        path = network.path(precision)
+        copy = Alone(path, plan.placement)
+        rates = {size: size / copy.milliseconds(network.feeds(precision, size), plan.seconds) * 1e3 for size in plan.sizes}
+        best = max(rates, key=lambda size: rates[size])
+        del copy
+        row, in_flight = network.feeds(precision, 1), max(4, plan.in_flight * best)
+        inside = rows_per_second(path, plan.placement, row, batch_size=best, in_flight=in_flight, seconds=plan.seconds)
+        requests = RequestOptions(given=row)
+        with served(path, best, plan.placement.threads, requests, flags) as contestant:
+            level = measure(contestant.bench, Load(concurrency=in_flight), how)
+        over = level.requests_per_second
+        yield (
+            *(network.name, precision, str(best), f"{rates[best]:.0f}", f"{inside:.0f}", f"{over:.0f}"),
+            *(f"{inside / rates[best]:.3f}", f"{over / rates[best]:.3f}", f"{level.percentile_ms(50):.2f}"),
+        )
+
+
+TABLES = {
+    "accuracy": (
+        "model | file | computes in | error of fp32 on the CPU | predicted | same class | not finite | nodes",
+        accuracy,
+    ),
+    "alone": ("model | file | batch | ms | ms, CUDA graphs | rows/s | rows/s, CUDA graphs | graphs' gain", alone_by_size),
+    "options": ("model | file | option | ms, default | ms | gain | error of the default", options),
+    "memory": ("model | file | batch | KiB in | ms, pageable | ms, locked | gain", memory),
+    "served": ("model | file | batch | rows/s alone | in process | gRPC | in process/alone | gRPC/alone | p50 ms", serving),
+}
+
+
+def main(
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="Where the models run.")] = "cuda",
+    models: Annotated[str, typer.Option(help="Of resnet and bert.")] = "resnet,bert",
+    only: Annotated[str, typer.Option(help="Some of the tables.")] = PARTS,
+    sizes: Annotated[str, typer.Option(help="Batch sizes, in rising order.")] = "1,8,32,64",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Length of one measurement.")] = 2.0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of one operator; 0 lets the runtime choose.")] = 0,
+    *,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Models in a size for tests.")] = False,
+) -> None:
+    """Measure, and print Markdown tables as they are ready."""
+    on_gpu = device == "cuda"
+    if on_gpu and not device_count():
+        print("this machine has no CUDA device that could be measured; --device cpu tries the program out", file=sys.stderr)
+        raise typer.Exit(2)
+    placement = Placement(use_gpu=on_gpu, require_gpu=on_gpu, threads=threads)
+    plan = Plan(placement=placement, seconds=seconds, sizes=tuple(map(int, sizes.split(","))))
+    print(f"{_machine(on_gpu=on_gpu)}, ONNX Runtime {ort.__version__}, {datetime.now(UTC):%Y-%m-%d}")
+    with tempfile.TemporaryDirectory(prefix="halfserve-cuda-") as folder:
+        networks = write_networks(Path(folder), models.split(","), tiny=tiny)
+        try:
+            for part in only.split(","):
+                _show(part, networks, plan)
+        except ModelLoadError as error:
+            raise SystemExit(str(error)) from None
+
+
+def _show(part: str, networks: list[Network], plan: Plan) -> None:
+    headings, rows = TABLES[part]
+    if part == "options" and not plan.on_gpu:
+        return  # they are the CUDA provider's
+    print(f"\n| {headings} |\n|{'---|' * len(headings.split('|'))}")
+    for network in networks:
+        for cells in rows(network, plan):
+            print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _distance(reference: np.ndarray, found: np.ndarray) -> Figures:
+    return compare(reference.astype(np.float32), found.astype(np.float32))
+
+
+def _machine(*, on_gpu: bool) -> str:
+    nvml = find_nvml() if on_gpu else None
+    if nvml is None:
+        return "a CUDA device" if on_gpu else platform.processor() or platform.machine()
+    name, driver = nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0)), nvml.nvmlSystemGetDriverVersion()
+    return f"{name}, driver {driver}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,64 @@
+"""The program for a GPU, run on little: on the CPU, and with ONNX Runtime's CUDA provider on the emulated device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from benchmarks import cuda
+from tests.serve.cuda_emulator.library import make_device
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """The rows of each table, by the last word of its headings."""
+    found: dict[str, list[list[str]]] = {}
+    for block in text.split("\n\n")[1:]:
+        headings, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.strip().splitlines()]
+        assert all(len(row) == len(headings) for row in rows)
+        found[headings[-1]] = rows
+    return found
+
+
+def test_all_is_measured_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    cuda.main(device="cpu", models="resnet", sizes="1", seconds=0.2, threads=1, tiny=True)
+    found = tables(capsys.readouterr().out)
+    assert found.keys() == {"nodes", "graphs' gain", "gain", "p50 ms"}
+    exact, half = found["nodes"]
+    assert exact[:4] == ["resnet", "fp32", "fp32", "0.0e+00"]
+    assert half[:3] == ["resnet", "fp16", "fp32 (the fp16 model, upcast)"]
+    assert all(1e-5 < float(error) < 1e-2 for error in half[3:5]), "of the runtime, and of the simulation"
+    assert [row[1:3] for row in found["graphs' gain"]] == [["fp32", "1"], ["fp16", "1"]]
+    assert all(row[-2:] == ["-", "-"] for row in found["gain"]), "no memory is locked for the CPU"
+    assert [row[:3] for row in found["p50 ms"]] == [["resnet", "fp32", "1"], ["resnet", "fp16", "1"]]
+    assert all(float(alone) > 0 and float(inside) > 0 for _, _, _, alone, inside, *_ in found["p50 ms"])
+
+
+def test_without_a_device_it_says_so_and_measures_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "device_count", lambda: 0)
+    with pytest.raises(typer.Exit) as ended:
+        cuda.main()
+    assert ended.value.exit_code == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no CUDA device" in err
+
+
+def test_every_option_is_tried_on_a_device(tmp_path: Path) -> None:
+    make_device(tmp_path)
+    flags = ["--tiny", "--models", "bert", "--only", "options,memory", "--sizes", "2", "--seconds", "0.01"]
+    command = [sys.executable, "-m", "benchmarks.cuda", *flags]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = tables(ran.stdout)
+    tried = found["error of the default"]
+    assert [row[2] for row in tried] == [f"{key}={text}" for key, text in cuda.OPTIONS] * 2
+    assert sum(row[3] == "-" for row in tried) <= 2, "the provider knows all of them; prefer_nhwc does not fit every model"
+    assert all(float(row[-1]) > 0 for row in found["gain"])
