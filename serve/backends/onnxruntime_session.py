@@ -135,10 +135,14 @@ class SessionOpener:
         device = {"device_id": str(self.placement.device_id)}
         accelerators = self.settings.accelerators
         providers: Providers = [(CUDA, {**accelerators.cuda, **options, **device}), (CPU, {})]
-        if accelerators.tensorrt is not None:
-            providers.insert(0, (TENSORRT, {**accelerators.tensorrt, **device}))
-        opened = self._open(providers, for_gpu=True)
-        if accelerators.tensorrt is not None and opened.provider == CUDA:
+        if accelerators.tensorrt is None:
+            return self._open(providers, for_gpu=True)
+        try:
+            opened = self._open([(TENSORRT, {**accelerators.tensorrt, **device}), *providers], for_gpu=True)
+        except _UnusableDeviceError as error:
+            logger.warning("%s: ONNX Runtime cannot use TensorRT (%s); the model runs on CUDA", self.path, error)
+            return self._open(providers, for_gpu=True)
+        if opened.provider == CUDA:
             logger.warning("%s: ONNX Runtime cannot use TensorRT (is it installed?); the model runs on CUDA", self.path)
         return opened
 

@@ -240,6 +240,20 @@ def test_why_a_device_cannot_be_used_is_told(
     assert capfd.readouterr().out == ""
 
 
+def test_without_tensorrt_the_model_runs_on_its_cuda_device(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig()
+    config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="tensorrt")
+    accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
+    accelerator.parameters["gpu_mem_limit"] = "123456789"
+    backend = load(tmp_path / "m.onnx", config)
+    assert backend.provider == "CUDAExecutionProvider"
+    assert backend._session.get_provider_options()["CUDAExecutionProvider"]["gpu_mem_limit"] == "123456789"
+    assert "m.onnx: ONNX Runtime cannot use TensorRT (Please install TensorRT libraries" in caplog.text
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
     ("option", "text", "reason"),
     [
