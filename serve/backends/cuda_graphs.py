@@ -108,10 +108,21 @@ class GraphReplays:
         return ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), array.dtype, *self._place)
 
 
-def inputs_elsewhere(session: ort.InferenceSession, device: str) -> list[str]:
-    """Inputs that the session does not read from the device's memory, such as a shape: a recording would keep their values."""
-    places = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
-    return [value.name for value, memory in places if memory.name != MEMORY_NAMES[device]]
+def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
+    """What of a session a recording would not do anew, so that answers would be an earlier batch's; None where it does all.
+
+    What is recorded is the device's work alone: not the copy of a value that is on the CPU, nor that of an input to an output.
+    """
+    own, given = MEMORY_NAMES[device], {value.name for value in session.get_inputs()}
+    for value, memory in zip(session.get_inputs(), session.get_input_memory_infos(), strict=True):
+        if memory.name != own:
+            return f"input {value.name!r} is read on the CPU"
+    for value, memory in zip(session.get_outputs(), session.get_output_memory_infos(), strict=True):
+        if memory.name != own:
+            return f"output {value.name!r} is made on the CPU"
+        if value.name in given:
+            return f"output {value.name!r} is an input"
+    return None
 
 
 class _Recording:

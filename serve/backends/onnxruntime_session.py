@@ -13,7 +13,7 @@ from typing import Any
 import onnxruntime as ort
 
 from serve.backends.crash_probe import CrashProbe, Trial
-from serve.backends.cuda_graphs import inputs_elsewhere
+from serve.backends.cuda_graphs import why_not_recorded
 from serve.backends.cuda_neighbours import TURNS, settle_thread
 from serve.backends.denormals import KEY as DENORMALS
 from serve.backends.denormals import keep_to_own_threads
@@ -121,12 +121,11 @@ class SessionOpener:
             except ModelLoadError as error:
                 logger.warning("%s; it runs without CUDA graphs, which take models that run on CUDA as a whole", error)
             else:
-                fixed = inputs_elsewhere(opened.session, "cuda") if opened.provider == CUDA else []
-                if not fixed:
+                reason = why_not_recorded(opened.session, "cuda") if opened.provider == CUDA else None
+                if reason is None:
                     return replace(opened, records_graphs=opened.provider == CUDA)
                 logger.warning(
-                    "%s: input %r is read on the CPU, so that a CUDA graph would keep its value; it runs without CUDA graphs",
-                    *(self.path, fixed[0]),
+                    "%s: %s, which CUDA graphs would not do for each batch; it runs without them", *(self.path, reason)
                 )
                 del opened  # two copies need twice the memory
         return self._on_cuda({})

@@ -108,7 +108,26 @@ def test_an_input_that_is_read_on_the_cpu_is_not_recorded(tmp_path: Path, caplog
     for shape in ([2, 2], [4, 1], [1, 4], [2, 2]):
         answer = backend.run({"x": np.arange(4, dtype=np.float32), "s": np.array(shape)})["y"]
         assert (list(answer.shape), answer.ravel().tolist()) == (shape, [0, 1, 2, 3])
-    assert "m.onnx: input 's' is read on the CPU, so that a CUDA graph would keep its value" in caplog.text
+    assert "m.onnx: input 's' is read on the CPU, which CUDA graphs would not do for each batch" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "reason"), [("x", "is an input"), ("n", "is made on the CPU")])
+def test_an_output_that_no_node_makes_on_the_device_is_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, reason: str
+) -> None:
+    model = onnx.load(save(tmp_path / "m.onnx"))
+    if name == "n":
+        model.graph.node.append(helper.make_node("Shape", ["x"], ["n"]))
+    value = helper.make_tensor_value_info
+    made = value("n", TensorProto.INT64, [2]) if name == "n" else value("x", TensorProto.FLOAT, ["n", COLUMNS])
+    model.graph.output.append(made)
+    onnx.save(model, tmp_path / "m.onnx")
+    backend = load_backend(tmp_path / "m.onnx", Placement(), with_graphs())
+    for start, count in enumerate([2, 2, 3, 3, 3, 2, 2]):
+        feeds = rows(count, start)
+        expected = [count, COLUMNS] if name == "n" else feeds["x"].ravel().tolist()
+        assert backend.run(feeds)[name].ravel().tolist() == expected
+    assert f"m.onnx: output '{name}' {reason}, which CUDA graphs would not do for each batch" in caplog.text
 
 
 def test_a_batch_that_cannot_be_recorded_is_computed(
