@@ -26,6 +26,8 @@ TENSORRT_NAMES = {
 }
 TENSORRT_PRECISIONS = {"FP32": None, "FP16": "trt_fp16_enable", "INT8": "trt_int8_enable"}
 SWITCHES = {"true": "1", "false": "0"}
+# Replays read and write where the recorded run did, which the server sees to for the CUDA provider: see cuda_graphs.
+CUDA_GRAPH, TENSORRT_GRAPH = "enable_cuda_graph", "trt_cuda_graph_enable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,12 @@ class Accelerators:
     Attributes:
         cuda: of the CUDA provider.
         tensorrt: of the TensorRT provider; None where it is not asked for.
+        cuda_graphs: the CUDA provider is to record its work, which is no option of it here; None where nothing is said.
     """
 
     cuda: Mapping[str, str] = field(default_factory=lambda: dict(CUDA_DEFAULTS))
     tensorrt: Mapping[str, str] | None = None
+    cuda_graphs: bool | None = None
 
 
 def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
@@ -49,7 +53,7 @@ def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
         path: the model file, for errors.
 
     Raises:
-        ModelLoadError: an accelerator or a precision is not known.
+        ModelLoadError: an accelerator or a precision is not known, or TensorRT is to record CUDA graphs.
     """
     asked = config.optimization.execution_accelerators
     for accelerator in asked.cpu_execution_accelerator:
@@ -66,7 +70,8 @@ def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
             raise ModelLoadError(
                 f"{path}: gpu_execution_accelerator {accelerator.name!r} is not known, expected 'tensorrt' or 'cuda'"
             )
-    return Accelerators(cuda=cuda, tensorrt=tensorrt)
+    graphs = cuda.pop(CUDA_GRAPH, None)
+    return Accelerators(cuda=cuda, tensorrt=tensorrt, cuda_graphs=None if graphs is None else _is_on(graphs))
 
 
 def _from_parameters(config: ModelConfig) -> dict[str, str]:
@@ -87,4 +92,10 @@ def _tensorrt(options: dict[str, str], path: Path) -> dict[str, str]:
     result = {} if switch is None else {switch: "1"}
     for key, value in options.items():
         result[TENSORRT_NAMES.get(key, key)] = SWITCHES.get(value.lower(), value)
+    if _is_on(result.get(TENSORRT_GRAPH, "0")):
+        raise ModelLoadError(f"{path}: tensorrt's {TENSORRT_GRAPH} is on, which would answer from an earlier batch; remove it")
     return result
+
+
+def _is_on(text: str) -> bool:
+    return SWITCHES.get(text.lower(), text) == "1"

@@ -59,7 +59,9 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
         ModelLoadError: a value is not what its key takes.
     """
     parameters = {key: value.string_value.strip() for key, value in config.parameters.items()}
-    graphs = own_parameter(config, "halfserve.cuda_graphs", path)
+    graphs, accelerators = own_parameter(config, "halfserve.cuda_graphs", path), read_accelerators(config, path)
+    if graphs is None:
+        graphs = config.optimization.cuda.graphs if accelerators.cuda_graphs is None else accelerators.cuda_graphs
     return SessionSettings(
         level=declared_level(config, path),
         intra_op_threads=_count(parameters, "intra_op_thread_count", path),
@@ -69,8 +71,8 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
         memory_pattern=_switch(parameters, "enable_mem_pattern", path, default=True),
         arena_shrinkage=parameters.get("memory.enable_memory_arena_shrinkage", ""),
         session_entries={key: value for key, value in parameters.items() if key.startswith(SESSION_KEYS)},
-        accelerators=read_accelerators(config, path),
-        cuda_graphs=config.optimization.cuda.graphs if graphs is None else bool(graphs),
+        accelerators=accelerators,
+        cuda_graphs=bool(graphs),
     )
 
 

@@ -99,6 +99,30 @@ def test_a_session_opens_with_all_of_them(tmp_path: Path) -> None:
     assert config.parameters["halfserve.optimization_level"].string_value == "basic"
 
 
+def graphs_by_option(value: str) -> str:
+    return accelerator(
+        f'gpu_execution_accelerator {{ name: "cuda" parameters {{ key: "enable_cuda_graph" value: "{value}" }} }}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("", False),
+        ("optimization { cuda { graphs: true } }", True),
+        (graphs_by_option("1"), True),
+        (graphs_by_option("True"), True),
+        (graphs_by_option("0"), False),
+        (parameter("halfserve.cuda_graphs", "off") + graphs_by_option("1"), False),
+        (parameter("halfserve.cuda_graphs", "on") + graphs_by_option("0"), True),
+    ],
+)
+def test_cuda_graphs_are_ours_to_switch_on(text: str, *, on: bool) -> None:
+    read = settings(text)
+    assert read.cuda_graphs is on
+    assert "enable_cuda_graph" not in read.accelerators.cuda
+
+
 def test_accelerators_by_tritons_names() -> None:
     text = """
       gpu_execution_accelerator {
@@ -154,6 +178,12 @@ def test_cuda_graphs(text: str, graphs: bool) -> None:
         (parameter("execution_mode", "parallel"), "'execution_mode' is 'parallel', expected '0' or '1'"),
         (parameter("halfserve.optimization_level", "most"), "'most', expected one of 'all', 'extended', 'basic', 'disabled'"),
         ("optimization { graph { level: 7 } }", r"level is 7, expected 0 \(all\), 1 \(extended\), -1 \(basic\) or 2"),
+        (
+            accelerator(
+                'gpu_execution_accelerator { name: "tensorrt" parameters { key: "trt_cuda_graph_enable" value: "1" } }'
+            ),
+            "tensorrt's trt_cuda_graph_enable is on, which would answer from an earlier batch; remove it",
+        ),
         (accelerator('gpu_execution_accelerator { name: "tpu" }'), "'tpu' is not known, expected 'tensorrt' or 'cuda'"),
         (
             accelerator('cpu_execution_accelerator { name: "openvino" }'),

@@ -103,6 +103,16 @@ def test_answers_are_those_of_the_request_at_hand(tmp_path: Path, device: ctypes
     assert log(device).count("replay") == 4
 
 
+def test_the_providers_own_switch_records_as_ours_does(tmp_path: Path, device: ctypes.CDLL) -> None:
+    config = ModelConfig()
+    accelerator = config.optimization.execution_accelerators.gpu_execution_accelerator.add(name="cuda")
+    accelerator.parameters["enable_cuda_graph"] = "1"
+    backend = load(tmp_path / "m.onnx", config)
+    for start in range(4):
+        check(backend, 2, start)
+    assert log(device).count("replay") == 3
+
+
 def test_an_input_that_is_read_on_the_cpu_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = load(tmp_path / "m.onnx", with_graphs(), sized=True)
     for shape in ([2, 2], [4, 1], [1, 4], [2, 2]):
