@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 LOG_NOTHING_BUT_FATAL = 4  # what fails is raised, or said below in one line
 Providers = list[tuple[str, dict[str, str]]]
+_preloading = threading.Lock()  # the process has one stdout: of two that redirect it, the last leaves it as the first had it
 
 
 class _UnusableDeviceError(Exception):
@@ -227,7 +230,13 @@ def _why_no_device(placement: Placement) -> str | None:
 
 
 def _preload_cuda() -> str:
-    """Find CUDA and cuDNN where pip installed them; what the runtime prints about it is its first complaint, or nothing."""
+    """Find CUDA and cuDNN where pip installed them, once; returns the first line that the runtime prints about it, if any."""
+    with _preloading:
+        return _preloaded()
+
+
+@cache
+def _preloaded() -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         ort.preload_dlls()

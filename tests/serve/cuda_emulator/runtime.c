@@ -35,6 +35,7 @@ typedef struct Stream {
     Work *first, **last;
     int capturing, mode, is_broken;
     pthread_t owner;
+    pthread_mutex_t lock; /* of the work: whoever waits for the device does it, too */
 } Stream;
 
 typedef struct {
@@ -48,7 +49,7 @@ int emulated_lock(void *bytes, size_t size);
 int emulated_unlock(void *bytes);
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static Stream legacy = {.last = &legacy.first}, *streams = &legacy;
+static Stream legacy = {.last = &legacy.first, .lock = PTHREAD_MUTEX_INITIALIZER}, *streams = &legacy;
 static __thread int last_error;
 static int failure, holds, breaks; /* what every call gives; what becomes of the next recording */
 static size_t limit = SIZE_MAX, log_size;
@@ -90,16 +91,19 @@ static void perform(const Work *work) {
 }
 
 static void finish(Stream *s) {
+    pthread_mutex_lock(&s->lock);
     for (Work *work; !s->capturing && (work = s->first); free(work->staged), free(work)) {
         if (!(s->first = work->next)) s->last = &s->first;
         perform(work);
     }
+    pthread_mutex_unlock(&s->lock);
 }
 
 static void append(Stream *s, Work work) {
     Work *kept = malloc(sizeof work);
-    *kept = work, kept->next = NULL;
-    *s->last = kept, s->last = &kept->next;
+    pthread_mutex_lock(&s->lock);
+    *kept = work, kept->next = NULL, *s->last = kept, s->last = &kept->next;
+    pthread_mutex_unlock(&s->lock);
 }
 
 /* Devices. */
@@ -199,6 +203,7 @@ int cudaMemsetAsync(void *target, int value, size_t size, void *stream) {
 /* Streams. */
 int cudaStreamCreateWithFlags(void **stream) {
     Stream *s = *stream = calloc(1, sizeof *s);
+    pthread_mutex_init(&s->lock, NULL);
     pthread_mutex_lock(&lock);
     s->last = &s->first, s->next = streams, streams = s;
     pthread_mutex_unlock(&lock);
