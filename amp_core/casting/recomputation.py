@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import checkpoint
 
-from amp_core.casting.policy_state import NO_POLICIES, policies_in_force, put_in_force, restore
+from amp_core.casting.policy_state import policies_in_force, put_in_force, restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,9 +54,7 @@ def _not_reentrant(generator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _under_same_policies(function: Callable[..., Any]) -> Callable[..., Any]:
-    policies = policies_in_force()
-    if policies is NO_POLICIES:
-        return function
+    policies = policies_in_force()  # none in force is as good as any: backward may run in a region that has one
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

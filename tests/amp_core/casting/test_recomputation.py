@@ -57,6 +57,20 @@ def test_another_policy_around_backward_does_not_leak_into_the_recomputation() -
     assert set(block.seen) == {torch.float32}
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("region", [autocast, torch.autocast])
+def test_a_policy_around_backward_does_not_leak_where_forward_had_none(region: Any, use_reentrant: bool) -> None:
+    with autocast("cpu", HALF, policy="cuda"):
+        pass
+    block, x = Block(), torch.randn(3, 4, requires_grad=True)
+    with region("cpu", HALF):
+        y = checkpoint(block, x, use_reentrant=use_reentrant)
+    with autocast("cpu", HALF, policy="cuda"):
+        y.float().sum().backward()
+        assert str(policies_in_force().of("cpu")) == "cuda"
+    assert set(block.seen) == {HALF}
+
+
 def test_a_function_that_raises_when_it_is_computed_again_leaves_no_policy_behind() -> None:
     calls: list[int] = []
 
