@@ -22,7 +22,7 @@ from amp_core.training.divergence import DivergenceWatch, is_bad
 from amp_core.training.errors import TrainingError, one_line, place_of
 from amp_core.training.evaluation import evaluate
 from amp_core.training.model import build_model, build_optimizer, load_loss
-from amp_core.training.parallel import in_parallel
+from amp_core.training.parallel import in_parallel, require_same_data
 from amp_core.training.random_state import random_state, seed_everything
 from amp_core.training.recording import Recording
 from amp_core.training.restore import restore, restore_random_state
@@ -82,6 +82,7 @@ class TrainingRun:
         self.batches_done = before.batch if before else 0
         self.metrics = dict(before.metrics) if before else {}
         train_set, held_out_set = build_data(settings.data, held_out_indexable=False)
+        require_same_data((train_set, held_out_set), world)
         self._train_batches = self._batches(train_set, shuffle=True)
         self._held_out_batches = self._batches(held_out_set, shuffle=False)
         self.steps_in_total = settings.epochs * self._steps_per_epoch()

@@ -83,8 +83,9 @@ def killed_in(run: TrainingSettings, step: int, *, resume: bool = False) -> None
 
 
 def command(out: Path, *more: str, model: str = "model", data: str = "data") -> list[str]:
-    """The words after `halfserve`."""
-    return ["train", f"{HERE}:{model}", "--data", f"{HERE}:{data}", "--out", str(out), "--device", "cpu", *more]
+    """The words after `halfserve`; factories are the tiny task's unless a module is named."""
+    model, data = (name if ":" in name else f"{HERE}:{name}" for name in (model, data))
+    return ["train", model, "--data", data, "--out", str(out), "--device", "cpu", *more]
 
 
 @dataclass(frozen=True)

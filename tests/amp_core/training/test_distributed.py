@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
 
 from amp_core.checkpoint import load_checkpoint
 from amp_core.training.device import training_device
 from amp_core.training.distributed import World, joined_world
 from amp_core.training.errors import TrainingError
-from tests.amp_core.tiny_task import ANNOUNCEMENT
+from tests.amp_core.tiny_task import ANNOUNCEMENT, data
 from tests.amp_core.training.runs import Halfserve, command, steps, together
 
 if TYPE_CHECKING:
@@ -25,6 +27,21 @@ if TYPE_CHECKING:
 OPTIONS = ("--epochs", "3", "--json")
 HALVES = (*OPTIONS, "--batch-size", "16")
 WHOLES = (*OPTIONS, "--batch-size", "32")
+
+
+def width_known_later() -> nn.Module:
+    return nn.LazyLinear(2)
+
+
+def width_by_rank() -> nn.Module:
+    width = 3 + int(os.environ["RANK"])
+    return nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2))
+
+
+def length_by_rank() -> tuple[Subset[tuple[Tensor, ...]], TensorDataset]:
+    """As of a factory that lists a folder which not every machine has in full."""
+    train, held_out = data()
+    return Subset(train, range(128 - int(os.environ["RANK"]))), held_out
 
 
 def alone(folder: Path, *options: str, model: str = "plain", data: str = "data") -> Ended:
@@ -80,6 +97,12 @@ def test_streams_are_shared_out_and_end_together(tmp_path: Path) -> None:
         ({"data": "broken"}, "the disk has a hole"),
         ({"model": "lost_in_the_middle"}, "training diverged: .* the output of divide"),
         ({"model": "modell"}, "did you mean 'model'"),
+        ({"model": f"{__name__}:width_known_later"}, "the model cannot be trained in 2 processes: .* uninitialized parameters"),
+        ({"model": f"{__name__}:width_by_rank"}, "the model cannot be trained in 2 processes: RuntimeError"),
+        (
+            {"data": f"{__name__}:length_by_rank"},
+            "rank 0 has 128 items to train on and 32 held out, rank 1 has 127 and 32; ret",
+        ),
     ],
 )
 def test_an_error_in_one_process_ends_both_with_one_message(tmp_path: Path, changes: dict[str, str], message: str) -> None:
