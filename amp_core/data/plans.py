@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from amp_core.data.errors import DataError
+from amp_core.data.errors import DataError, one_line
 from amp_core.data.own_random import Purpose, generator
 from amp_core.data.split import Split
 
@@ -76,7 +76,12 @@ def _order(dataset: Any, source: torch.Generator) -> Tensor:
     items = len(dataset)
     if not isinstance(dataset, OrdersItself):
         return torch.randperm(items, generator=source)
-    order = torch.as_tensor(dataset.epoch_order(source))
+    try:
+        order = torch.as_tensor(dataset.epoch_order(source))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"epoch_order of the data set {type(dataset).__name__} raised {one_line(error)}") from error
     if order.shape != (items,) or order.is_floating_point():
         raise DataError(
             f"{type(dataset).__name__}.epoch_order returned {order.dtype} of shape {list(order.shape)}; "

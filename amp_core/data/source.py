@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from amp_core.data.errors import DataError
+from amp_core.data.errors import DataError, one_line
 from amp_core.data.plans import Plan
 
 
@@ -56,6 +56,11 @@ class Source(Dataset[Any], ABC):
     def _tell_epoch(self, epoch: int) -> None:
         # Here and not in the main process: a worker has a copy of the data set.
         if epoch != self._told_epoch:
-            self._told_epoch = epoch
             if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)
+                try:
+                    self.dataset.set_epoch(epoch)
+                except DataError:
+                    raise
+                except Exception as error:
+                    raise DataError(f"set_epoch({epoch}) of the data set {self.name} raised {one_line(error)}") from error
+            self._told_epoch = epoch

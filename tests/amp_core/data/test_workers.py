@@ -111,6 +111,31 @@ def test_a_batch_that_cannot_be_fetched_is_named() -> None:
         read(BrokenBatch(6), size=6, shuffle=False)
 
 
+class NoEpochs(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        raise KeyError(f"no list of epoch {epoch}\nanywhere")
+
+
+class NoEpochsStream(Stream):
+    set_epoch = NoEpochs.set_epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [NoEpochs, NoEpochsStream])
+def test_a_set_that_cannot_begin_an_epoch_is_named(kind: type[Numbers | Stream], workers: int) -> None:
+    with pytest.raises(DataError, match=rf"^set_epoch\(0\) of the data set {kind.__name__} raised KeyError: 'no list [^\n]*$"):
+        read(kind(20), workers=workers)
+
+
+def test_an_order_that_cannot_be_made_is_named() -> None:
+    class NoOrder(Numbers):
+        def epoch_order(self, generator: torch.Generator) -> Tensor:
+            raise OSError(f"{generator.device} has no index")
+
+    with pytest.raises(DataError, match=r"^epoch_order of the data set NoOrder raised OSError: cpu has no index$"):
+        read(NoOrder(20))
+
+
 class Deadly(Numbers):
     def __getitem__(self, item: int) -> tuple[Tensor, int]:
         if item == 17:
