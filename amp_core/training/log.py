@@ -84,14 +84,14 @@ class TrainLog:
 def _kept_lines(path: Path, steps: int, epochs: int) -> list[bytes]:
     if steps == 0 or not path.exists():
         return []
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        is_later = record["step"] > steps if "step" in record else record.get("epoch", 0) > epochs
-        if is_later or not line.endswith(b"\n"):
-            break
-        kept.append(line)
-    return kept
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [line for line in lines if line.endswith(b"\n") and _is_before(line, steps, epochs)]
+
+
+def _is_before(line: bytes, steps: int, epochs: int) -> bool:
+    """Whether a line tells of one of so many steps or epochs; what is torn, or what no run has written, does not."""
+    try:
+        record = json.loads(line)
+        return bool(record["step"] <= steps if "step" in record else record.get("epoch", 0) <= epochs)
+    except (ValueError, TypeError, AttributeError):
+        return False

@@ -96,6 +96,17 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path: Path, 
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.parametrize("line", ["5", "null", '["step"]', '"step"', '{"step": null}', '{"epoch": "one"}', "", "\0\0"])
+def test_a_line_of_the_log_that_no_run_has_written_is_dropped(tmp_path: Path, line: str) -> None:
+    train(settings(tmp_path / "whole", epochs=2))
+    killed_in(settings(tmp_path / "resumed", epochs=2), 6)
+    path = tmp_path / "resumed" / "train.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:], ""]))
+    train(settings(tmp_path / "resumed", epochs=2), resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
+
+
 def test_what_a_module_keeps_as_extra_state_is_resumed_and_handed_on(tmp_path: Path) -> None:
     run = settings(tmp_path, model=f"{HERE}:counting", checkpoint_every=1)
     killed_in(run, 7)
