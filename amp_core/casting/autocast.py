@@ -9,7 +9,7 @@ import torch
 
 from amp_core.casting.decoration import decorate
 from amp_core.casting.policy_kernel import EXPORT_REFUSAL
-from amp_core.casting.region import Region, enter, leave
+from amp_core.casting.region import Region, enter, leave, prepare_torch
 from amp_core.casting.traced_region import prepare, traced_region
 from amp_core.casting.untraced import untraced
 from amp_core.policy import Policy, PolicyError
@@ -66,6 +66,7 @@ class autocast(Region):  # noqa: N801  (torch's name)
         if not torch.compiler.is_dynamo_compiling() and not exporting:
             return super().__new__(cls)
         kind = _device_type(device_type)
+        prepare_torch(kind)  # the traced region is torch's, and so would its defects be
         if policy is None:
             return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
         if exporting or torch.compiler.is_exporting():

@@ -14,6 +14,7 @@ from amp_core.casting.policy_state import Saved, policies_in_force, put_in_force
 from amp_core.casting.promotion_repair import repair_promotion
 from amp_core.casting.untraced import untraced
 from amp_core.casting.weight_writes import watch_weight_writes
+from amp_core.policy.native_rules import has_autocast
 
 if TYPE_CHECKING:
     from amp_core.policy import Policy
@@ -65,7 +66,7 @@ def enter(region: Region) -> None:
     """Open a region in this thread. Changes nothing if it raises."""
     device_type, entries = region.device_type, _stack.entries
     if device_type not in _prepared:
-        _prepare(device_type)
+        prepare_torch(device_type)
     entry = _Entry(
         region,
         torch.is_autocast_enabled(device_type),
@@ -87,11 +88,18 @@ def enter(region: Region) -> None:
 _prepared: set[str] = set()
 
 
-def _prepare(device_type: str) -> None:
+def prepare_torch(device_type: str) -> None:
+    """Install what regions of a device need in torch, once per process; nothing if it has no autocast, of which torch tells."""
+    if not has_autocast(device_type):
+        return
     repair_promotion()
     watch_weight_writes(device_type)
     cast_cache.watch_optimizers()
     _prepared.add(device_type)
+
+
+# What torch.compiler.assume_constant_result does, without its loading Dynamo: a call runs as it is while Dynamo traces.
+prepare_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001  (see above)
 
 
 @untraced

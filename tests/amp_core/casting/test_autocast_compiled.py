@@ -203,3 +203,26 @@ def test_exporting_inside_of_a_policys_region_is_refused() -> None:
 
     with autocast("cpu", HALF, policy="cuda"), pytest.raises(RuntimeError, match="torch.export cannot write down"):
         torch.export.export(Model(), (X,), strict=False)
+
+
+FULLGRAPH = "torch.compile(promote, backend='aot_eager', fullgraph=True)"
+
+
+@pytest.mark.parametrize(("run", "policy"), [(FULLGRAPH, "None"), (FULLGRAPH, "'cuda'"), ("export(promote)", "None")])
+def test_the_first_region_of_a_process_may_be_in_a_traced_function(run: str, policy: str) -> None:
+    """What torch's autocast lacks is repaired for it, too: in a process that has entered no region yet."""
+    program = f"""
+import torch
+from amp_core import autocast
+def promote(a, b):
+    with autocast("cpu", torch.bfloat16, policy={policy}):
+        return torch.cat([a, b])
+class Promoting(torch.nn.Module):
+    def forward(self, a, b):
+        return promote(a, b)
+halves = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
+export = lambda _: torch.export.export(Promoting(), halves).module()
+print(({run})(*halves).dtype)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "torch.float32\n", done.stderr
