@@ -222,6 +222,8 @@ class Caster:
                 graph.outputs[place] = converted
         value.name = self._names.value(f"{name}_{_SUFFIX[_dtype(value)]}")
         converted.name = name
+        if value.shape is not None:  # a cast's own source may be known less well than what the interface declares
+            converted.shape = value.shape.copy()
         converted.metadata_props.update(value.metadata_props)
         converted.meta.update(value.meta)  # what quantization says about the tensor of this name
         value.meta.clear()

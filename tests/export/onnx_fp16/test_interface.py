@@ -32,6 +32,14 @@ def test_inputs_and_outputs_become_float16_without_casts(linear: onnx.ModelProto
     assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["N", 4]
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_output_that_is_cast_keeps_its_declared_shape(keep: bool) -> None:
+    model = parse("g (float[N, 4] x, int64[2] n) => (float[N, 4] y) { a = Reshape (x, n) y = Cast <to = 1> (a) }")
+    converted, _ = halve(model, keep_io_types=keep)
+    (output,) = converted.graph.output
+    assert [dim.dim_param or dim.dim_value for dim in output.type.tensor_type.shape.dim] == ["N", 4]
+
+
 @pytest.mark.parametrize("kept", [["x"], ["y"], ["[xq]"], ["x", "y"]])
 def test_single_inputs_and_outputs_keep_their_types(linear: onnx.ModelProto, kept: list[str]) -> None:
     converted, _ = halve(linear, keep_io_types=kept)
