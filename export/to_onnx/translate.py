@@ -10,6 +10,7 @@ from onnxscript.rewriter.rules import common as rules
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from export.errors import ExportError
+from export.to_onnx.body_outputs import make_inside
 from export.to_onnx.messages import one_line, root
 from export.to_onnx.recurrent import translations
 from export.to_onnx.silence import silenced
@@ -80,9 +81,10 @@ def simplify(model: onnx_ir.Model) -> None:
             passes.DeduplicateInitializersPass(),
             passes.CommonSubexpressionEliminationPass(),
             passes.OutputFixPass(),
-            passes.NameFixPass(),
         ):
             tidy(model)
+        make_inside(model)
+        passes.NameFixPass()(model)
 
 
 def _should_fold(node: onnx_ir.Node) -> bool | None:
