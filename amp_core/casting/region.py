@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_core.casting import cast_cache
+from amp_core.casting.lstm_repair import repair_lstm
 from amp_core.casting.policy_kernels import require_kernels
 from amp_core.casting.policy_state import Saved, policies_in_force, put_in_force, restore
 from amp_core.casting.promotion_repair import repair_promotion
@@ -93,6 +94,7 @@ def prepare_torch(device_type: str) -> None:
     if not has_autocast(device_type):
         return
     repair_promotion()
+    repair_lstm()
     watch_weight_writes(device_type)
     cast_cache.watch_optimizers()
     _prepared.add(device_type)
