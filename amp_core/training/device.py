@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from amp_core.policy.native_rules import has_autocast
 from amp_core.training.distributed import World
 from amp_core.training.errors import TrainingError
 
@@ -25,9 +26,11 @@ def training_device(name: str, world: World) -> torch.device:
         torch.empty(0, device=device)
     except TrainingError:
         raise
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise TrainingError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
+    if not has_autocast(device.type):
+        raise TrainingError(f"device {name!r} cannot be used here (torch has no autocast for it); try 'cpu' or 'auto'")
     return device
 
 

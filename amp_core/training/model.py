@@ -21,13 +21,17 @@ def build_model(spec: str) -> nn.Module:
 
     Raises:
         FactoryError: If the factory cannot be imported or called.
-        TrainingError: If it returns no module, or one without parameters or with parameters in half precision.
+        TrainingError: If it returns no module, or one without parameters, or with parameters without values or in half
+            precision.
     """
     model = call_factory(spec)
     if not isinstance(model, nn.Module):
         raise TrainingError(f"{spec!r} returned a {type(model).__name__}; expected a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainingError(f"the model that {spec!r} builds has no parameter to train")
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise TrainingError(f"the parameter {empty[0]!r} of {spec!r} is on the device 'meta', where there are no values")
     halves = [name for name, parameter in model.named_parameters() if parameter.dtype in {torch.float16, torch.bfloat16}]
     if halves:
         raise TrainingError(

@@ -35,6 +35,14 @@ def loads_later() -> nn.Module:
     return LoadsLater(2, 2)
 
 
+def without_values() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(2)
+
+
 def number_loss(outputs: Tensor, _: Tensor) -> float:
     return outputs.float().mean().item()
 
@@ -140,6 +148,12 @@ def test_resuming_another_run_is_refused(tmp_path: Path, name: str, value: Any) 
         train(settings(tmp_path, **({"epochs": 1} | {name: value})), resume=True)
 
 
+def test_a_model_whose_first_batch_gives_it_its_width(tmp_path: Path) -> None:
+    run = settings(tmp_path, model=f"{__name__}:lazy", checkpoint_every=1)
+    killed_in(run, 2)
+    assert train(run, resume=True).steps == 16
+
+
 def test_a_regression_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
     names = {"model": f"{HERE}:line", "data": f"{HERE}:regression_data", "loss": "torch.nn:MSELoss"}
     result = train(settings(tmp_path, **names, epochs=30, learning_rate=0.1, batch_size=8))
@@ -188,6 +202,13 @@ def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
         ({"data": f"{HERE}:triples"}, DataError, r"the data's items must be pairs \(input, target\)"),
         ({"policy": "cuda+low:softmx"}, PolicyError, "did you mean 'softmax'"),
         ({"device": "cdua"}, TrainingError, "device 'cdua' cannot be used here .*; try 'cpu' or 'auto'"),
+        (
+            {"model": f"{__name__}:without_values"},
+            TrainingError,
+            "the parameter 'weight' of '.*:without_values' is on .* 'meta'",
+        ),
+        ({"device": "meta"}, TrainingError, r"device 'meta' cannot be used here \(torch has no autocast for it\); try 'cpu'"),
+        ({"device": "privateuseone"}, TrainingError, "device 'privateuseone' cannot be used here .*; try 'cpu' or 'auto'"),
         ({"device": "meta:x"}, TrainingError, "device 'meta:x' cannot be used here"),
         ({"dtype": "fp16"}, TrainingError, "dtype must be one of float16, bfloat16, float32, got 'fp16'"),
         ({"learning_rate": 0.0}, TrainingError, "learning_rate must be above 0 and finite, got 0.0"),
