@@ -25,6 +25,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 Figures = dict[str, Any]
 
 
+def _checked_batches(count: int) -> int:
+    if SEQUENCES_PER_STEP % count:
+        raise typer.BadParameter(f"{SEQUENCES_PER_STEP} sequences cannot be cut into {count} batches of one size.")
+    return count
+
+
 @app.command()
 def run(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training sequences.")] = 6,
@@ -32,7 +38,10 @@ def run(
     accumulate: Annotated[
         int,
         typer.Option(
-            min=1, max=SEQUENCES_PER_STEP, help=f"Batches that the {SEQUENCES_PER_STEP} sequences of a step are cut into."
+            min=1,
+            max=SEQUENCES_PER_STEP,
+            callback=_checked_batches,
+            help=f"Batches that the {SEQUENCES_PER_STEP} sequences of a step are cut into.",
         ),
     ] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",

@@ -96,3 +96,10 @@ def test_a_wrong_policy_ends_it_with_the_commands_line_and_code(tmp_path: Path) 
     assert done.stderr.startswith("halfserve train: unknown policy 'cudda'")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("batches", [3, 40, 63])
+def test_a_step_is_64_sequences_or_none(batches: int) -> None:
+    result = CliRunner().invoke(command.app, ["--accumulate", str(batches)])
+    assert result.exit_code == 2
+    assert f"64 sequences cannot be cut into {batches} batches of one size" in result.output
