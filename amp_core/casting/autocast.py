@@ -34,8 +34,9 @@ class autocast(Region):  # noqa: N801  (torch's name)
         with autocast("cuda", torch.float16, policy="cuda+fp32:einsum"):
             loss = loss_function(model(inputs), targets)
 
-    Regions may be inside of functions that torch.compile compiles, also as one graph, and around them. torch.export takes
-    regions without a policy of their own.
+    Regions may be inside of functions that torch.compile compiles, and around them. For one graph (`fullgraph=True`) make the
+    region in the function, with a policy made outside or its string form: an instance made outside breaks the graph, which
+    torch.autocast's does not. torch.export takes regions without a policy of their own.
 
     Args:
         device_type: `cuda`, `cpu`, ...; by default the accelerator in use, else the CPU.

@@ -76,6 +76,30 @@ def test_a_policy_inside_a_compiled_function_is_one_graph(backend: str) -> None:
     assert policies_in_force() is NO_POLICIES
 
 
+@pytest.mark.parametrize("policy", [None, "cuda"])
+def test_an_instance_made_outside_breaks_the_graph_and_nothing_else(policy: str | None) -> None:
+    region = autocast("cpu", HALF, policy=policy)
+
+    def block(x: Tensor) -> tuple[Tensor, Tensor]:
+        with region:
+            return product_and_softmax(x)
+
+    assert dtypes(compiled(block, fullgraph=False)(X)) == dtypes(block(X)) == [HALF, FULL if policy else HALF]
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsupported context manager"):
+        compiled(block, fullgraph=True)(X)
+
+
+def test_a_policy_made_outside_is_part_of_the_graph() -> None:
+    policy = Policy.cuda().fp32("matmul", "mm")
+
+    def block(x: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast("cpu", HALF, policy=policy):
+            return product_and_softmax(x)
+
+    assert dtypes(compiled(block, fullgraph=True)(X)) == dtypes(block(X)) == [FULL, FULL]
+
+
 def test_a_policy_reaches_what_a_composite_operation_is_made_of() -> None:
     def block(x: Tensor) -> Tensor:
         with autocast("cpu", HALF, policy="native+fp32:bmm"):
