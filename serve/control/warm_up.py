@@ -23,7 +23,8 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
 
     Args:
         version: the model version.
-        budget_s: after so many seconds no further size is tried. What the configuration describes, and one row, always is.
+        budget_s: after so many seconds no further size is tried. What the configuration describes, and one row, always is; more
+            than once only within that time.
 
     Raises:
         ModelLoadError: the model failed, or its answer does not fit its interface.
@@ -41,8 +42,10 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
     until = time.monotonic() + budget_s
     for backend in version.backends:
         for request in declared:
-            for _ in range(request.times):
-                _try(version, backend, request)
+            done = _repeat(version, backend, request, until)
+            if done < request.times:
+                how_often = f"{done} of {request.times} times"
+                logger.warning("%s: %s was run %s, for as long as %g s", _name(version), request.what, how_often, budget_s)
         for request in sized_requests(version, like):
             if request.rows > 1 and time.monotonic() > until:
                 logger.warning("%s: %s and more were not tried out in %g s", _name(version), request.what, budget_s)
@@ -50,6 +53,15 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
             if not _try(version, backend, request):
                 break
             pause()
+
+
+def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, until: float) -> int:
+    """How often it was run: as often as it says, or for as long as there is time, and once at least."""
+    for done in range(1, request.times + 1):
+        _try(version, backend, request)
+        if time.monotonic() > until:
+            return done
+    return request.times
 
 
 def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:

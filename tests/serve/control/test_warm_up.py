@@ -119,6 +119,14 @@ WARM_UP = (
 )
 
 
+def test_what_is_to_be_run_for_years_is_run_while_there_is_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(save_mlp, tmp_path)
+    config = "max_batch_size: 4 " + WARM_UP.format("zero_data: true").replace("count: 3", "count: 4294967295")
+    assert rows(tried_out(tmp_path, config, budget_s=0)) == [2, 1]
+    assert "m/1: model_warmup 'w' was run 1 of 4294967295 times, for as long as 0 s" in caplog.text
+    assert len(rows(tried_out(tmp_path, config, budget_s=0.05))) > 2
+
+
 def test_what_the_configuration_describes_is_run_first(tmp_path: Path) -> None:
     save(save_mlp, tmp_path)
     (tmp_path / "m" / "warmup").mkdir()
