@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests, too_large
+from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests, too_large, too_large_declared
 from serve.engine.backend import Backend
 from serve.engine.batch import Answered, run_batch
 from serve.engine.device_faults import InstanceLostError
@@ -31,6 +31,9 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
     """
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return
+    for warm_up_declared in too_large_declared(version):
+        what = f"model_warmup {warm_up_declared.name!r}"
+        logger.warning("%s: %s was not run: it could take all memory that is available", _name(version), what)
     declared = declared_requests(version)
     like = declared[0] if declared else None
     left_out = too_large(version, like)

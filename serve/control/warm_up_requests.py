@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from protos.datatypes import BY_CONFIG
 from protos.model_config_pb2 import ModelWarmup
 from serve.control.memory_check import available_bytes
 from serve.engine.config import DeclaredConfig
@@ -19,6 +20,7 @@ from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 
 MEMORY_SHARE = 0.25  # for inputs and outputs: what a model needs in between is not known
+POINTER_BYTES = 8  # an element of text in an array
 WARM_UP_FOLDER = "warmup"  # of a model folder; holds the files that model_warmup names
 
 
@@ -58,12 +60,27 @@ class WarmUpRequest:
 
 
 def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
-    """What the configuration's model_warmup asks for.
+    """What the configuration's model_warmup asks for, but for what is `too_large_declared`.
 
     Raises:
         ModelLoadError: it contradicts the model's inputs, or a file cannot be read.
     """
-    return [_declared(version, warm_up) for warm_up in version.config.model_warmup]
+    left_out = too_large_declared(version)
+    return [_declared(version, warm_up) for warm_up in version.config.model_warmup if warm_up not in left_out]
+
+
+def too_large_declared(version: LoadedVersion) -> list[ModelWarmup]:
+    """What of it would take more than MEMORY_SHARE of the memory that is available, for the inputs alone."""
+    available = available_bytes()
+    if available is None:
+        return []
+    return [warm_up for warm_up in version.config.model_warmup if _bytes(warm_up) > available * MEMORY_SHARE]
+
+
+def _bytes(warm_up: ModelWarmup) -> int:
+    rows = max(1, warm_up.batch_size)
+    elements = [(math.prod(max(0, size) for size in one.dims), BY_CONFIG.get(one.data_type)) for one in warm_up.inputs.values()]
+    return rows * sum(count * ((datatype and datatype.itemsize) or POINTER_BYTES) for count, datatype in elements)
 
 
 def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:

@@ -99,6 +99,20 @@ def test_a_batch_that_could_take_all_memory_is_not_tried(
     assert rows(tried_out(tmp_path, "max_batch_size: 9")) == [1, 9]
 
 
+@pytest.mark.parametrize("dims", ["5000", "4611686018427387904"])
+def test_what_is_described_may_not_take_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dims: str
+) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    fp32 = TensorProto.FLOAT
+    save_model(tmp_path / "m/1/model.onnx", nodes, [("x", fp32, ["b", "n"])], [("y", fp32, ["b", "n"])])
+    describe = 'model_warmup {{ name: "{}" inputs {{ key: "x" value {{ data_type: TYPE_FP32 dims: {} zero_data: true }} }} }}'
+    monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: 4 * 4 * 4999)
+    config = f"max_batch_size: 2 {describe.format('large', dims)} {describe.format('small', 3)}"
+    assert [inputs["x"].shape for inputs in tried_out(tmp_path, config)] == [(1, 3), (1, 3), (2, 3)]
+    assert caplog.messages == ["m/1: model_warmup 'large' was not run: it could take all memory that is available"]
+
+
 def test_described_rows_count_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [helper.make_node("Identity", ["x"], ["y"])]
     fp32 = TensorProto.FLOAT
