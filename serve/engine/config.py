@@ -238,6 +238,11 @@ def instances(config: ModelConfig) -> list[tuple[str, int]]:
         if min(group.gpus, default=0) < 0:
             raise ModelLoadError(f"model {config.name!r}: instance_group has gpus {list(group.gpus)}, expected 0 or more")
         kind = kinds.get(group.kind, "auto")
+        if kind == "cpu" and group.gpus:
+            raise ModelLoadError(
+                f"model {config.name!r}: instance_group has kind KIND_CPU and gpus {list(group.gpus)}, expected one of them; "
+                "for several copies on the CPU set count"
+            )
         for device in group.gpus or [0]:
             copies += [(kind, device)] * max(1, group.count)
     return copies or [("auto", 0)]

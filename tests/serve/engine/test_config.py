@@ -195,6 +195,7 @@ def test_instances_follow_the_groups(tmp_path: Path) -> None:
         ("count: -3", "model 'm': instance_group has count -3, expected 1 to 1000, or 0 for 1"),
         ("count: 2147483647", "instance_group has count 2147483647, expected 1 to 1000"),
         ("gpus: [0, -3]", r"model 'm': instance_group has gpus \[0, -3\], expected 0 or more"),
+        ("kind: KIND_CPU gpus: [0, 1]", r"model 'm': instance_group has kind KIND_CPU and gpus \[0, 1\], expected one of them"),
     ],
 )
 def test_copies_and_devices_that_cannot_be_are_refused(tmp_path: Path, group: str, message: str) -> None:
