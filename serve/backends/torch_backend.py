@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,11 +30,14 @@ USER_INPUT = InputKind.USER_INPUT
 UNREADABLE_WARNINGS = ("Ran into the following error when deserializing", "Unable to load package")
 
 
+_File: TypeAlias = tuple[Path, int, int, int]  # as it was: another one may lie there by now
+
+
 class TorchRuntime:
     """Loads what torch.export.save wrote. Such a file can hold pickled objects: serve those that you trust."""
 
     def __init__(self) -> None:
-        self._described: tuple[Path, ExportedProgram] | None = None
+        self._described: tuple[_File | None, ExportedProgram] | None = None
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a program's interface. The program is kept for the `load` that follows.
@@ -42,8 +45,8 @@ class TorchRuntime:
         Raises:
             ModelLoadError: the file is no exported program, or takes or gives what does not travel.
         """
-        program = _read(path)
-        self._described = (path, program)
+        file, program = _file(path), _read(path)
+        self._described = (file, program)
         return program_interface(program, path)
 
     def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> TorchBackend:
@@ -56,7 +59,7 @@ class TorchRuntime:
         """
         device = _device(path, placement)
         described, self._described = self._described, None
-        program = described[1] if described is not None and described[0] == path else _read(path)
+        program = described[1] if described is not None and described[0] == _file(path) else _read(path)
         halves = half_dtypes(program)
         upcast = bool(halves) and device == CPU and can_upcast(program)
         asked = read_settings(config, path).intra_op_threads
@@ -153,6 +156,14 @@ def _says_more_than_the_error(record: logging.LogRecord) -> bool:
 
 for _name in ("torch.export", "torch.export.pt2_archive._package"):
     logging.getLogger(_name).addFilter(_says_more_than_the_error)
+
+
+def _file(path: Path) -> _File | None:
+    try:
+        status = path.stat()
+    except OSError:  # who reads it says so
+        return None
+    return path, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _read(path: Path) -> ExportedProgram:

@@ -100,6 +100,27 @@ def test_a_program_that_writes_into_its_inputs_leaves_a_clients_bytes_alone(tmp_
     assert x.tolist() == [[1.0]]
 
 
+class Thrice(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": x * 3}
+
+
+def test_a_copy_is_never_made_of_a_file_that_was_refused_and_is_gone(tmp_path: Path) -> None:
+    save_program(tmp_path / "m" / "1" / "model.pt2", Twice(), torch.zeros(2, 1), dynamic_shapes=BATCH)
+    (served,) = find_models(tmp_path)
+    runtime = TorchRuntime()
+    model = load_model(served, runtime, ON_CPU, Defaults())
+    kept = served.model.rename(tmp_path / "kept.pt2")
+    save_program(served.model, Thrice(), torch.zeros(2, 1), dynamic_shapes=BATCH)
+    (tmp_path / "m" / "config.pbtxt").write_text("max_batch_size: -1")
+    (wrong,) = find_models(tmp_path)
+    with pytest.raises(ModelLoadError, match="max_batch_size is -1"):
+        load_model(wrong, runtime, ON_CPU, Defaults())
+    kept.replace(served.model)
+    assert model.reload is not None
+    assert model.reload(0).run({"x": np.ones((1, 1), np.float32)})["y"].tolist() == [[2.0]]
+
+
 class Nested(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return {"a": {"b": x}, "a.b": x * 2}
