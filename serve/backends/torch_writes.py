@@ -36,7 +36,8 @@ def _targets(module: GraphModule, node: Node) -> Iterator[Node]:
                 yield from _nodes(given.get(argument.name))
     elif isinstance(node.target, HigherOrderOperator):
         taken = node.all_input_nodes
-        graphs = (module.get_submodule(str(inner.target)) for inner in taken if inner.op == "get_attr")
+        inner = dict(module.named_modules())
+        graphs = (inner.get(str(one.target)) for one in taken if one.op == "get_attr")
         if any(isinstance(graph, GraphModule) and written(graph) for graph in graphs):
             yield from taken  # which of them is not said in one way by all of these operators
 

@@ -85,3 +85,14 @@ def test_a_program_that_writes_into_nothing_that_it_keeps_is_run_as_it_is(module
     dtype = next(module.parameters()).dtype
     program = torch.export.export(module.eval(), (torch.ones(3, columns, dtype=dtype),), dynamic_shapes=BATCH)
     assert not written(program.graph_module)
+
+
+def test_a_constant_that_goes_into_a_subgraph_is_no_graph() -> None:
+    inner, outer = torch.fx.Graph(), torch.fx.Graph()
+    inner.output((inner.call_function(torch.ops.aten.add.Tensor, (inner.placeholder("a"), inner.placeholder("b"))),))
+    x, constant, graph = outer.placeholder("x"), outer.get_attr("constant"), outer.get_attr("inner")
+    outer.output(outer.call_function(torch.ops.higher_order.wrap_with_set_grad_enabled, (False, graph, x, constant)))
+    root = nn.Module()
+    root.register_buffer("constant", torch.ones(1))
+    root.add_module("inner", torch.fx.GraphModule(nn.Module(), inner))
+    assert not written(torch.fx.GraphModule(root, outer))
