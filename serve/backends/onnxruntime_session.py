@@ -122,7 +122,9 @@ class SessionOpener:
             try:
                 opened = self._on_cuda({"enable_cuda_graph": "1"})
             except ModelLoadError as error:
+                opened = self._on_cuda({})
                 logger.warning("%s; it runs without CUDA graphs, which take models that run on CUDA as a whole", error)
+                return opened
             else:
                 reason = why_not_recorded(opened.session, "cuda") if opened.provider == CUDA else None
                 if reason is None:

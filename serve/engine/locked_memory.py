@@ -26,6 +26,7 @@ def locked_buffer(size: int, device_id: int) -> Buffer | None:
     driver = cuda_driver()
     if driver is None:
         return None
+    # A map that is shared, as it is by default: where a process forks, pages of its own are copied when it next writes to them.
     buffer: Buffer = np.frombuffer(mmap.mmap(-1, size), np.uint8)
     address = buffer.ctypes.data
     try:

@@ -240,7 +240,9 @@ def test_nothing_is_recorded_while_a_model_is_loaded(tmp_path: Path, device: cty
 
 
 @pytest.mark.parametrize("require_gpu", [False, True])
-def test_a_lost_device_is_told_and_ends_nothing(tmp_path: Path, device: ctypes.CDLL, *, require_gpu: bool) -> None:
+def test_a_lost_device_is_told_and_ends_nothing(
+    tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture, *, require_gpu: bool
+) -> None:
     backends = [load(tmp_path / "p.onnx"), load(tmp_path / "g.onnx", with_graphs())]
     for backend in backends * 2:
         check(backend, 2)
@@ -249,9 +251,11 @@ def test_a_lost_device_is_told_and_ends_nothing(tmp_path: Path, device: ctypes.C
         with pytest.raises(BackendError, match=r"request: CUDA failure 700: an illegal memory access was encountered$") as lost:
             backend.run(rows(2))
         assert is_device_lost(lost.value)
-    with pytest.raises(ModelLoadError, match=r"illegal memory access was encountered$") as refused:
-        load_backend(tmp_path / "p.onnx", Placement(require_gpu=require_gpu))
-    assert is_device_lost(refused.value)
+    for config in (ModelConfig(), with_graphs()):
+        with pytest.raises(ModelLoadError, match=r"illegal memory access was encountered$") as refused:
+            load_backend(tmp_path / "p.onnx", Placement(require_gpu=require_gpu), config)
+        assert is_device_lost(refused.value)
+    assert "without CUDA graphs" not in caplog.text
     del backend
     backends.clear()
     gc.collect()
