@@ -28,6 +28,7 @@ NO_GRAPH = -1  # computes without recording
 # Each holds buffers on the device: shapes beyond are computed as usual.
 MAX_SHAPES = 32
 
+RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"})
 # Of memory in general: a device's own, and the host's.
 MEMORY_NAMES = {"cuda": "Cuda", "cpu": "Cpu"}
 
@@ -112,6 +113,7 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
     """What of a session a recording would not do anew, so that answers would be an earlier batch's; None where it does all.
 
     What is recorded is the device's work alone: not the copy of a value that is on the CPU, nor that of an input to an output.
+    And it is recorded with its arguments, such as the state of a random generator. For sessions opened with RECORD_ENTRY.
     """
     own, given = MEMORY_NAMES[device], {value.name for value in session.get_inputs()}
     for value, memory in zip(session.get_inputs(), session.get_input_memory_infos(), strict=True):
@@ -122,7 +124,8 @@ def why_not_recorded(session: ort.InferenceSession, device: str) -> str | None:
             return f"output {value.name!r} is made on the CPU"
         if value.name in given:
             return f"output {value.name!r} is an input"
-    return None
+    nodes = {node.op_type for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()}
+    return f"{min(drawn)} draws numbers" if (drawn := nodes & RANDOM) else None
 
 
 class _Recording:

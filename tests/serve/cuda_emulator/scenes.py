@@ -140,6 +140,16 @@ def test_an_output_that_no_node_makes_on_the_device_is_not_recorded(
     assert f"m.onnx: output '{name}' {reason}, which CUDA graphs would not do for each batch" in caplog.text
 
 
+def test_a_model_that_draws_numbers_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = onnx.load(save(tmp_path / "m.onnx"))
+    model.graph.node.append(helper.make_node("RandomUniformLike", ["x"], ["r"]))
+    model.graph.output.append(helper.make_tensor_value_info("r", TensorProto.FLOAT, ["n", COLUMNS]))
+    onnx.save(model, tmp_path / "m.onnx")
+    backend = load_backend(tmp_path / "m.onnx", Placement(), with_graphs())
+    assert backend._replays is None
+    assert "m.onnx: RandomUniformLike draws numbers, which CUDA graphs would not do for each batch" in caplog.text
+
+
 def test_a_batch_that_cannot_be_recorded_is_computed(
     tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture
 ) -> None:
