@@ -60,5 +60,6 @@ def test_every_option_is_tried_on_a_device(tmp_path: Path) -> None:
     found = tables(ran.stdout)
     tried = found["error of the default"]
     assert [row[2] for row in tried] == [f"{key}={text}" for key, text in cuda.OPTIONS] * 2
-    assert sum(row[3] == "-" for row in tried) <= 2, "the provider knows all of them; prefer_nhwc does not fit every model"
+    # With prefer_nhwc the provider computes shapes on the device too, whose kernels do nothing here.
+    assert {row[2] for row in tried if row[3] == "-"} <= {"prefer_nhwc=1"}, "the provider knows all of them"
     assert all(float(row[-1]) > 0 for row in found["gain"])
