@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
-from tests.serve.cuda_emulator import scenes
+from tests.serve.cuda_emulator import memory_scenes, scenes
 from tests.serve.cuda_emulator.library import make_device
+
+FILES = [str(module.__file__) for module in (scenes, memory_scenes)]
+SCENES = [name for module in (scenes, memory_scenes) for name in vars(module) if name.startswith("test_")]
 
 
 @pytest.fixture(scope="module")
@@ -17,24 +20,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What each scene came to, from a process of its own that has the device."""
     folder = tmp_path_factory.mktemp("device")
     make_device(folder)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-q",
-        "-rA",
-        scenes.__file__,
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rA", *FILES]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     return ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("scene", [name for name in vars(scenes) if name.startswith("test_")])
+@pytest.mark.parametrize("scene", SCENES)
 def test_on_the_emulated_device(outcomes: str, scene: str) -> None:
     lines = [line for line in outcomes.splitlines() if f"::{scene}" in line]
     assert lines, outcomes

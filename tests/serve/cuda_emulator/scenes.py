@@ -5,93 +5,24 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.cuda_neighbours import TURNS
-from serve.backends.onnxruntime_backend import OnnxRuntimeBackend
-from serve.engine.assembly import assemble
 from serve.engine.backend import Placement
-from serve.engine.batch import Answered, run_batch
-from serve.engine.cuda_driver import DRIVER_NAMES
 from serve.engine.device_faults import is_device_lost
 from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.raw_inputs import RawInput, RawInputs, RawLayout
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Array
 from tests.serve.backends.loading import load_backend
+from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
 
 ILLEGAL_ADDRESS, OLD_DRIVER = 700, 35
 BROKEN = "CUDA failure 901: operation failed due to a previous error during capture"
-COLUMNS = 4
-
-
-@pytest.fixture(scope="module")
-def device() -> ctypes.CDLL:
-    """The emulated one's own functions."""
-    library = ctypes.CDLL(DRIVER_NAMES[0])
-    library.emulated_log.restype = ctypes.c_char_p
-    library.emulated_limit.argtypes = (ctypes.c_size_t,)
-    library.emulated_locked_bytes.restype = ctypes.c_size_t
-    return library
-
-
-@pytest.fixture(autouse=True)
-def healthy(device: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ort, "preload_dlls", lambda: None)  # a real runtime may be installed, and takes precedence
-    gc.collect()
-    device.emulated_log()
-    yield
-    device.emulated_fail(0)
-    device.emulated_refuse_locking(0)
-
-
-def log(device: ctypes.CDLL) -> list[str]:
-    """What has been done since this was asked for last."""
-    text: bytes = device.emulated_log()
-    return text.decode().splitlines()
-
-
-def save(path: Path, *, sized: bool = False) -> Path:
-    """A model that copies rows of COLUMNS; with `sized`, whatever comes, in the shape that its second input says."""
-    value = helper.make_tensor_value_info
-    inputs = [value("x", TensorProto.FLOAT, ["n"] if sized else ["n", COLUMNS])]
-    inputs += [value("s", TensorProto.INT64, [2])] if sized else []
-    nodes = [helper.make_node("Reshape", ["x", "s"], ["t"]), helper.make_node("Identity", ["t"], ["y"])]
-    kept = [] if sized else [helper.make_tensor("s", TensorProto.INT64, [3], [-1, 2, COLUMNS // 2])]
-    outputs = [value("y", TensorProto.FLOAT, ["a", "b"] if sized else ["n", 2, COLUMNS // 2])]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, kept)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
-
-
-def with_graphs(**parameters: str) -> ModelConfig:
-    config = ModelConfig()
-    config.optimization.cuda.graphs = True
-    for key, text in parameters.items():
-        config.parameters[key].string_value = text
-    return config
-
-
-def load(path: Path, config: ModelConfig | None = None, *, sized: bool = False) -> OnnxRuntimeBackend:
-    return load_backend(save(path, sized=sized), Placement(), config)
-
-
-def rows(count: int, start: int = 0) -> dict[str, Array]:
-    return {"x": np.arange(start, start + count * COLUMNS, dtype=np.float32).reshape(count, COLUMNS)}
-
-
-def check(backend: OnnxRuntimeBackend, count: int, start: int = 0) -> None:
-    answer = backend.run(rows(count, start))["y"]
-    assert answer.ravel().tolist() == list(range(start, start + count * COLUMNS))
 
 
 def test_answers_are_those_of_the_request_at_hand(tmp_path: Path, device: ctypes.CDLL) -> None:
@@ -313,57 +244,3 @@ def test_an_option_that_cannot_be_read_is_refused(
     with pytest.raises(ModelLoadError, match=f"m.onnx: ONNX Runtime refuses the model: {reason}"):
         load(tmp_path / "m.onnx", config)
     assert capfd.readouterr().out == ""
-
-
-def requests(count: int, each: int) -> list[InferRequest]:
-    """As they come from the wire: raw bytes, with numbers that go on."""
-    entry = RawInput("x", np.dtype(np.float32), (each, COLUMNS), each * COLUMNS, 4 * each * COLUMNS)
-    layout = RawLayout((entry,))
-    datas = [rows(each, number * each * COLUMNS)["x"].tobytes() for number in range(count)]
-    return [InferRequest(RawInputs(layout, data, (0,)), ("y",), each, 1, None, lambda _: None) for data in datas]
-
-
-def numbers(backend: OnnxRuntimeBackend, several: list[InferRequest]) -> Sequence[float]:
-    (answered,) = run_batch(backend, several, padded_sizes=[2 * 4096, 3 * 4096])
-    assert isinstance(answered, Answered)
-    return [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
-
-
-@pytest.mark.parametrize("config", [ModelConfig(), with_graphs()], ids=["plain", "graphs"])
-def test_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL, config: ModelConfig) -> None:
-    backend = load(tmp_path / "m.onnx", config)
-    before = device.emulated_locked_bytes()
-    with ThreadPoolExecutor(1) as worker:
-        for count in (2, 2, 3, 1, 3):
-            answers = worker.submit(numbers, backend, requests(count, 4096)).result()
-            assert list(answers) == list(range(count * 4096 * COLUMNS))
-        assert device.emulated_locked_bytes() == before + 3 * 4096 * COLUMNS * 4
-        del answers
-    assert device.emulated_locked_bytes() == before, "the thread is gone, and with it its buffers"
-    copies = [line for line in log(device) if " to the device" in line]
-    assert [line.rsplit(", ")[-1] for line in copies] == ["pageable"] + ["locked"] * 4, "the first batch shows where it runs"
-
-
-def test_memory_that_cannot_be_locked_is_used_all_the_same(
-    tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture
-) -> None:
-    backend = load(tmp_path / "m.onnx")
-    device.emulated_refuse_locking(1)
-    before = device.emulated_locked_bytes()
-    with ThreadPoolExecutor(1) as worker:
-        for count in (2, 3, 4):
-            assert len(worker.submit(numbers, backend, requests(count, 4096)).result()) == count * 4096 * COLUMNS
-    assert device.emulated_locked_bytes() == before
-    assert [record.message for record in caplog.records] == [
-        "memory for batches cannot be locked (out of memory (CUDA error 2)); copies to the device take a little longer"
-    ]
-
-
-def test_nothing_is_locked_for_the_cpu(tmp_path: Path, device: ctypes.CDLL) -> None:
-    backend = load_backend(save(tmp_path / "m.onnx"), Placement(use_gpu=False))
-    before = device.emulated_locked_bytes()
-    with ThreadPoolExecutor(1) as worker:
-        worker.submit(numbers, backend, requests(2, 4096)).result()
-        worker.submit(assemble, requests(2, 4096), "x", np.dtype(np.float32)).result()
-        assert device.emulated_locked_bytes() == before
-    assert not log(device)

@@ -1,0 +1,75 @@
+"""Where batches for the emulated device are put together; see scenes.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protos.model_config_pb2 import ModelConfig
+from serve.backends.onnxruntime_backend import OnnxRuntimeBackend
+from serve.engine.assembly import assemble
+from serve.engine.backend import Placement
+from serve.engine.batch import Answered, run_batch
+from serve.engine.raw_inputs import RawInput, RawInputs, RawLayout
+from serve.engine.requests import InferRequest
+from tests.serve.backends.loading import load_backend
+from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs
+
+
+def requests(count: int, each: int) -> list[InferRequest]:
+    """As they come from the wire: raw bytes, with numbers that go on."""
+    entry = RawInput("x", np.dtype(np.float32), (each, COLUMNS), each * COLUMNS, 4 * each * COLUMNS)
+    layout = RawLayout((entry,))
+    datas = [rows(each, number * each * COLUMNS)["x"].tobytes() for number in range(count)]
+    return [InferRequest(RawInputs(layout, data, (0,)), ("y",), each, 1, None, lambda _: None) for data in datas]
+
+
+def numbers(backend: OnnxRuntimeBackend, several: list[InferRequest]) -> Sequence[float]:
+    (answered,) = run_batch(backend, several, padded_sizes=[2 * 4096, 3 * 4096])
+    assert isinstance(answered, Answered)
+    return [number for answer in answered.answers for number in answer["y"].ravel().tolist()]
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), with_graphs()], ids=["plain", "graphs"])
+def test_batches_are_copied_from_locked_memory(tmp_path: Path, device: ctypes.CDLL, config: ModelConfig) -> None:
+    backend = load(tmp_path / "m.onnx", config)
+    before = device.emulated_locked_bytes()
+    with ThreadPoolExecutor(1) as worker:
+        for count in (2, 2, 3, 1, 3):
+            answers = worker.submit(numbers, backend, requests(count, 4096)).result()
+            assert list(answers) == list(range(count * 4096 * COLUMNS))
+        assert device.emulated_locked_bytes() == before + 3 * 4096 * COLUMNS * 4
+        del answers
+    assert device.emulated_locked_bytes() == before, "the thread is gone, and with it its buffers"
+    copies = [line for line in log(device) if " to the device" in line]
+    assert [line.rsplit(", ")[-1] for line in copies] == ["pageable"] + ["locked"] * 4, "the first batch shows where it runs"
+
+
+def test_memory_that_cannot_be_locked_is_used_all_the_same(
+    tmp_path: Path, device: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = load(tmp_path / "m.onnx")
+    device.emulated_refuse_locking(1)
+    before = device.emulated_locked_bytes()
+    with ThreadPoolExecutor(1) as worker:
+        for count in (2, 3, 4):
+            assert len(worker.submit(numbers, backend, requests(count, 4096)).result()) == count * 4096 * COLUMNS
+    assert device.emulated_locked_bytes() == before
+    assert [record.message for record in caplog.records] == [
+        "memory for batches cannot be locked (out of memory (CUDA error 2)); copies to the device take a little longer"
+    ]
+
+
+def test_nothing_is_locked_for_the_cpu(tmp_path: Path, device: ctypes.CDLL) -> None:
+    backend = load_backend(save(tmp_path / "m.onnx"), Placement(use_gpu=False))
+    before = device.emulated_locked_bytes()
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(numbers, backend, requests(2, 4096)).result()
+        worker.submit(assemble, requests(2, 4096), "x", np.dtype(np.float32)).result()
+        assert device.emulated_locked_bytes() == before
+    assert not log(device)
