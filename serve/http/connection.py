@@ -26,7 +26,8 @@ class HttpConnection(H11Protocol):
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
         self._unread_bytes = 0
-        self._leaving: asyncio.TimerHandle | None = None  # what still comes is dropped
+        self._leaving: asyncio.TimerHandle | None = None  # the client's end
+        self._drops = False  # what still comes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, unless there are too many."""
@@ -48,7 +49,7 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes, as long as they are wanted."""
-        if self._leaving is None:
+        if not self._drops:
             super().data_received(data)
 
     def handle_events(self) -> None:
@@ -78,6 +79,7 @@ class HttpConnection(H11Protocol):
             self.transport.close()
             return
         if self._leaving is None:
+            self._drops = True
             self._leaving = self.loop.call_later(self._limits.stall_s, self.transport.close)
             if self.transport.can_write_eof():
                 self.transport.write_eof()
@@ -87,7 +89,10 @@ class HttpConnection(H11Protocol):
         self.transport.set_write_buffer_limits(0)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  (uvicorn hands its own text over)
-        """Answer what is no HTTP in the form of all other errors."""
+        """Answer what is no HTTP in the form of all other errors, unless it follows the connection's last request."""
+        if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
+            self._drops, self.cycle.keep_alive = True, False
+            return
         body = b'{"error":"the request is not HTTP/1.1 as this server reads it; check its line, headers and lengths"}'
         headers: list[Any] = [
             (b"content-type", b"application/json"),

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -47,11 +45,6 @@ def ended(peer: socket.socket) -> bool:
     return True
 
 
-def send_on(peer: socket.socket) -> None:
-    for _ in range(100_000):
-        peer.sendall(bytes(100_000))
-
-
 class Connections(set[Any]):
     """Where the server keeps its connections; tells when one of them has ended."""
 
@@ -86,15 +79,6 @@ def test_an_idle_connection_is_closed(server: RunningServer) -> None:
         assert ended(peer)
 
 
-@pytest.mark.parametrize("rest", [b"a", b"abc"], ids=["unfinished", "finished"])
-def test_a_connection_is_closed_whose_body_came_after_the_answer(server: RunningServer, rest: bytes) -> None:
-    with limited(server, HttpLimits(keep_alive_s=0.3)) as address, socket.create_connection(address) as peer:
-        peer.sendall(b"POST /v2/models/absent/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\n")
-        assert b"404" in read_answer(peer)
-        peer.sendall(rest)
-        assert ended(peer)
-
-
 def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
     with (
         running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits(stall_s=0.1))) as rest,
@@ -110,25 +94,6 @@ def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
             except OSError:
                 break
         assert connections.ended.wait(HOLD_S), "the connection is still open"
-
-
-def test_who_is_refused_while_it_sends_hears_why(server: RunningServer) -> None:
-    with limited(server, HttpLimits(max_body_bytes=1000)) as address:
-        client = HTTPConnection(*address, timeout=HOLD_S)  # sends all before it looks at the answer
-        with contextlib.closing(client):
-            client.request("POST", "/v2/models/unbatched/infer", body=bytes(20_000_000))
-            assert client.getresponse().status == 413
-
-
-def test_who_goes_on_sending_is_cut_off(server: RunningServer) -> None:
-    with (
-        limited(server, HttpLimits(max_body_bytes=1000, stall_s=0.1)) as address,
-        socket.create_connection(address, HOLD_S) as peer,
-    ):
-        peer.sendall(b"POST /v2/models/unbatched/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999999999999\r\n\r\n")
-        assert b" 413 " in read_answer(peer)
-        with pytest.raises(ConnectionError):
-            send_on(peer)
 
 
 def test_connections_over_the_limit_are_closed(server: RunningServer) -> None:
