@@ -34,11 +34,27 @@ export function make(fill, datatype, shape) {
   return Array.from({ length: elements(shape) }, one);
 }
 
-// What people wrote, as data; an Error says what is wrong with it.
+// What people wrote, as JSON, which is sent as it is: read as numbers, whole ones over 2^53 would be others. An Error says what is
+// wrong with it.
 export function written(text, name) {
   try {
-    return JSON.parse(text);
+    JSON.parse(text);
   } catch (error) {
     throw new Error(`input ${name}: this is no JSON (${error.message}); expected a list of values, such as [1, 2, 3]`);
   }
+  return text.trim();
+}
+
+// The body for inputs whose data is JSON already.
+export function request(inputs) {
+  const entries = inputs.map(({ data, ...head }) => `${JSON.stringify(head).slice(0, -1)},"data":${data}}`);
+  return `{"inputs":[${entries.join(",")}]}`;
+}
+
+// An answer; whole numbers that are none for JavaScript stay exact, in a browser that says how a number was written.
+export function answered(text) {
+  if (!/\d{16}/.test(text)) return JSON.parse(text);
+  return JSON.parse(text, (_, value, context) =>
+    typeof value === "number" && !Number.isSafeInteger(value) && /^-?\d+$/.test(context?.source ?? "") ? BigInt(context.source) : value,
+  );
 }

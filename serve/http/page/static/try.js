@@ -1,6 +1,6 @@
 // The form that sends a request, and the answer.
 import { badge, h, number, shapeText, show } from "./dom.js";
-import { FILLS, elements, make, proposed, written } from "./tensors.js";
+import { FILLS, answered, elements, make, proposed, request, written } from "./tensors.js";
 
 const MOST_ELEMENTS = 2_000_000;
 const MOST_SHOWN = 24;
@@ -71,30 +71,32 @@ class Input {
   tensor() {
     const { name, datatype } = this.spec;
     if (elements(this.shape) > MOST_ELEMENTS) throw new Error(`input ${name}: more than ${MOST_ELEMENTS} elements are too many for this form`);
-    const data = this.fill.value === FILLS.at(-1) ? written(this.own.value, name) : make(this.fill.value, datatype, this.shape);
+    const own = this.fill.value === FILLS.at(-1);
+    const data = own ? written(this.own.value, name) : JSON.stringify(make(this.fill.value, datatype, this.shape));
     return { name, datatype, shape: this.shape, data };
   }
 }
 
 async function send(model, inputs) {
-  const body = { inputs: inputs.map((input) => input.tensor()) };
+  const body = request(inputs.map((input) => input.tensor()));
   const path = `/v2/models/${encodeURIComponent(model.name)}/versions/${model.version}/infer`;
   const started = performance.now();
   let response;
   try {
-    response = await fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+    response = await fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body });
   } catch {
     throw new Error("the server did not answer; it may be stopping, or the connection is lost");
   }
   const took = performance.now() - started;
-  const content = await response.json();
+  const text = await response.text();
+  const content = answered(text);
   if (!response.ok) throw new Error(`${response.status}: ${content.error}`);
   const parameters = Object.entries(content.parameters ?? {}).map(([name, value]) => badge(`${name}: ${value}`, "warn"));
   return [
     h("div", { class: "badges" }, badge("answered", "good"), badge(`${number(took)} ms to this page and back`), parameters),
     ...content.outputs.map(output),
     h("details", {}, h("summary", {}, "The request for curl"), h("pre", {}, curl(path, body))),
-    h("details", {}, h("summary", {}, "The answer as JSON"), h("pre", {}, shortened(JSON.stringify(content)))),
+    h("details", {}, h("summary", {}, "The answer as JSON"), h("pre", {}, shortened(text))),
   ];
 }
 
@@ -103,7 +105,7 @@ function shortened(text) {
 }
 
 function curl(path, body) {
-  const quoted = JSON.stringify(body).replaceAll("'", "'\\''");
+  const quoted = body.replaceAll("'", "'\\''");
   return shortened(`curl -s ${location.origin}${path} -d '${quoted}'`);
 }
 
