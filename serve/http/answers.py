@@ -58,8 +58,9 @@ async def on_half_character(_: Request, __: Exception) -> Response:
 
 
 async def on_unexpected(_: Request, error: Exception) -> Response:
-    """Answer what nobody raised on purpose; its text goes to the log alone, where uvicorn writes it."""
+    """Answer what nobody raised on purpose; its text goes to the log alone, where uvicorn writes it. Then uvicorn closes."""
     status, text, headers = http_status(error)
+    headers["connection"] = "close"
     return error_answer(status, text, headers)
 
 

@@ -137,6 +137,7 @@ def test_a_failure_of_the_servers_own_is_logged_and_not_told(server: RunningServ
     finally:
         server.run(listening.stop(1))
     assert (answer.status_code, answer.json()) == (500, {"error": "the server failed on this request; its log says why"})
+    assert answer.headers["connection"] == "close"  # which uvicorn does
     assert "/secret/path" in caplog.text
 
 
