@@ -49,6 +49,7 @@ def read(path: Path) -> Certificate | None:
         if path.stat().st_size > MAX_BYTES:
             return None
         content = json.loads(path.read_bytes())
+        json.dumps(content, allow_nan=False)  # as it will be sent
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and content.get("schema") == SCHEMA else None

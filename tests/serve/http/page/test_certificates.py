@@ -40,7 +40,14 @@ def test_what_it_does_not_say_is_left_open() -> None:
     }
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": "other"}', b"\xff", b"[" * 100_000], ids=range(5))
+NO_NUMBER = b'{"schema": "halfserve.certificate", "samples": %s}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"schema": "other"}', b"\xff", b"[" * 100_000, NO_NUMBER % b"NaN", NO_NUMBER % b"1e999"],
+    ids=range(7),
+)
 def test_what_is_no_certificate_is_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "certificate.json"
     path.write_bytes(content)
