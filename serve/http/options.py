@@ -18,8 +18,9 @@ class HttpLimits:
         max_header_bytes: of one request's line and headers.
         max_connections: open at the same time on one port; more are closed at once.
         header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
-        stall_s: seconds after which a body that does not grow, or an answer that is not read, is given up.
-        keep_alive_s: seconds that a connection may stay open between two requests.
+        stall_s: seconds after which a body that does not grow, an answer that is not read, or a client that goes on sending
+            what was refused, is given up.
+        keep_alive_s: seconds that a connection may stay open between two requests, or without the rest of one that is answered.
         inline_bytes: bodies above this size are decoded and encoded on a thread, so that other requests do not wait for them.
     """
 
