@@ -94,6 +94,8 @@ def serve(
         raise typer.BadParameter("--load-model and --model-uploads need --model-control explicit; add it or leave them out")
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and --tls-client-ca only with them")
+    if not http:
+        _check_without_http(http_port, metrics_port, http_allowed_host)
     inherited = take_over(os.environ)
     if supervise and inherited is None:
         _check_supervised(transport)
@@ -160,6 +162,18 @@ def serve(
     if inherited and inherited.restarts:
         tell = partial(tell_again, restarts=inherited.restarts)
     _run(options, partial(told, tell), inherited)
+
+
+def _check_without_http(http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None) -> None:
+    for option, is_given in (
+        ("--http-port", http_port is not None),
+        ("--metrics-port", metrics_port is not None and metrics_port >= 0),
+        ("--http-allowed-host", bool(allowed_hosts)),
+    ):
+        if is_given:
+            raise typer.BadParameter(
+                f"{option} means nothing with --no-http, which has no metrics either; leave one of them out"
+            )
 
 
 def _check_supervised(transport: TransportName) -> None:

@@ -62,6 +62,13 @@ def test_the_runtime_counts_nothing_for_its_makers(mlp: Path, tmp_path: Path, mo
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["halfserve"]
 
 
+@pytest.mark.parametrize("option", [("--http-port", "0"), ("--metrics-port", "0"), ("--http-allowed-host", "a.example")])
+def test_options_of_http_are_not_taken_without_it(mlp: Path, option: tuple[str, str]) -> None:
+    code, text = refused(mlp, "--no-http", *option)
+    assert code == 2
+    assert f"{option[0]} means nothing with --no-http, which has no metrics either; leave one of them out" in text
+
+
 @pytest.mark.parametrize("option", ["--max-batch-size", "--max-queue-delay-us", "--threads"])
 def test_numbers_that_are_too_large_are_wrong_usage(mlp: Path, option: str) -> None:
     code, text = refused(mlp, option, "1" + 20 * "0")
