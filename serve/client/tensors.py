@@ -148,12 +148,23 @@ def _strings(value: Any, where: str) -> Array:
         array = np.array(value, dtype=object)
     except ValueError:
         raise InvalidRequest(f"{where} cannot be read as an array: its rows differ in length") from None
-    odd = next((e for e in array.ravel() if not isinstance(e, str | bytes)), None)
-    if isinstance(odd, list | tuple):
-        raise InvalidRequest(f"{where} cannot be read as an array: its rows differ in length")
-    if odd is not None:
-        raise InvalidRequest(f"{where} takes BYTES, expected strings or bytes, not {type(odd).__name__} {odd!r:.40}")
+    for element in array.ravel():
+        if not _can_be_sent(element):
+            if isinstance(element, list | tuple):
+                raise InvalidRequest(f"{where} cannot be read as an array: its rows differ in length")
+            expected = "text that UTF-8 can say" if isinstance(element, str) else "strings or bytes"
+            raise InvalidRequest(f"{where} takes BYTES, expected {expected}, not {type(element).__name__} {element!r:.40}")
     return array
+
+
+def _can_be_sent(element: object) -> bool:
+    """Whether it is bytes, or a text without half of a surrogate pair; None, which a missing value is, is neither."""
+    if not isinstance(element, str):
+        return isinstance(element, bytes)
+    try:
+        return element.isascii() or bool(element.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _unequal(source: Array, target: Array) -> Array:
