@@ -142,7 +142,7 @@ def _root(ctx: typer.Context, *, version: bool = typer.Option(False, "--version"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 1 or 3 as the stage says, 2 wrong usage, 69 an extra is missing."""
+    """Run one command and exit: 0 done, 1, 3 or 4 as the stage says, 2 wrong usage, 69 an extra is missing."""
     # torch's CPU threads spin while they wait for each other. On cores that others use too, whoever is waited for gets no core:
     # training took more than 15 times as long as with threads that sleep. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

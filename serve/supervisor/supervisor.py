@@ -94,9 +94,11 @@ class Supervisor:
     def _code_of_stop(self, worker: WorkerProcess, code: int) -> int:
         if self._forced_by is not None:
             return 128 + self._forced_by
-        if code == -signal.SIGTERM and worker.ready_s is None and self._has_served:
+        if code != -signal.SIGTERM or self._stopped_by is None:
+            return exit_code(code)
+        if worker.ready_s is None and self._has_served:
             return 0  # it was the next one, and had taken nothing yet
-        return exit_code(code)
+        return 128 + self._stopped_by  # in whose place it was sent
 
     def _close_sockets(self) -> None:
         for descriptors in self._sockets.values():

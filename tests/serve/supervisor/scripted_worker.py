@@ -1,8 +1,8 @@
 """A worker that does as it is told: python scripted_worker.py DEED DEED ..., one deed for each start.
 
-exit:3 ends with this code and was never ready; die:9 is killed by this signal and was never ready; served:3 and killed:9 were.
-serve tells of each signal and ends at SIGTERM with code 0; leave:3 does so with another code; stubborn does not end. Each start
-is told on standard output, with what is known then.
+load is never ready, and ends as signals have it; exit:3 ends with this code and was never ready, nor was die:9, which is killed
+by this signal; served:3 and killed:9 were. serve tells of each signal and ends at SIGTERM with code 0; leave:3 does so with
+another code; stubborn does not end. Each start is told on standard output, with what is known then.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def main(*deeds: str) -> None:
     tell("start", told["restarts"], os.getpid())
     if deed in {"serve", "leave", "stubborn"}:
         stay(told, deed, number)
+    while deed == "load":
+        signal.pause()
     if deed in {"served", "killed"}:
         os.write(told["ready"], b"\n")
     if deed in {"die", "killed"}:

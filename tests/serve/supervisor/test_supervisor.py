@@ -118,6 +118,14 @@ def test_a_second_signal_ends_both_at_once(name: signal.Signals, code: int) -> N
         assert ended(process) == (code, [], [])  # with the end of standard output, which the worker holds as well
 
 
+@pytest.mark.parametrize(("name", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_the_first_worker_is_ready_ends_as_it_would_without(name: signal.Signals, code: int) -> None:
+    with supervised("load") as process:
+        assert line(process)[0] == "start"
+        process.send_signal(name)
+        assert ended(process) == (code, [], [])
+
+
 def test_a_signal_while_no_worker_is_there_ends_it_at_once() -> None:
     with supervised("served:1", "served:1", first_s=3600) as process:
         assert process.stderr is not None
