@@ -15,6 +15,7 @@ from tests.serve.running_server import TRANSPORTS, MakeTransport, RunningServer,
 
 Serving = Callable[[ObserveOptions], AbstractContextManager[RunningServer]]
 CLIENT_TIMEOUT_S = 20.0
+SECRET = 471_147_114_711  # too many digits to be part of a time, an id or a port by chance
 
 
 @pytest.fixture(scope="session", params=TRANSPORTS)

@@ -24,7 +24,7 @@ from serve.observability.observer import Observer
 from serve.observability.options import AccessLog, ObserveOptions
 from serve.observability.outbox import Outbox
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
+from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -59,7 +59,7 @@ def test_what_went_wrong_is_told_but_not_the_values_it_went_wrong_on(serving: Se
     log = tmp_path / "access.log"
     with serving(to_file(log, AccessLog.ERRORS)) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
-        for model, inputs in (("mlp", row(width=5)), ("nobody", row()), ("picky", index(4711))):
+        for model, inputs in (("mlp", row(width=5)), ("nobody", row()), ("picky", index(SECRET))):
             with pytest.raises(InferenceServerException):
                 client.infer(model, inputs, request_id=f"for {model}", client_timeout=CLIENT_TIMEOUT_S)
     wrong, unknown, failed = lines_of(log)
@@ -68,7 +68,7 @@ def test_what_went_wrong_is_told_but_not_the_values_it_went_wrong_on(serving: Se
     assert (unknown["status"], unknown["model"]) == ("NOT_FOUND", "nobody")
     assert (failed["status"], failed["model"], failed["version"]) == ("INTERNAL", "picky", "1")
     assert failed["total_ms"] > 0
-    assert "4711" not in log.read_text()
+    assert str(SECRET) not in log.read_text()
 
 
 def test_bytes_that_are_no_request_get_a_line_too(serving: Serving, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from tritonclient.utils import InferenceServerException
 
 from serve.observability.options import AccessLog, ObserveOptions
-from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
+from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "vendor=1"}
@@ -83,12 +83,12 @@ def test_a_failed_request_has_a_span_with_its_status_and_no_values(serving: Serv
         triton.InferenceServerClient(server.address) as client,
         pytest.raises(InferenceServerException),
     ):
-        client.infer("picky", index(4711), headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
+        client.infer("picky", index(SECRET), headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
     spans = spans_of(file)
     request = named(spans, "inference.GRPCInferenceService/ModelInfer")
     assert request["status"]["code"] == 2
     assert attributes(request)["rpc.response.status_code"] == "INTERNAL"
-    assert "4711" not in file.read_text()
+    assert str(SECRET) not in file.read_text()
     assert {span["name"] for span in spans} == {"inference.GRPCInferenceService/ModelInfer", "queue"}
 
 
