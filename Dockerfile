@@ -26,8 +26,8 @@ RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version
 USER 10001
 WORKDIR /models
 EXPOSE 8000 8001 8002
-# Of the command below; where it is another one (TLS, another port), say --no-healthcheck or another --health-cmd.
+# Whether the server is ready is told without a token. With TLS, give a check with certificates of your own (--health-cmd).
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
-  CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/v2/health/ready', timeout=4)"]
+  CMD ["python", "-P", "-c", "import serve.client, sys; sys.exit(not serve.client.InferenceClient('127.0.0.1:8001', timeout_s=4).is_ready())"]
 ENTRYPOINT ["halfserve"]
 CMD ["serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001"]
