@@ -51,8 +51,9 @@ def channel_options(*, balancing: Balancing = "pick_first", keepalive_s: float |
         ("grpc.use_local_subchannel_pool", 1),
         # A server that restarts is found again within a second instead of two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # How long an attempt may take, with TLS and HTTP/2's greeting: a supervised server that restarts has connections wait.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.service_config", json.dumps({"loadBalancingConfig": [{balancing: {}}]})),
     ]
     if keepalive_s is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import trustme
 from protos import inference_pb2 as pb
 from serve.client import (
     AccessDenied,
+    DeadlineExceeded,
     InferenceClient,
     InferenceClientError,
     InvalidRequest,
@@ -109,6 +111,13 @@ def test_a_server_that_is_not_trusted(
     tls = Tls(**{name: certificates(file) for name, file in files.items()}, server_name=server_name)
     with pytest.raises(ServerUnavailable, match=text):
         connect(secure.address, tls=tls, retries=0).server_metadata()
+
+
+def test_a_server_that_does_not_greet_at_once_is_waited_for(connect: Connect) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as restarting:  # where connections wait for the next worker
+        address = f"127.0.0.1:{restarting.getsockname()[1]}"
+        with pytest.raises(DeadlineExceeded, match="did not answer ServerMetadata within 1.5 s"):
+            connect(address, timeout_s=1.5, retries=0).server_metadata()
 
 
 def test_tls_to_a_server_without_it(scripted: ScriptedServer, connect: Connect, certificates: Callable[[str], Path]) -> None:
