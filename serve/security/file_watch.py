@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,10 @@ Look = tuple[tuple[int, int, int] | None, ...]
 
 
 class FileWatch:
-    """Looks at files now and then. What is still being written differs between two looks, and waits for the next."""
+    """Looks at files now and then. What is still being written differs between two looks, and waits for the next.
+
+    A pipe in a file's place has been read when it was read once: it does not change.
+    """
 
     def __init__(self, paths: Sequence[Path], interval_s: float, changed: Callable[[], None]) -> None:
         """A watch that takes the files for known as they are now: make it before they are read.
@@ -53,4 +57,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
         status = path.stat()
     except OSError:
         return None
+    if not stat.S_ISREG(status.st_mode):
+        return None  # a pipe, which whoever opens it again would wait at
     return status.st_mtime_ns, status.st_size, status.st_ino
