@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from export.errors import ExportError
 from export.to_onnx.body_outputs import make_inside
+from export.to_onnx.idle_operations import without
 from export.to_onnx.messages import one_line, root
 from export.to_onnx.recurrent import translations
 from export.to_onnx.silence import silenced
@@ -18,7 +19,7 @@ from export.to_onnx.silence import silenced
 # onnxscript's own choice without what computes with weights: it folds a BatchNorm in the model's dtype, which in float16 ruins
 # it, and drops biases that happen to be zero.
 _REWRITES = (
-    *(rules.add_0_rule, rules.sub_0_rule, rules.mul_by_1_rule, rules.div_by_1_rule),
+    *(without(op_type, number) for op_type, number in (("Add", 0), ("Sub", 0), ("Mul", 1), ("Div", 1))),
     *(rules.dropout_zero_rule, rules.dropout_inference_rule),
     *(rules.one_reshape_matmul_reshape_rule, rules.two_reshapes_matmul_reshape_rule),
     *(rules.cast_constant_of_shape_rule, rules.cast_constant_of_shape_without_value_rule),
