@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from export.halving.to_half import to_half
+from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.to_onnx.export_onnx import export_onnx
+from export.verification.verify import verify
+from tests.export.to_onnx.answers import difference, halved, session
+
+TOKENS = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+# The second row sees its first three places only, the third none at all.
+MASK = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 5])
+
+
+class Attending(nn.Module):
+    """Self-attention in two heads, in which places may be hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.turned(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        seen = mask[:, None, None, :] if mask.dim() == 2 else mask[:, None]
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return Attending().eval()
+
+
+@pytest.mark.parametrize("opset_version", [None, 18])
+@pytest.mark.parametrize("mask", [MASK, MASK[:, :, None] & MASK[:, None, :]], ids=["keys", "pairs"])
+def test_a_row_that_sees_nothing_answers_zero_as_in_torch(module: nn.Module, mask: Tensor, opset_version: int | None) -> None:
+    inputs = {"x": TOKENS, "mask": mask}
+    model = export_onnx(module, inputs, opset_version=opset_version)
+    assert difference(module, session(model), inputs) < 5e-6
+    assert not module(**inputs)[2].any()
+
+
+def test_the_same_in_half(module: nn.Module) -> None:
+    inputs = {"x": TOKENS, "mask": MASK}
+    model = export_onnx(to_half(module).module, halved(inputs))
+    assert difference(module, session(model), inputs, half=True) < 5e-3
+
+
+def test_a_mask_that_the_adversary_closes_is_no_reason_to_refuse(module: nn.Module) -> None:
+    inputs = [TOKENS[:2], MASK[:2]]
+    candidate = convert_float_to_float16(export_onnx(module, inputs), keep_io_types=False)
+    certificate = verify(module, candidate, [np.asarray(value) for value in inputs])
+    assert any(line.case == "masked row" for line in certificate.adversarial)
