@@ -7,6 +7,7 @@ import difflib
 import onnx
 
 from export.errors import ExportError
+from export.graph_checks import require_sound_graphs
 from export.proto_walk import all_nodes
 
 OLDEST_IR_VERSION = 3
@@ -57,6 +58,7 @@ def require_sound(model: onnx.ModelProto, name: str) -> None:
     if opset > newest:
         raise ExportError(f"{name} has opset {opset}; onnx {onnx.__version__} knows up to {newest}; upgrade onnx")
     _require_known_operators(model, name, opset)
+    require_sound_graphs(model, name)
 
 
 def _opsets(model: onnx.ModelProto) -> dict[str, int]:
