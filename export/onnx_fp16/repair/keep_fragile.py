@@ -28,6 +28,7 @@ from export.onnx_fp16.report import Repair
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 SQUARES = "a sum of squares can outgrow float16 before its root is taken"
+BOUNDED = "a sum of squares that only what follows brings back into float16's range"
 POWERS = "a power that only what follows brings back into float16's range"
 EPSILON = "float16 loses the epsilon {:.3g}"
 ANGLE = "an angle up to its sine or cosine"
@@ -93,7 +94,8 @@ def _of_squares(node: onnx_ir.Node) -> tuple[str, Iterable[onnx_ir.Node]] | None
     if not chain.reduced:
         return POWERS, chain.nodes
     differences = [source for one in chain.nodes if is_op(one, "Sub") for source in sources(one, NORM)]
-    return SQUARES, [*sources(node, NORM), *differences, *chain.nodes, *_tails(chain)]
+    rooted = roots or any(is_op(one, "ReduceL2") for one in chain.nodes)
+    return SQUARES if rooted else BOUNDED, [*sources(node, NORM), *differences, *chain.nodes, *_tails(chain)]
 
 
 def _tails(chain: Chain) -> list[onnx_ir.Node]:

@@ -48,6 +48,13 @@ def test_norms_in_parts_are_kept_whole(text: str, names: str) -> None:
     }
 
 
+def test_a_sum_of_squares_without_a_root_is_not_said_to_have_one() -> None:
+    """A factorization machine: half of (the square of the sum - the sum of the squares), and its sigmoid."""
+    found = kept("q = Mul (x, x) t = ReduceSum (q, axes) h = Mul (t, half) y = Sigmoid (h)", half=0.5)
+    assert set(found) == set("qthy")
+    assert set(found.values()) == {"a sum of squares that only what follows brings back into float16's range"}
+
+
 def test_both_sides_of_a_difference_of_means_are_kept() -> None:
     text = "q = Mul (x, x) a = ReduceMean (q, axes) m = ReduceMean (x, axes) b = Mul (m, m) v = Sub (a, b) y = Sqrt (v)"
     assert sorted(kept(text)) == sorted("qambvy")
