@@ -65,10 +65,12 @@ class InferenceStream:
             self._fail(slot, data, error)
 
     def cancel(self) -> None:
-        """The client has gone."""
+        """The call is over: free the places of what waits, and send nothing more."""
+        self._send = _to_nobody  # who sends knows this stream: without it nothing of the call waits for the garbage collector
         for slot in self._slots:
-            if slot.cancel is not None and slot.answer is None:
-                slot.cancel()
+            cancel, slot.cancel = slot.cancel, None  # as in _reply
+            if cancel is not None and slot.answer is None:
+                cancel()
                 self._inference.gone(slot.request)
         self._slots.clear()
 
@@ -99,6 +101,10 @@ class InferenceStream:
         while self._slots and (first := self._slots[0].answer) is not None:
             self._slots.popleft()
             self._send(first)
+
+
+def _to_nobody(_: bytes) -> None:
+    pass
 
 
 def _id_of(data: bytes) -> str:

@@ -138,8 +138,9 @@ class InferCall(_Unary):
 
     def gone(self) -> None:
         """Free the request's place in the queue."""
-        if self._cancel is not None:
-            self._cancel()
+        cancel, self._cancel = self._cancel, None  # a circle: it knows the request, which knows this call
+        if cancel is not None:
+            cancel()
             self._onlooker.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
