@@ -21,7 +21,7 @@ from export.leaks.operation import WIDE
 from export.leaks.places import Place, Whereabouts, run_watched
 from export.leaks.provenance import described, first_line
 from export.leaks.unexecuted import tell_unexecuted
-from export.leaks.watch import Run, without_autocast
+from export.leaks.watch import Run, own_compilations, without_autocast
 from export.leaks.watchers import HalfWatcher, ReferenceWatcher
 
 
@@ -47,7 +47,7 @@ def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakRepo
     module = _unwrapped(module)
     whereabouts = Whereabouts.of(module)
     log = Log()
-    with warnings.catch_warnings(), without_autocast(), without_fast_path():
+    with warnings.catch_warnings(), without_autocast(), without_fast_path(), own_compilations():
         warnings.simplefilter("ignore")  # ours are the findings
         reference = ReferenceWatcher()
         expected = _run_reference(module, Run(reference, whereabouts), inputs, kwargs)

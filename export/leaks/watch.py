@@ -64,6 +64,15 @@ class Run:
 
 
 @contextmanager
+def own_compilations() -> Iterator[None]:
+    """Forget afterwards what has been compiled, as `torch.cond` compiles: what failed while it was watched would fail again."""
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
+
+
+@contextmanager
 def without_autocast() -> Iterator[None]:
     """Leave the autocast regions that the caller may be in: they are no part of the model."""
     with ExitStack() as stack:

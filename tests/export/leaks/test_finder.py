@@ -248,3 +248,14 @@ def test_control_flow_operators_are_let_through() -> None:
             return self.project(y)
 
     assert check(Branches).clean
+
+
+class Choosing(nn.Module):
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        return torch.cond(flag, torch.sin, torch.clone, (x * 2,))  # type: ignore[no-any-return]  # (torch's is untyped)
+
+
+def test_a_model_that_compiles_parts_of_itself_works_afterwards() -> None:
+    model, x, flag = Choosing().eval(), torch.ones(2, 4), torch.tensor(True)
+    find_dtype_leaks(model, x, flag)
+    torch.testing.assert_close(model(x, flag), torch.sin(x * 2))
