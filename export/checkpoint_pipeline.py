@@ -62,7 +62,7 @@ def export_checkpoint(
     policy, record = _training(checkpoint)
     target = RepositoryTarget(
         repository=repository,
-        name=name or model_name(checkpoint.model),
+        name=model_name(checkpoint.model) if name is None else name,
         version=version,
         max_batch_size=max_batch_size,
         fp32_twin=fp32_twin,

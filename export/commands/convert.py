@@ -173,7 +173,7 @@ def _target(
         raise ExportError("a version in a repository is never replaced; leave --overwrite out")
     return RepositoryTarget(
         repository=repository or Path(),
-        name=name or source.stem,
+        name=source.stem if name is None else name,
         version=version,
         max_batch_size=MAX_BATCH_SIZE if max_batch_size is None else max_batch_size,
         fp32_twin=fp32_twin,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from export.errors import ExportError
+from export.to_onnx.dimensions import BATCH
 
 FORM = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<name>\w+)")
 
@@ -21,6 +22,8 @@ def dynamic_sizes(options: Sequence[str]) -> dict[str, dict[int, str]]:
         found = FORM.fullmatch(option)
         if found is None or not found["name"].isidentifier():
             raise ExportError(f"--dynamic {option!r}: expected INPUT.AXIS=NAME, such as tokens.1=length")
+        if found["name"] == BATCH:
+            raise ExportError(f"--dynamic {option!r}: {BATCH!r} is what axis 0 is called; give the size a name of its own")
         axes, axis = sizes.setdefault(found["input"], {}), int(found["axis"])
         if axis == 0:
             raise ExportError(

@@ -151,7 +151,7 @@ def _require_one_size(call: Call, axes: Sequence[dict[int, str]]) -> None:
             if size != known or size < 1:
                 raise ExportError(
                     f"dimension {name!r} must be one size in every input, at least 1; it is {known} in {other!r} and {size} in "
-                    f"{input_name!r} (give dynamic_shapes to say which sizes vary together)"
+                    f"{input_name!r} (sizes that vary by themselves need names of their own)"
                 )
 
 

@@ -161,3 +161,9 @@ def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: p
 )
 def test_a_models_name_is_the_telling_part_of_its_factory(factory: str, name: str) -> None:
     assert model_name(factory) == name
+
+
+def test_an_empty_name_is_no_name(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(save("cnn", "images"), "--repository", tmp_path / "models", "--name", "") == 1
+    assert "''" in capfd.readouterr().err
+    assert not (tmp_path / "models").exists()

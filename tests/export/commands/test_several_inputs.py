@@ -69,6 +69,7 @@ def test_other_sizes_than_the_batchs_may_vary_too(tmp_path: Path, capfd: pytest.
     [
         ("words", "--dynamic 'words': expected INPUT.AXIS=NAME, such as tokens.1=length"),
         ("words.1=2x", "--dynamic 'words.1=2x': expected INPUT.AXIS=NAME"),
+        ("words.1=batch", "'batch' is what axis 0 is called; give the size a name of its own"),
         ("words.0=rows", "axis 0 is the batch, which may have any size as it is; expected 1 or more"),
         ("word.1=length", "there is no input 'word' whose size could vary; the model takes words, lengths"),
         ("lengths.1=length", "input 'lengths' has no axis 1; with the batch it has 1, counted from 0"),
