@@ -153,7 +153,8 @@ async def serve(
             if rest is not None:
                 listening.append(rest)
             security.start()
-            with seldom_collecting():
+            # grpcio leaves every refused call, its message included, to the collector.
+            with seldom_collecting() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
                 if inherited is not None:
                     inherited.tell_ready()  # first: who ends this process once it is said to be ready has to see another one
                 on_ready(_ready(core, options, started, port, rest, admin_port))

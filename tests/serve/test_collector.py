@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
 import weakref
+from pathlib import Path
 
 import pytest
 
+from serve.backends.onnxruntime_backend import OnnxRuntime
 from serve.collector import NEW_OBJECTS, seldom_collecting
+from serve.engine.backend import Placement
+from serve.server import Ready, ServerOptions, serve
+from serve.transports.choice import TransportName
+from tests.models import save_mlp
 
 
 class Circle:
@@ -36,3 +45,21 @@ def test_an_error_leaves_the_collector_as_it_was() -> None:
     with pytest.raises(KeyError), seldom_collecting():
         raise KeyError
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(("transport", "is_seldom"), [(TransportName.NGHTTP2, True), (TransportName.GRPCIO, False)])
+def test_only_the_transport_that_leaves_no_circles_has_it_look_seldom(
+    tmp_path: Path, transport: TransportName, is_seldom: bool
+) -> None:
+    placement = Placement(use_gpu=False, threads=1)
+    options = ServerOptions(
+        path=save_mlp(tmp_path / "mlp.onnx"), grpc_port=0, placement=placement, http=None, transport=transport
+    )
+    seen: list[int] = []
+
+    def end(_: Ready) -> None:
+        seen.append(gc.get_threshold()[0])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asyncio.run(serve(options, OnnxRuntime(), end))
+    assert [threshold == NEW_OBJECTS for threshold in seen] == [is_seldom]
