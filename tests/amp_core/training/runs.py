@@ -114,7 +114,10 @@ class Halfserve:
             self.process.join()
             return
         # `join` would wait for the data workers too, which find out by themselves within seconds.
-        process = os.pidfd_open(self.process.pid or 0)
+        try:
+            process = os.pidfd_open(self.process.pid or 0)
+        except ProcessLookupError:  # it noticed that the other one had gone, and has ended by itself
+            return
         self.process.kill()
         select.select([process], [], [])
         os.close(process)
