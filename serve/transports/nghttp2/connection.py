@@ -13,6 +13,7 @@ from ngh2.exceptions import ConnectionStateError, NGH2Error
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
 from serve.transports.nghttp2.frames import NO_ERROR
+from serve.transports.nghttp2.reading_turns import ReadingTurns
 from serve.transports.nghttp2.session import GrpcSession, Route
 
 
@@ -32,6 +33,10 @@ class Owner(Protocol):
     def broken(self, error: NGH2Error) -> None:
         """Take note that a client has broken HTTP/2."""
 
+    @property
+    def reading_turns(self) -> ReadingTurns:
+        """When to read what has come."""
+
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Have `connection.flush` called at the end of this turn of the loop."""
 
@@ -48,7 +53,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
 
     def __init__(self, owner: Owner, route: Route, limits: TransportLimits) -> None:
         super().__init__(route, limits)
-        self._owner = owner
+        self._owner, self._turns = owner, owner.reading_turns
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._reader: FrameReader | NoReader = FrameReader(self._repeated)
@@ -96,6 +101,10 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def data_received(self, data: bytes | memoryview) -> None:
         """Take bytes, hand them to their calls, answer what can be answered at once."""
         self.heard_s = self._loop.time()
+        if self._turns.must_wait(len(data)):
+            self._reader.keep(data)
+            self._pace(has_more=True)
+            return
         self._receiving = True
         try:
             has_more = self._reader.read(data, self)
@@ -107,8 +116,13 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         finally:
             self._receiving = False
         if has_more or self._has_more:
-            self._pace(has_more)
+            self._pace(has_more=has_more)
         self.flush()
+
+    def read_on(self) -> None:
+        """Read more of what has come, where some was left for another turn."""
+        if self._has_more and self._transport is not None:
+            self.data_received(b"")
 
     def eof_received(self) -> bool:
         """The client will send nothing more, answers included that it would read: gRPC clients do not half-close."""
@@ -191,8 +205,8 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _pace(self, has_more: bool) -> None:
-        """Leave the rest of much that has come for another turn, and the socket with it, so that batches get theirs."""
+    def _pace(self, *, has_more: bool) -> None:
+        """Leave what has come for another turn, and the socket with it, so that batches and other connections get theirs."""
         transport, had_more = self._transport, self._has_more
         if transport is None:
             return
@@ -200,13 +214,9 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if has_more:
             if not had_more:
                 transport.pause_reading()
-            self._loop.call_soon(self._read_on)
+            self._turns.wait(self)
         else:
             transport.resume_reading()
-
-    def _read_on(self) -> None:
-        if self._has_more and self._transport is not None:
-            self.data_received(b"")
 
     def _flush_soon(self) -> None:
         if not self._receiving:

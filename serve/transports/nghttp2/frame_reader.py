@@ -82,6 +82,10 @@ class FrameReader:
         self._rest = bytes(data[at:])
         return self._has_more
 
+    def keep(self, data: Bytes) -> None:
+        """Take bytes to read in another turn."""
+        self._rest += data
+
     def _frames(self, data: Bytes, at: int, teller: Teller) -> int:  # noqa: C901, PLR0912, PLR0915  (calls cost too much)
         """Read the frames from a place on; where the last one ends."""
         calls, tell, read_head, read_prefix = self._calls, teller.tell, HEAD.unpack_from, PREFIX.unpack_from
@@ -207,3 +211,6 @@ class NoReader:
     def read(self, data: Bytes, teller: Teller) -> bool:  # noqa: ARG002  (the signature is FrameReader's)
         """Take bytes; none are left."""
         return False
+
+    def keep(self, data: Bytes) -> None:
+        """Take bytes; nobody will read them."""

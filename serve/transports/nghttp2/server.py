@@ -21,6 +21,7 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.calls import Calls
 from serve.transports.nghttp2.connection import GrpcConnection
 from serve.transports.nghttp2.linger import Linger
+from serve.transports.nghttp2.reading_turns import ReadingTurns
 from serve.transports.nghttp2.seldom import Seldom
 from serve.transports.transport import BindError, address_of
 
@@ -72,6 +73,7 @@ class Nghttp2Server:
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
         self.received = bytearray(RECEIVE_BYTES)
+        self.reading_turns = ReadingTurns(lambda read: asyncio.get_running_loop().call_soon(read))
         self._connections: set[GrpcConnection] = set()
         self._unflushed: set[GrpcConnection] = set()
         self._is_one = False  # what is to be flushed

@@ -16,6 +16,7 @@ from serve.transports.nghttp2.call import Call
 from serve.transports.nghttp2.calls import RefusedCall
 from serve.transports.nghttp2.connection import GrpcConnection
 from serve.transports.nghttp2.frames import HEAD
+from serve.transports.nghttp2.reading_turns import ReadingTurns
 from serve.transports.nghttp2.session import GrpcSession, OpenCall
 from serve.transports.nghttp2.unary import _Unary
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
@@ -54,6 +55,7 @@ class Owner:
 
     def __init__(self, scene: Scene) -> None:
         self.received = bytearray(2**18)
+        self.reading_turns = ReadingTurns(asyncio.get_running_loop().call_soon)
         self._scene = scene
 
     def connected(self, connection: GrpcConnection) -> bool:

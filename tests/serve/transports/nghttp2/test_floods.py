@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import struct
 
+import pytest
+
 from serve.transports.grpc_framing import frame
+from serve.transports.nghttp2 import reading_turns
 from tests.serve.running_server import RunningServer
 from tests.serve.transports.nghttp2.calls import SERVER_LIVE, Limited, serves
 from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers, peer
@@ -58,3 +61,17 @@ def test_a_flood_in_one_piece_is_answered_in_full(nghttp2: RunningServer) -> Non
             eager.http2.send_data(streams[-1], frame(b""), end_stream=True)
         eager.push()
         assert all(eager.status(stream) == (0, "") for stream in streams)
+
+
+def test_floods_that_wait_for_each_other_are_answered_in_full(nghttp2: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_turns, "TURN_S", 0.0)  # every other connection has to wait
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(peer(nghttp2)) for _ in range(8)]
+        for eager in crowd:
+            for _ in range(600):
+                stream = eager.http2.send_request(call_headers(SERVER_LIVE))
+                eager.http2.send_data(stream, frame(b""), end_stream=True)
+        for eager in crowd:
+            eager.push()
+        assert serves(nghttp2)
+        assert all(eager.status(2 * call + 1) == (0, "") for eager in crowd for call in range(600))
