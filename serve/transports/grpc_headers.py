@@ -6,7 +6,7 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import quote, unquote_to_bytes
 
 from serve.engine.errors import InvalidArgumentError
@@ -25,6 +25,7 @@ PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 # Bytes on the wire. Clients refuse header lists over 8 KiB: a long text must not cost the call its status.
 MAX_DETAILS = 4096
 CUT = " ..."
+FIELD_BYTES = 32  # that HTTP/2 counts for a header, beyond its name and value
 
 
 def timeout_seconds(value: bytes | None) -> float | None:
@@ -52,6 +53,15 @@ def refusal(headers: Mapping[bytes, bytes]) -> Headers | None:
     return None
 
 
+def oversize(headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> Headers | None:
+    """The answer to a call whose headers are too many bytes; None for one with fewer."""
+    size = sum(len(name) + len(value) + FIELD_BYTES for name, value in headers)
+    if size <= max_bytes:
+        return None
+    text = f"the call's headers take {size} bytes, expected at most {max_bytes}; send less metadata"
+    return RESPONSE + trailers_of(Status(RESOURCE_EXHAUSTED, text))
+
+
 def cut_details(text: str) -> str:
     """A status's text, cut after a whole character where it would be over MAX_DETAILS on the wire."""
     encoded = _encoded(text)
@@ -75,4 +85,4 @@ def _encoded(text: str) -> str:
     return quote(text, safe=PLAIN)
 
 
-UNIMPLEMENTED = 12
+RESOURCE_EXHAUSTED, UNIMPLEMENTED = 8, 12

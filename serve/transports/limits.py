@@ -18,7 +18,8 @@ class TransportLimits:
         max_small_message_bytes: one request message of any other method, decompressed.
         max_connections: open at the same time; more are closed at once.
         max_streams: calls in flight on one connection; clients wait with more.
-        max_header_bytes: of one call's headers, decompressed.
+        max_header_bytes: of one call's headers, decompressed; a call with more is refused. With eight times as many the
+            connection ends.
         stream_window_bytes: what a client may send on one call before it is read.
         connection_window_bytes: the same over all calls of a connection.
         max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on, and by sixteen

@@ -34,7 +34,7 @@ from ngh2.exceptions import ConnectionClosingError, ConnectionStateError
 from serve.engine.errors import RateLimitedError
 from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
-from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, refusal, trailers_of
+from serve.transports.grpc_headers import FIELD_BYTES, OK_TRAILERS, RESPONSE, oversize, refusal, trailers_of
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.call import Call, UnaryCall
 from serve.transports.nghttp2.frames import (
@@ -52,6 +52,7 @@ from serve.transports.nghttp2.repeated_calls import CONTENT_LENGTH, Known, Repea
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
 TRY_AGAIN_S = 1.0
+HOPELESS_HEADERS = 8  # times what a call's may be: with more the connection ends, as they are not read
 CANNOT_BE_ANSWERED = (StreamProtocolError, ConnectionStateError, ConnectionClosingError)
 
 OpenCall = Callable[["GrpcSession", int], Call]
@@ -230,7 +231,7 @@ class GrpcSession(ABC):
         stream, headers, open_call = event.stream_id, event.headers, self._open_call
         if open_call is None or headers != self._headers:
             fields = dict(headers)
-            refused = refusal(fields)
+            refused = refusal(fields) or oversize(headers, self.limits.max_header_bytes)
             if refused is not None:
                 with contextlib.suppress(*CANNOT_BE_ANSWERED):
                     self._http2.send_response(stream, refused, end_stream=True)
@@ -295,8 +296,10 @@ class GrpcSession(ABC):
 
 
 def _configuration(limits: TransportLimits) -> Configuration:
+    most = HOPELESS_HEADERS * limits.max_header_bytes
     return Configuration(
         auto_window_update=False,
-        max_inbound_header_list_size=limits.max_header_bytes,
+        max_inbound_header_list_size=most,
+        max_inbound_header_count=most // FIELD_BYTES,
         stream_reset_rate_limit=(limits.reset_burst, limits.resets_per_s),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 
 import grpc
 import pytest
@@ -59,6 +60,23 @@ def test_more_connections_than_allowed_are_closed(limited: Limited) -> None:
         assert first.status(stream)[0] == 0
         with Http2Peer(server.address) as second:
             assert second.is_closed_by_server()
+
+
+@pytest.mark.parametrize("fields", [1, 100, 2000])
+def test_headers_over_the_limit_cost_their_call_alone(limited: Limited, fields: int) -> None:
+    server = limited()
+    with peer(server) as shared:  # as a proxy shares it among its clients
+        other = shared.http2.send_request(call_headers(SERVER_LIVE))
+        shared.push()
+        large = [(b"x-%d" % number, b"v" * (20_000 // fields)) for number in range(fields)]
+        stream = shared.http2.send_request(call_headers(SERVER_LIVE) + large)
+        shared.push()
+        code, text = shared.status(stream)
+        assert code == 8
+        assert re.fullmatch(r"the call's headers take \d+ bytes, expected at most 16384; send less metadata", text)
+        shared.http2.send_data(other, frame(b""), end_stream=True)
+        shared.push()
+        assert shared.status(other) == (0, "")
 
 
 @pytest.mark.parametrize("path", [HEALTH + b"Check", HEALTH + b"Watch", SERVER_LIVE, INDEX])
