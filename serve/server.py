@@ -236,7 +236,9 @@ async def _lame_duck(core: InferenceCore, seconds: float) -> None:
 
 
 async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer], drain_s: float) -> None:
-    # At once: clients are told to go elsewhere (GOAWAY). It ends when the last call has ended, or with the bound.
+    # First, while all that comes is still served: what clients have sent before they read it must not be lost.
+    await asyncio.gather(*(server.give_notice() for server in listening))
+    # Then it is final (GOAWAY). It ends when the last call has ended, or with the bound.
     leaving = [asyncio.create_task(server.stop(drain_s)) for server in listening]
     try:
         await asyncio.wait_for(core.drain(), drain_s)

@@ -105,6 +105,9 @@ class RestServer:
             routes += (self._page if core is self._core else self._page.showing(core)).routes()
         return routes
 
+    async def give_notice(self) -> None:
+        """Nothing: HTTP/1.1 has no word for it."""
+
     async def stop(self, grace_s: float) -> None:
         """Take no new requests, give those in flight `grace_s` seconds to be answered, then close."""
         if self._page is not None:

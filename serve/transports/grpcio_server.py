@@ -62,6 +62,9 @@ class GrpcioServer:
         await self._server.start()
         return port
 
+    async def give_notice(self) -> None:
+        """Nothing: grpcio can only stop, and gives notice as it does."""
+
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
         await self._server.stop(grace_s)

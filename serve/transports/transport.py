@@ -24,5 +24,8 @@ class Transport(Protocol):
             BindError: the address is in use, not this machine's, or not allowed.
         """
 
+    async def give_notice(self) -> None:
+        """Have clients take their next calls elsewhere, and serve those that are on their way; before `stop`, a moment long."""
+
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, give those in flight `grace_s` seconds to end, then close."""

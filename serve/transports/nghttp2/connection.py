@@ -14,7 +14,7 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
 from serve.transports.nghttp2.frames import NO_ERROR
 from serve.transports.nghttp2.reading_turns import ReadingTurns
-from serve.transports.nghttp2.session import GrpcSession, Route
+from serve.transports.nghttp2.session import NOTICE, GrpcSession, Route
 
 
 class Owner(Protocol):
@@ -57,7 +57,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._reader: FrameReader | NoReader = FrameReader(self._repeated)
-        self._receiving = self._has_more = self._goes = self._has_left = False
+        self._receiving = self._has_more = self._has_notice = self._goes = self._has_left = False
         self._loop = asyncio.get_running_loop()  # which asks the kernel who it is each time that somebody looks for it
         self.opened_s = self.heard_s = self._loop.time()
 
@@ -78,6 +78,11 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if self._has_left:
             return self._transport.get_write_buffer_size() > 0
         return self._outlet.paused or self._http2.queued_body_size() > 0
+
+    @property
+    def goes(self) -> bool:
+        """Whether it takes no new calls."""
+        return self._goes
 
     # asyncio's side
 
@@ -183,6 +188,18 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._http2.ping()
         self.flush()
 
+    def give_notice(self) -> None:
+        """Have the client take its next calls elsewhere; those that are on their way are still served.
+
+        A proxy does not try a call anew that came behind `go_away`, as it cannot know what has become of it.
+        """
+        if not (self._has_notice or self._closing) and self._transport is not None:
+            self._has_notice = True
+            with contextlib.suppress(NGH2Error):
+                self._http2.send_shutdown_notice()
+                self._http2.ping(NOTICE)
+            self.flush()
+
     def go_away(self) -> None:
         """Take no new calls, and say so."""
         if not self._closing and self._transport is not None:
@@ -217,6 +234,9 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._turns.wait(self)
         else:
             transport.resume_reading()
+
+    def _notice_read(self) -> None:
+        self._loop.call_soon(self.go_away)  # not amid what has come
 
     def _flush_soon(self) -> None:
         if not self._receiving:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 RECEIVE_BYTES = 2**18  # taken from a socket at a time
+NOTICE_S = 1.0  # for clients to read that they are to go elsewhere
 FLUSH_S = 1.0  # for the last bytes of an ended connection to leave
 
 
@@ -126,6 +127,16 @@ class Nghttp2Server:
                 )
             )
 
+    async def give_notice(self) -> None:
+        """Take no new connections, and have clients take their next calls elsewhere; those on their way are still served."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self._connections):
+            connection.give_notice()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NOTICE_S):
+                await self._until(lambda: all(connection.goes for connection in self._connections))
+
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, give those in flight `grace_s` seconds to end and their answers to be read, then close.
 
@@ -221,8 +232,10 @@ class Nghttp2Server:
             if strange or unanswered_s > limits.keepalive_timeout_s or outlived_s > limits.max_age_grace_s:
                 connection.abort()
                 continue
-            if outlived_s > 0:
+            if outlived_s > NOTICE_S:
                 connection.go_away()
+            elif outlived_s > 0:
+                connection.give_notice()
             if silent_s > limits.keepalive_s and connection.pinged_s is None:
                 connection.ping()
             connection.give_up_stalled(now - limits.stall_s)

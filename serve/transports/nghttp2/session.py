@@ -52,6 +52,7 @@ from serve.transports.nghttp2.repeated_calls import CONTENT_LENGTH, Known, Repea
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
 TRY_AGAIN_S = 1.0
+NOTICE = b"elsewhen"  # what a client answers once it has read that it is to go; eight bytes
 HOPELESS_HEADERS = 8  # times what a call's may be: with more the connection ends, as they are not read
 CANNOT_BE_ANSWERED = (StreamProtocolError, ConnectionStateError, ConnectionClosingError)
 
@@ -100,6 +101,10 @@ class GrpcSession(ABC):
     @abstractmethod
     def _flush_soon(self) -> None:
         """Have what is to be sent written at the end of this turn of the loop."""
+
+    @abstractmethod
+    def _notice_read(self) -> None:
+        """The client knows that its next calls are to go elsewhere; those that it sent before have come."""
 
     def greet(self) -> None:
         """Say what the client may do."""
@@ -280,6 +285,8 @@ class GrpcSession(ABC):
             self._repeated.settings(event.settings)
         elif isinstance(event, PingAcknowledged):
             self.pinged_s = None
+            if event.opaque_data == NOTICE:
+                self._notice_read()
         elif isinstance(event, ConnectionClosed):
             self._closing = True
 

@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ngh2 import GoAwayReceived
 
 from protos import inference_pb2 as pb
+from serve.transports.grpc_framing import frame
 from tests.models import save_mlp
 from tests.serve.control.controlled import ask
+from tests.serve.transports.nghttp2.calls import SERVER_LIVE, mlp_request
+from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers
 
 ROOT = Path(__file__).parents[3]
 NOT_SERVING = 2
@@ -72,6 +76,25 @@ def test_a_lame_duck_leaves_when_its_time_is_up(repository: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
         assert (process.returncode, errors) == (0, "")
+
+
+def test_a_call_that_crosses_the_word_to_go_is_computed(repository: Path) -> None:
+    with serving(repository) as process, Http2Peer(f"127.0.0.1:{line(process)}") as client:
+        live = client.greet().http2.send_request(call_headers(SERVER_LIVE))
+        client.http2.send_data(live, frame(b""), end_stream=True)
+        client.push()
+        assert client.status(live) == (0, "")
+        stream = client.http2.send_request(call_headers())
+        client.http2.send_data(stream, frame(mlp_request()), end_stream=True)
+        crossing = client.http2.data_to_send()
+        process.send_signal(signal.SIGTERM)
+        while not any(isinstance(event, GoAwayReceived) for event in client.events):
+            client.http2.receive_data(client.socket.recv(65536))
+            client.events += client.http2.events()
+        client.socket.sendall(crossing)
+        client.push()
+        assert client.status(stream) == (0, "")
+        assert process.wait(20) == 0
 
 
 def test_a_model_that_never_answers_does_not_hold_the_server_up(repository: Path) -> None:

@@ -14,6 +14,7 @@ from serve.transports.nghttp2.frames import (
     HEADER_TABLE_SIZE,
     HEADERS,
     INITIAL_WINDOW_SIZE,
+    MAX_STREAM,
     MAX_WINDOW_BYTES,
     WINDOW_UPDATE,
     rst_stream,
@@ -132,6 +133,33 @@ def test_a_connection_that_is_told_to_go_answers_what_it_has() -> None:
             scene.answer(stream)
         await scene.exchange()
         assert [scene.answered(stream) for stream in streams] == [[b"x"]] * 3
+
+    asyncio.run(run())
+
+
+def test_a_call_that_crosses_a_notice_is_answered_and_the_end_names_it() -> None:
+    async def run() -> None:
+        scene = await begun()
+        before = scene.call(frame(b"x"))
+        scene.push()
+        scene.connection.give_notice()
+        crossing = [scene.call(frame(b"y")), scene.call(frame(b"z"), b"/other")]  # the client has read nothing yet
+        scene.push()
+        scene.read()
+        (notice,) = [event for event in scene.events if isinstance(event, GoAwayReceived)]
+        assert notice.last_stream_id == MAX_STREAM
+        await scene.exchange()
+        await asyncio.sleep(0)
+        assert scene.connection.goes  # as the client has read it
+        scene.read()
+        assert [event.last_stream_id for event in scene.events if isinstance(event, GoAwayReceived)] == [
+            MAX_STREAM,
+            crossing[-1],
+        ]
+        for stream in (before, *crossing):
+            scene.answer(stream)
+        await scene.exchange()
+        assert [scene.answered(stream) for stream in (before, *crossing)] == [[b"x"], [b"y"], [b"z"]]
 
     asyncio.run(run())
 
