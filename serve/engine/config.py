@@ -102,7 +102,7 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
         raise _unserved_kind(declared, interface.kind.names, f"{_names(interface.kind)} for this model file")
     _require_served_scheduling(declared)
     result.name, result.platform, result.backend = name, interface.kind.platform, interface.kind.backend
-    if not declared.says_batch_size:
+    if not declared.says_batch_size and not _has_whole_shapes(result, interface):
         result.max_batch_size = _usual_batch_size(interface, defaults, source)
     if result.max_batch_size < 0:
         raise ModelLoadError(f"{source}: max_batch_size is {result.max_batch_size}, expected 0 (no batching) or more")
@@ -150,6 +150,13 @@ def _require_served_scheduling(declared: DeclaredConfig) -> None:
     for field in ("sequence_batching", "ensemble_scheduling"):
         if declared.message.HasField(field):
             raise ModelLoadError(f"{declared.source}: {field} is not supported; use dynamic_batching or remove the setting")
+
+
+def _has_whole_shapes(config: ModelConfig, interface: ModelInterface) -> bool:
+    """Whether dims are given with the dimension that would be the batch: without a max_batch_size, Triton reads them all so."""
+    sizes = {spec.name: len(spec.shape) for spec in (*interface.inputs, *interface.outputs)}
+    entries: tuple[Any, ...] = (*config.input, *config.output)
+    return any(len(e.reshape.shape if e.HasField("reshape") else e.dims) == sizes.get(e.name) for e in entries)
 
 
 def _usual_batch_size(interface: ModelInterface, defaults: Defaults, source: Path) -> int:

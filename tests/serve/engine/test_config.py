@@ -79,6 +79,17 @@ def test_a_written_zero_is_no_batching_and_a_missing_one_is_the_default(tmp_path
     assert batch_limits(unbatched, Defaults()).max_rows == 1
 
 
+@pytest.mark.parametrize("rows", [-1, 4])
+def test_dims_with_the_batch_and_no_batch_size_are_no_batching(tmp_path: Path, rows: int) -> None:
+    dims = f"input [{{ name: 'x' data_type: TYPE_FP16 dims: [{rows}, 3, -1] }}]"
+    config = complete(tmp_path, dims)
+    assert (config.max_batch_size, config.HasField("dynamic_batching")) == (0, False)
+    assert (list(config.input[0].dims), list(config.output[0].dims)) == ([rows, 3, -1], [-1, 10])
+    assert client_interface(config, BATCHED).inputs[0].shape == (rows, 3, -1)
+    with pytest.raises(ModelLoadError, match="without the batch dimension"):
+        complete(tmp_path, f"max_batch_size: 8 {dims}")
+
+
 @pytest.mark.parametrize("before", ["", 'name: "m" ', 'parameters { key: "a" } ', "version_policy { all {} }, "])
 @pytest.mark.parametrize(("written", "size"), [("max_batch_size: 8", 8), ("max_batch_size: 0", 0), ("max_batch_size : 0x0", 0)])
 def test_a_batch_size_counts_wherever_it_stands(tmp_path: Path, before: str, written: str, size: int) -> None:
