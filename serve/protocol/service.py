@@ -33,8 +33,12 @@ INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 LOAD = "RepositoryModelLoad"
 SERVER_NAME = "halfserve"
-# What clients look for before they use it. Each name is Triton's.
-EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics", "system_shared_memory")
+# What clients look for before they use it. Each name is Triton's. Not there: "parameters", which are for the model to read.
+EXTENSIONS = (
+    *("binary_tensor_data", "classification", "logging", "model_configuration"),
+    *("model_repository", "model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
+)
+SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,10 @@ class Service:
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Name, version and the protocol extensions that are served."""
-        on_devices = ("cuda_shared_memory",) if self.memory.enabled and has_cuda() else ()
-        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=(*EXTENSIONS, *on_devices))
+        extensions = [*EXTENSIONS]
+        if self.memory.enabled:
+            extensions += [SYSTEM_MEMORY, DEVICE_MEMORY] if has_cuda() else [SYSTEM_MEMORY]
+        return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=extensions)
 
     def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """A model's inputs and outputs, the batch dimension included."""
