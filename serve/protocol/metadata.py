@@ -10,6 +10,7 @@ from serve.engine.statistics import Duration
 from serve.engine.tensors import TensorSpec
 
 TensorMetadata = pb.ModelMetadataResponse.TensorMetadata
+NONE = pb.StatisticDuration()  # answers are not cached here; in JSON, what is not set would not be there
 
 
 def model_metadata(model: Model, versions: Iterable[Model]) -> pb.ModelMetadataResponse:
@@ -39,6 +40,8 @@ def model_statistics(model: Model) -> pb.ModelStatistics:
             compute_input=_duration(s.compute_input),
             compute_infer=_duration(s.compute_infer),
             compute_output=_duration(s.compute_output),
+            cache_hit=NONE,
+            cache_miss=NONE,
         ),
         batch_stats=[
             pb.InferBatchStatistics(

@@ -70,6 +70,15 @@ def test_statistics_count(client: Any) -> None:
     assert names == {"mlp", "echo_types", "picky", "unbatched"}
 
 
+def test_statistics_have_every_field_of_the_protocol(client: Any) -> None:
+    (entry,) = client.get_inference_statistics("mlp", "3")["model_stats"]
+    assert set(entry["inference_stats"]) == {
+        *("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"),
+        *("cache_hit", "cache_miss"),
+    }
+    assert entry["inference_stats"]["cache_hit"] == {"count": 0, "ns": 0}
+
+
 def test_the_index_lists_everything(client: Any) -> None:
     index = client.get_model_repository_index()
     assert {"name": "mlp", "version": "3", "state": "READY", "reason": ""} in index
