@@ -17,6 +17,7 @@ from serve.engine.config import (
     complete_config,
     instances,
 )
+from serve.engine.declared_outputs import declared_outputs
 from serve.engine.errors import ModelLoadError
 from serve.engine.joining import Joining
 from serve.engine.model import Model
@@ -82,6 +83,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
     """
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = AsLoaded.look(files.model)
+    runtime = declared_outputs(runtime, files.config.message)
     interface = runtime.describe(files.model)
     data_files = [files.model.parent / name for name in interface.data_files]
     for path in data_files:  # the runtime would refuse it, too, and tell clients where it leads
