@@ -191,6 +191,8 @@ def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, 
 
 def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
     declared = list(entry.dims)
+    if not spec.shape and declared and set(declared) == {1} and not entry.HasField("reshape"):
+        entry.reshape.SetInParent()  # Triton has no dims of nothing: a single number is one of [ 1 ]
     if min(declared, default=0) < ANY_SIZE:
         raise ModelLoadError(f"{where} has dims {declared}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
     if entry.HasField("reshape"):
