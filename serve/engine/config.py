@@ -19,6 +19,13 @@ from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
 
+# What a model is of no use without that was made for it, and what to do.
+UNSERVED = {
+    "sequence_batching": "use dynamic_batching or remove the setting",
+    "ensemble_scheduling": "use dynamic_batching or remove the setting",
+    "batch_input": "remove the setting, and have clients send that input",
+    "batch_output": "remove the setting, and export the model with the batch as first dimension",
+}
 MAX_COPIES = 1000  # in one instance group; each has a thread
 
 
@@ -147,9 +154,9 @@ def _names(kind: ModelKind) -> str:
 
 
 def _require_served_scheduling(declared: DeclaredConfig) -> None:
-    for field in ("sequence_batching", "ensemble_scheduling"):
-        if declared.message.HasField(field):
-            raise ModelLoadError(f"{declared.source}: {field} is not supported; use dynamic_batching or remove the setting")
+    for field, _ in declared.message.ListFields():
+        if field.name in UNSERVED:
+            raise ModelLoadError(f"{declared.source}: {field.name} is not supported; {UNSERVED[field.name]}")
 
 
 def _has_whole_shapes(config: ModelConfig, interface: ModelInterface) -> bool:
@@ -206,6 +213,8 @@ def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: st
         raise ModelLoadError(f"{where} has {given}, the model has {spec.datatype.config_name}")
     if len(declared) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(declared, dims, strict=True)):
         hint = " (dims are without the batch dimension)" if batched else ""
+        if getattr(entry, "allow_ragged_batch", False):  # which outputs do not have
+            hint = " (allow_ragged_batch is not supported: export the model with the batch as first dimension)"
         raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
     if ANY_SIZE in entry.dims:  # what the model fixes is not open because a file says so
         entry.dims[:] = [m if d == ANY_SIZE else d for d, m in zip(declared, dims, strict=True)]
