@@ -9,6 +9,7 @@ import onnx
 
 from protos.datatypes import BY_ONNX
 from serve.backends.onnx_file import data_files, open_onnx
+from serve.backends.open_ended import is_open_ended
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
@@ -36,7 +37,7 @@ def read_interface(path: Path) -> ModelInterface:
         ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
     """
     with open_onnx(path) as opened:
-        graph, files = opened.model.graph, data_files(opened.model)
+        graph, files, open_ended = opened.model.graph, data_files(opened.model), is_open_ended(opened.model)
     _require_names(graph, path)
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     taken = [value for value in graph.input if value.name not in constants]
@@ -46,7 +47,9 @@ def read_interface(path: Path) -> ModelInterface:
     batched = bool(inputs and outputs) and all(spec.shape[:1] == (ANY_SIZE,) for spec in specs)
     firsts = [value.type.tensor_type.shape.dim[0].dim_param for value in (*taken, *graph.output)] if batched else []
     names = frozenset(name for name in firsts if name and not name.startswith(UNKNOWN))
-    return ModelInterface(inputs=inputs, outputs=outputs, batched=batched, row_names=names, data_files=files)
+    return ModelInterface(
+        inputs=inputs, outputs=outputs, batched=batched, row_names=names, data_files=files, open_ended=open_ended
+    )
 
 
 def _require_names(graph: onnx.GraphProto, path: Path) -> None:

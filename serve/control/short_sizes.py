@@ -25,12 +25,12 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
         version: that has been warmed up.
 
     Returns:
-        Seconds that a batch takes at best on the slowest copy, by rows. Nothing where requests may differ in
-        shape, where batches run on a device, or where the model is not to be run before it serves.
+        Seconds that a batch takes at best on the slowest copy, by rows. Nothing where requests may differ in shape or the time
+        that they take, where batches run on a device, or where the model is not to be run before it serves.
     """
     if own_parameter(version.config, "halfserve.warm_up") is False or not _has_one_shape(version):
         return {}
-    if any(backend.provider != ON_CPU for backend in version.backends):
+    if version.interface.open_ended or any(backend.provider != ON_CPU for backend in version.backends):
         return {}
     declared = declared_requests(version)
     sizes = {}

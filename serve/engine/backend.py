@@ -27,6 +27,7 @@ class ModelInterface:
         most_rows: the largest batch that the model was exported for; None for any.
         row_names: that the first dimensions have in the model file. Where there are several, they may not be one batch.
         data_files: that its weights lie in, beside the model file, seen from its folder.
+        open_ended: the values in a batch decide how long it takes: its shape does not tell.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -36,6 +37,7 @@ class ModelInterface:
     most_rows: int | None = None
     row_names: frozenset[str] = frozenset()
     data_files: frozenset[str] = frozenset()
+    open_ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,6 +237,7 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
         batched=interface.batched,
         kind=interface.kind,
         most_rows=interface.most_rows,
+        open_ended=interface.open_ended,
     )
 
 

@@ -115,8 +115,9 @@ class Instance:
 
     @property
     def may_run_on_loop(self) -> bool:
-        """Whether short batches need no thread: nobody has to watch over them, and no device is waited for."""
-        return self._how.max_compute_s is None and self._copy.backend.provider == ON_CPU
+        """Whether short batches need no thread: they stay short, nobody has to watch over them, no device is waited for."""
+        how = self._how
+        return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider == ON_CPU
 
     def run_on_loop(self, requests: list[InferRequest]) -> Results:
         """Compute a short batch here and now, while nothing else runs. `is_up` says then if there can be more."""

@@ -64,6 +64,7 @@ class Model:
             joining=self.joining,
             reload=self.reload,
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
+            open_ended=self.interface.open_ended,
         )
         instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
         self.batcher = Batcher(instances, self.limits, self.statistics, self.short_s, self.joining)

@@ -3,6 +3,7 @@
 A small model's batch takes tens of microseconds. The way to a thread and back takes as long again, and while the thread
 computes it fights the event loop for Python's lock. Such batches run on the event loop itself. That is decided by what batches
 of the same shape and about the same size took, and taken back as soon as they take longer: the loop must not stand still.
+Models whose batches may take any time, whatever those before took, are not for the loop (`ModelInterface.open_ended`).
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Supervision:
         joining: whether requests may share batches; None where there are no rows to share.
         reload: loads the copy of this number anew; None tries the old one again, once its thread is free.
         max_compute_s: seconds after which a batch is given up (a quarter later at most); None waits for ever.
+        open_ended: the values in a batch decide how long it takes.
         first_wait_s: seconds from a fault until the copy is loaded anew. Each further one doubles them, up to a minute, until a
             batch is computed again.
     """
@@ -64,4 +65,5 @@ class Supervision:
     joining: Joining | None = None
     reload: Callable[[int], Backend] | None = None
     max_compute_s: float | None = None
+    open_ended: bool = False
     first_wait_s: float = FIRST_WAIT_S
