@@ -231,14 +231,14 @@ class Batcher:
 
     def _run_on_loop(self, batch: Batch[InferRequest], now: float, short: ShortBatches) -> float:
         """Compute and answer a batch; returns the time then."""
+        instance = self._free.idle.pop()  # now: requests that were lost with a copy may be queued anew, and take what is idle
         self._answer()  # in order: what was computed before is answered before
-        instance = self._free.idle[-1]
         running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
         spent_s = time.thread_time()  # time in which other programs had the core would be lost on a thread as well
         results = instance.run_on_loop(batch.requests)
         spent_s = time.thread_time() - spent_s
-        if not instance.is_up:
-            self._free.sort_in(instance)
+        if instance.is_up:
+            self._free.idle.append(instance)
         short.ran_on_loop(batch.bucket, batch.rows, spent_s, time.monotonic() - now)
         if running is not None:
             self._account(running, results, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from serve.engine.batcher import Batcher
 from serve.engine.errors import InferenceError
 from serve.engine.instance import Instance
 from serve.engine.requests import InferRequest
+from serve.engine.short_batches import NOTHING_KNOWN
 from serve.engine.statistics import Statistics
 from serve.engine.supervision import Supervision
 from serve.engine.tensors import Tensors
@@ -69,7 +70,14 @@ class Scene:
         reloads: how often a copy was loaded anew.
     """
 
-    def __init__(self, backends: Sequence[Backend], reload: Callable[[], Backend] | None, **how: Any) -> None:
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        reload: Callable[[], Backend] | None,
+        *,
+        short_s: Mapping[int, float] = NOTHING_KNOWN,
+        **how: Any,
+    ) -> None:
         self.reloads = 0
         self.statistics = Statistics()
 
@@ -80,7 +88,7 @@ class Scene:
 
         supervision = Supervision(label="m/1", reload=None if reload is None else load, **{"first_wait_s": 0.001, **how})
         self.instances = [Instance(backend, number, supervision) for number, backend in enumerate(backends)]
-        self.batcher = Batcher(self.instances, BatchLimits(max_rows=8), self.statistics)
+        self.batcher = Batcher(self.instances, BatchLimits(max_rows=8), self.statistics, short_s)
         self._changed = asyncio.Event()
         for instance in self.instances:
             instance.on_change = self._notice(instance.on_change)
@@ -92,10 +100,10 @@ class Scene:
 
         return changed
 
-    def submit(self, value: float) -> asyncio.Future[Tensors | InferenceError]:
+    def submit(self, value: float, rows: int = 1) -> asyncio.Future[Tensors | InferenceError]:
         answered: asyncio.Future[Tensors | InferenceError] = asyncio.get_running_loop().create_future()
-        x = np.array([[value]], np.float32)
-        self.batcher.submit(InferRequest({"x": x}, ("y",), 1, (1,), None, answered.set_result))
+        x = np.full((rows, 1), value, np.float32)
+        self.batcher.submit(InferRequest({"x": x}, ("y",), rows, (1,), None, answered.set_result))
         return answered
 
     async def ask(self, *values: float) -> list[float | str]:

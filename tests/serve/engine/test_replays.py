@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,5 +98,39 @@ def test_draining_waits_for_what_is_replayed() -> None:
         await asyncio.sleep(0)
         await scene.batcher.drain()
         assert not isinstance(answer.result(), InferenceError)
+
+    run(test)
+
+
+class OnCpu(Fragile):
+    provider = "CPUExecutionProvider"
+
+
+class SlowOnCpu(Slow):
+    provider = "CPUExecutionProvider"
+
+
+def test_what_is_replayed_before_a_short_batch_does_not_take_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        loop, told = asyncio.get_running_loop(), threading.Event()
+        good, broken = OnCpu(), SlowOnCpu()
+        scene = Scene([good, broken], OnCpu, short_s={1: 1e-6})
+        broken._lost = True
+        lost = scene.submit(1, rows=2)  # nothing is known of batches of two rows: it is computed on a thread
+        assert await asyncio.to_thread(broken.entered.wait, WAIT_S)
+        tell = loop.call_soon_threadsafe
+
+        def tell_both(*what: Any) -> None:
+            tell(*what)
+            told.set()
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", tell_both)
+        broken.release.set()
+        assert told.wait(WAIT_S)  # the end of the one and the beginning of the other are for the same turn of the loop
+        short = scene.submit(5)
+        answers = await asyncio.gather(lost, short)
+        assert [not isinstance(answer, InferenceError) and answer["y"][:, 0].tolist() for answer in answers] == [[2, 2], [6]]
+        assert good.batches == [[5], [1, 1]]
+        await scene.batcher.drain()
 
     run(test)
