@@ -170,7 +170,7 @@ class BatchQueue(Generic[T]):
         if self._holds and not hurry:
             ready = [line for line in ready if self._is_ready(line, now)]
         if len(ready) > 1:
-            return min(ready, key=_urgency)
+            return min(ready, key=lambda line: line.urgency(now))
         return next(iter(ready), None)
 
     def _is_ready(self, line: WaitingLine[T], now: float) -> bool:
@@ -230,7 +230,3 @@ class BatchQueue(Generic[T]):
                 self._bytes -= request.size
                 if self._count_levels:
                     self._by_level[request.priority] -= 1
-
-
-def _urgency(line: WaitingLine[T]) -> tuple[int, int]:
-    return line.urgency

@@ -74,9 +74,9 @@ class WaitingLine(Generic[T]):
         self._lines: tuple[deque[T], ...] = tuple(deque() for _ in range(2 * levels))
         self._gone = 0
 
-    @property
-    def urgency(self) -> tuple[int, int]:
-        """Level and arrival of whoever is next: smaller goes first. Somebody must be in line."""
+    def urgency(self, now: float) -> tuple[int, int]:
+        """Level and arrival of whoever is next at `now`, in seconds: smaller goes first. Somebody must be in line."""
+        self._send_back(now)
         return next((index, self._head(line).arrived_ns) for index, line in enumerate(self._lines) if self._cleared(line))
 
     @property
@@ -177,6 +177,12 @@ class WaitingLine(Generic[T]):
             line.popleft()
             self._gone -= 1
         return line[0]
+
+    def _send_back(self, now: float) -> None:
+        """Have whoever is first of a level, and has waited beyond its patience, stand in that level's second line."""
+        for first, second in zip(self._lines[::2], self._lines[1::2], strict=True):
+            while self._cleared(first) and (patience := first[0].patience) is not None and patience <= now:
+                second.append(first.popleft())
 
     def _cleared(self, line: deque[T]) -> bool:
         """Whether somebody waits in it."""

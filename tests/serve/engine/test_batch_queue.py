@@ -231,6 +231,14 @@ def test_who_has_waited_too_long_stands_behind_the_others_of_its_level() -> None
     assert [take(q, 7.0).requests for _ in range(3)] == [[other], [impatient], [lower]]
 
 
+def test_who_has_waited_too_long_stands_behind_those_of_other_shapes_too() -> None:
+    q = queue(levels=2)
+    lower = offer(q, Request(bucket="a", priority=1), 0.0)
+    impatient = [offer(q, Request(bucket="b", patience=5.0), 1.0), offer(q, Request(bucket="b", patience=6.0), 2.0)]
+    other, last = offer(q, Request(bucket="c"), 3.0), offer(q, Request(bucket="b"), 4.0)
+    assert [take(q, 7.0).requests for _ in range(3)] == [[other], [last, *impatient], [lower]]
+
+
 def test_a_priority_may_have_a_bound_of_its_own() -> None:
     q = queue(levels=2, max_waiting_by_level={1: 1})
     offer(q, Request(priority=1), 0.0)
