@@ -72,7 +72,7 @@ def _add_group(records: list[TraceRecord], made: list[Span]) -> None:
     places = [(record.context.trace_id, _new_id()) for record in records]
     links = () if batch is None else (_add_batch(batch, records[0], places, made),)
     for record, (trace_id, span_id) in zip(records, places, strict=True):
-        made.append(_request(record, trace_id, span_id))
+        made.append(_request(record, trace_id, span_id, epoch_ns))
         arrived_ns, left_queue_ns = record.arrived_ns, record.ended_ns if batch is None else batch.started
         made.append(Span("queue", trace_id, _new_id(), span_id, arrived_ns + epoch_ns, left_queue_ns + epoch_ns))
         if batch is not None:
@@ -80,15 +80,16 @@ def _add_group(records: list[TraceRecord], made: list[Span]) -> None:
             made.append(Span("compute", trace_id, _new_id(), span_id, start_ns, end_ns, NOTHING, links))
 
 
-def _request(record: TraceRecord, trace_id: int, span_id: int) -> Span:
+def _request(record: TraceRecord, trace_id: int, span_id: int, epoch_ns: int) -> Span:
+    """A request's span; `epoch_ns` as in all spans beside it: the clocks are never read at quite the same time."""
     context = record.context
     return Span(
         "inference.GRPCInferenceService/ModelInfer",
         trace_id,
         span_id,
         context.parent_id,
-        record.arrived_ns + record.epoch_ns,
-        record.ended_ns + record.epoch_ns,
+        record.arrived_ns + epoch_ns,
+        record.ended_ns + epoch_ns,
         {
             "rpc.system": "grpc",
             "rpc.service": "inference.GRPCInferenceService",

@@ -81,3 +81,14 @@ def test_requests_of_one_batch_share_its_span() -> None:
     computes = [span for span in spans if span.name == "compute"]
     first, second = [(span.trace_id, span.span_id) for span in batches]
     assert [list(span.links) for span in computes] == [[first], [first], [second]]
+
+
+def test_what_happened_to_a_request_lies_within_its_span() -> None:
+    first, second = record(TraceContext(trace_id=1)), record(TraceContext(trace_id=2))
+    second.epoch_ns += 5_000  # as where the process was interrupted between two looks at clocks
+    second.ended_ns = TIMES.split
+    spans = spans_of([first, second])
+    by_id = {(span.trace_id, span.span_id): span for span in spans}
+    parts = [(span, by_id[span.trace_id, span.parent_id]) for span in spans if (span.trace_id, span.parent_id) in by_id]
+    assert len(parts) == 3 + 2 * 2
+    assert all(whole.start_ns <= part.start_ns <= part.end_ns <= whole.end_ns for part, whole in parts)
