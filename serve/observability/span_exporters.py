@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from serve.observability.line_file import LineFile
 from serve.observability.otlp_json import to_line
-from serve.observability.spans import Span, spans_of
+from serve.observability.spans import Span, spans_of, whole_batches
 from serve.observability.tracer import TraceRecord
 
 OTLP = "otlp"
@@ -75,8 +75,11 @@ class OtlpExporter:
         self.prepare()
         assert self._parts is not None  # noqa: S101  (for the type checker)
         exporter, to_sdk = self._parts
-        for start in range(0, len(records), CHUNK):
-            if exporter.export(to_sdk(spans_of(records[start : start + CHUNK]))) is not SpanExportResult.SUCCESS:
+        rest = records
+        while rest:
+            end = whole_batches(rest, CHUNK)
+            part, rest = rest[:end], rest[end:]
+            if exporter.export(to_sdk(spans_of(part))) is not SpanExportResult.SUCCESS:
                 raise ConnectionError("the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT")
 
     def close(self) -> None:
@@ -115,8 +118,8 @@ class FileExporter:
         assert self._to_line is not None  # noqa: S101  (for the type checker)
         rest = records
         while rest:
-            room = self._room()
-            part, rest = rest[:room], rest[room:]
+            end = whole_batches(rest, self._room())
+            part, rest = rest[:end], rest[end:]
             self._file.write([self._to_line(spans_of(part))])
             self._traces += len(part)
 
@@ -125,7 +128,7 @@ class FileExporter:
         self._file.close()
 
     def _room(self) -> int:
-        """Traces that may be written now; begins the next file where this one is full."""
+        """Traces that should be written now; begins the next file where this one is full."""
         each = self._log_frequency()
         if not each:
             return CHUNK

@@ -66,6 +66,17 @@ def spans_of(records: Sequence[TraceRecord]) -> list[Span]:
     return made
 
 
+def whole_batches(records: Sequence[TraceRecord], most: int) -> int:
+    """How many of the first records to take at a time: `most`, and those that follow of the last one's batch.
+
+    A batch whose records are taken apart would become two.
+    """
+    end = min(most, len(records))
+    while end < len(records) and records[end].batch is not None and records[end].batch is records[end - 1].batch:
+        end += 1
+    return end
+
+
 def _add_group(records: list[TraceRecord], made: list[Span]) -> None:
     """Add the spans of one batch, or of one request that was not computed."""
     batch, epoch_ns = records[0].batch, records[0].epoch_ns

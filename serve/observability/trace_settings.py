@@ -21,7 +21,7 @@ class TraceSettings:
         level: OFF, or TIMESTAMPS.
         rate: one request in so many.
         count: so many more; UNBOUNDED.
-        log_frequency: traces per file; 0 puts all in one.
+        log_frequency: traces per file, and what follows of the last one's batch; 0 puts all in one.
     """
 
     level: str = "OFF"
