@@ -162,7 +162,9 @@ class InferenceCore:
             QueueFullError: the model's queue has reached its bound.
         """
         if self._draining:
-            raise UnavailableError("the server is shutting down; send the request to another replica")
+            refusal = UnavailableError("the server is shutting down; send the request to another replica")
+            self.figures.refuse(refusal)
+            raise refusal
         model.batcher.submit(request)
 
     # Changes

@@ -13,6 +13,7 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.version_states import State
 from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.engine.scene import Answers
 
 
 def version(number: int, name: str = "m") -> Model:
@@ -135,3 +136,14 @@ async def test_without_a_control_nothing_is_loaded_by_request() -> None:
         with pytest.raises(FailedPreconditionError, match="models are not loaded by request here"):
             await work
     await core.drain()
+
+
+@on_loop
+async def test_what_a_draining_server_refuses_is_counted() -> None:
+    model, answers = version(1), Answers()
+    core = InferenceCore([model])
+    await core.drain()
+    with pytest.raises(UnavailableError, match="the server is shutting down"):
+        core.submit(model, answers.request(1))
+    assert core.figures.refused == {"unavailable": 1}
+    assert model.statistics.totals.fail.count == 0
