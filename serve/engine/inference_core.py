@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from serve.engine.model import Model
 from serve.engine.requests import InferRequest
 from serve.engine.server_figures import ServerFigures
 from serve.engine.version_states import State, VersionStates, VersionStatus, in_order
+
+logger = logging.getLogger(__name__)
 
 NOT_LOADED = "not loaded; RepositoryModelLoad loads it"
 
@@ -216,6 +219,9 @@ class InferenceCore:
             model.batcher.company = self._company
             if self.slots is not None and model.provider in CPU_PROVIDERS:
                 model.batcher.compete(self.slots)
+            elif model.limits.compute_weight != 1:
+                reason = "it does not compute on the CPU" if self.slots else "the server has no --compute-slots"
+                logger.warning("%s/%s: halfserve.compute_weight has no effect, as %s", model.name, model.version, reason)
         gone = [model for model in before.values() if model not in models]
         leaving = [self._let_go(model) for model in gone]
         self.notify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path, PurePosixPath
 
 from protos.model_config_pb2 import ModelConfig
@@ -12,11 +13,13 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.precision_guard.degradation import Degradation
 from serve.engine.precision_guard.fallback import Fallback
 from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.precision_guard.settings import GuardSettings, Policy, guard_settings
+from serve.engine.precision_guard.settings import GuardSettings, Policy, guard_settings, why_idle
 from serve.engine.precision_guard.shadow import Shadow
 from serve.engine.precision_guard.tally import Tally
 from serve.engine.precision_guard.twin import Fp32Twin
 from serve.engine.tensors import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 CERTIFICATE = "certificate.json"
 # What a certificate's budget allows where it says nothing else: twenty float16 roundings of the output's size.
@@ -55,9 +58,12 @@ def make_guard(
         ModelLoadError: a setting is not what it should be, or there is no twin, or none of this model, where one is needed.
     """
     settings = guard_settings(config, source)
+    path = None if settings.policy is Policy.OFF else _twin_path(settings, model.parent, source)
+    idle, reason = why_idle(config, settings, has_twin=path is not None)
+    if idle:
+        logger.warning("%s: no effect here, as %s: %s", source, reason, ", ".join(f"parameters.{key}" for key in idle))
     if settings.policy is Policy.OFF:
         return None
-    path = _twin_path(settings, model.parent, source)
     twin = None
     if path is not None:
         twin = Fp32Twin(AsLoaded.look(path).guarded(lambda: _load(path, runtime, placement, interface, config)))

@@ -9,6 +9,10 @@ from pathlib import Path
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.own_parameters import own_parameter
 
+# Parameters that say how answers are compared with the fp32 twin's, and those that need the twin itself.
+COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")
+OF_TWIN = (*COMPARING, "halfserve.fp32_twin", "halfserve.shadow_rate")
+
 
 class Policy(StrEnum):
     """What happens to a request with outputs that are not finite although its inputs are."""
@@ -62,3 +66,22 @@ def guard_settings(config: ModelConfig, source: Path | str) -> GuardSettings:
     if "policy" in settings:
         settings["policy"] = Policy(settings["policy"])
     return GuardSettings(**settings)
+
+
+def why_idle(config: ModelConfig, settings: GuardSettings, *, has_twin: bool) -> tuple[list[str], str]:
+    """The parameters in a configuration that have no effect, and why.
+
+    Args:
+        config: a model's.
+        settings: in it.
+        has_twin: the fp32 twin is there.
+    """
+    idle: tuple[str, ...] = COMPARING
+    reason = "halfserve.shadow_rate is 0"
+    if settings.policy is Policy.OFF:
+        idle, reason = OF_TWIN, "halfserve.precision_guard is 'off'"
+    elif not has_twin:
+        idle, reason = OF_TWIN, f"there is no fp32 twin, {settings.fp32_twin!r} in the version's folder"
+    elif settings.shadow_rate:
+        return [], ""
+    return [key for key in idle if key in config.parameters], reason

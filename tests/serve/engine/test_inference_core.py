@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve.engine.compute_slots import ComputeSlots
 from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
@@ -147,3 +148,24 @@ async def test_what_a_draining_server_refuses_is_counted() -> None:
         core.submit(model, answers.request(1))
     assert core.figures.refused == {"unavailable": 1}
     assert model.statistics.totals.fail.count == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        (None, ["m/1: halfserve.compute_weight has no effect, as the server has no --compute-slots"]),
+        (ComputeSlots(1), ["m/1: halfserve.compute_weight has no effect, as it does not compute on the CPU"]),
+    ],
+    ids=["no slots", "not for these"],
+)
+def test_a_weight_that_has_no_effect_is_named(
+    slots: ComputeSlots | None, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def replace() -> None:
+        core = InferenceCore([])
+        core.slots = slots
+        core.replace("m", [held_model(HeldBackend(), "m", compute_weight=2.0)])
+        await core.drain()
+
+    asyncio.run(replace())
+    assert caplog.messages == said

@@ -132,3 +132,30 @@ def test_clients_are_told_the_models_precision_and_not_its_twins(tmp_path: Path)
     write_table(tmp_path / "m", precision_guard="fallback")
     (model,) = load(tmp_path)
     assert model.config.parameters["halfserve.precision"].string_value == "fp32 (the fp16 model, upcast)"
+
+
+@pytest.mark.parametrize(
+    ("twin", "parameters", "expected"),
+    [
+        (
+            False,
+            {"shadow_rate": "1", "degraded_not_ready": "on"},
+            "there is no fp32 twin, 'fp32/model.onnx' in the version's folder",
+        ),
+        (True, {"fp32_twin": "fp23/model.onnx"}, "there is no fp32 twin, 'fp23/model.onnx' in the version's folder"),
+        (True, {"shadow_rate": "0", "shadow_share": "0.5", "drift_threshold": "1"}, "halfserve.shadow_rate is 0"),
+        (True, {"precision_guard": "off", "fp32_twin": "../x", "shadow_rate": "1"}, "halfserve.precision_guard is 'off'"),
+        (True, {"shadow_rate": "1", "shadow_share": "1", "drift_threshold": "1", "degraded_not_ready": "on"}, None),
+        (False, {"precision_guard": "reject"}, None),
+    ],
+    ids=["no twin", "a misspelt twin", "no comparison", "off", "compared", "no need"],
+)
+def test_parameters_that_have_no_effect_are_named(
+    tmp_path: Path, twin: bool, parameters: dict[str, str], expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_table(tmp_path / "m", twin=twin, **parameters)
+    load(tmp_path)
+    idle = sorted(set(parameters) - {"precision_guard"} - ({"shadow_rate"} if parameters.get("shadow_rate") == "0" else set()))
+    named = ", ".join(f"parameters.halfserve.{name}" for name in idle)
+    said = [] if expected is None else [f"{tmp_path / 'm' / 'config.pbtxt'}: no effect here, as {expected}: {named}"]
+    assert caplog.messages == said
