@@ -125,9 +125,8 @@ class OnnxRuntimeBackend:
         dtypes = {value.name: NUMPY_DTYPES[value.type] for value in session.get_inputs()}
         outputs = {spec.name: spec.datatype.array_dtype for spec in interface.outputs}
         got = [NUMPY_DTYPES[value.type] for value in session.get_outputs()]
-        options = None
+        options = ort.RunOptions()
         if arena_shrinkage:
-            options = ort.RunOptions()
             options.add_run_config_entry(ARENA_SHRINKAGE, arena_shrinkage)
         return cls(
             provider=opened.provider,
@@ -175,6 +174,10 @@ class OnnxRuntimeBackend:
             with np.errstate(over="ignore"):
                 outputs.update((name, outputs[name].astype(dtype)) for name, dtype in self._casts.items())
         return outputs
+
+    def give_up(self) -> None:
+        """Have a run end before its next node, or its next turn of a loop; replays of CUDA graphs end by themselves."""
+        self._run_options.terminate = True
 
 
 def _as_text(name: str, array: Array) -> Array:

@@ -141,6 +141,9 @@ class TorchBackend:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BackendError(f"the model failed on this request: {reason}") from error
 
+    def give_up(self) -> None:
+        """Nothing: torch cannot end what it computes."""
+
     def _tensor(self, array: Array) -> torch.Tensor:
         # A copy: the array is a view on a request's bytes, and a program may write into its inputs.
         tensor = torch.from_numpy(_torch_view(array).copy())

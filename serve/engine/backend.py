@@ -82,6 +82,9 @@ class Backend(Protocol):
             Exception: whatever the runtime raises; the engine turns it into the request's error.
         """
 
+    def give_up(self) -> None:
+        """End what another thread computes here, where the runtime can do that. Nothing more is asked of this copy."""
+
 
 class Runtime(Protocol):
     """Reads model files of one kind and loads them."""

@@ -184,7 +184,8 @@ class Instance:
         self._jobs.clear()
         self._copy.is_broken = True
         if self._how.reload is not None:
-            # Nobody can end a thread: it is left to itself, and ends if its call ever returns.
+            # Nobody can end a thread: where the runtime cannot end its call, it is left to itself, until that returns.
+            self._copy.backend.give_up()
             self._worker.stop()
             self._worker = Worker(f"instance-{self._number}")
         self._take_out(f"a batch was not computed within {limit_s:g} s", job.loop)

@@ -129,6 +129,9 @@ def test_memory_that_does_not_hold_a_request_is_said_to_be_the_reason() -> None:
         def compute_dtype(self, name: str) -> np.dtype[Any]:
             return np.dtype(np.float32)
 
+        def give_up(self) -> None:
+            """Nothing."""
+
         def run(self, inputs: Tensors) -> Tensors:
             raise MemoryError(f"{len(inputs['x'])} rows")
 

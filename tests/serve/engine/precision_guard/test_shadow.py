@@ -42,6 +42,9 @@ class Doubling:
     def compute_dtype(self, name: str) -> np.dtype[Any]:
         return np.dtype(np.float32)
 
+    def give_up(self) -> None:
+        """Nothing."""
+
     def run(self, inputs: Tensors) -> Tensors:
         self.entered.release()
         assert self.release.wait(WAIT_S)
