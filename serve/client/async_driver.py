@@ -78,7 +78,7 @@ class AsyncDriver(ClientBase):
         rpc = self._rpcs.get(call.method) or self._new_rpc(call)
         timeout_s = sending.deadline.remaining_s(method=call.method, address=self.address)
         try:
-            return await rpc(call.request, timeout=timeout_s, metadata=sending.headers, compression=sending.compression)
+            answer = await rpc(call.request, timeout=timeout_s, metadata=sending.headers, compression=sending.compression)
         except grpc.RpcError as error:
             raise self._failure(error, call.method, sending) from None
         except grpc.aio.UsageError as error:
@@ -89,6 +89,7 @@ class AsyncDriver(ClientBase):
             if not self._closed or is_cancelled():
                 raise
             raise self._closed_meanwhile("it was under way") from None
+        return self._whole(answer, call.method)
 
     def _new_rpc(self, call: Call) -> Any:
         rpc = self._open_channel().unary_unary(

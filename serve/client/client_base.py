@@ -162,6 +162,19 @@ class ClientBase:
     def _closed_meanwhile(self, error: Exception | str) -> Cancelled:
         return Cancelled(f"this client was closed during the call ({error}); make a new one")
 
+    def _whole(self, answer: Any, method: str) -> Any:
+        """The answer, if there is one: grpc has None for a call that ends well without a message, or with part of one.
+
+        Raises:
+            InferenceClientError: there is none (code "INTERNAL").
+        """
+        if answer is None:
+            raise InferenceClientError(
+                f"{self.address} ended {method} well, but with no message, or none that can be read; is a proxy on the way?",
+                code="INTERNAL",
+            )
+        return answer
+
     def _failure(self, error: Any, method: str, sending: Sending) -> InferenceClientError:
         return from_rpc_error(error, method=method, address=self.address, timeout_s=sending.deadline.limit_s)
 

@@ -63,12 +63,13 @@ class SyncDriver(ClientBase):
         rpc = self._rpcs.get(call.method) or self._new_rpc(call)
         timeout_s = sending.deadline.remaining_s(method=call.method, address=self.address)
         try:
-            return rpc(call.request, timeout=timeout_s, metadata=sending.headers, compression=sending.compression)
+            answer = rpc(call.request, timeout=timeout_s, metadata=sending.headers, compression=sending.compression)
         except grpc.RpcError as error:
             raise self._failure(error, call.method, sending) from None
         except ValueError as error:
             # What grpc says of a channel that another thread has closed meanwhile.
             raise self._closed_meanwhile(error) from None
+        return self._whole(answer, call.method)
 
     def _new_rpc(self, call: Call) -> Any:
         rpc = self._open_channel().unary_unary(
