@@ -97,8 +97,8 @@ class InferenceClient(SyncDriver):
                 taken; what it raises is raised here, after the answers to what it gave before.
             version: empty for the one that the model's policy chooses.
             in_flight: how many requests may be under way at once.
-            timeout_s: seconds that the server may keep requests waiting without answering any; None for the client's own. The
-                stream as a whole has no limit.
+            timeout_s: seconds that the server may keep requests waiting without answering any, or leave the stream open when
+                all are answered; None for the client's own. The stream as a whole has no limit.
             options: for all requests; see `serve.client.options.RequestOptions`. `request_id` is the stream's own.
 
         Raises:

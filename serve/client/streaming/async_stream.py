@@ -71,6 +71,8 @@ class AsyncStream:
         while True:
             if not self._events.empty():
                 return self._events.get_nowait()  # never late, however long the caller took to ask for it
+            if self._order.is_over(timeout_s):
+                return END
             try:
                 async with asyncio.timeout(self._order.patience_s(timeout_s)):
                     return await self._events.get()
@@ -108,6 +110,8 @@ class AsyncStream:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise  # by the stream, not by its source
             self._source_error = error  # raised again where the caller waits
+        finally:
+            self._order.complete()
 
     async def _read(self, call: Any) -> None:
         try:

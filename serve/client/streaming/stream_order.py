@@ -84,6 +84,7 @@ class StreamOrder:
         self._made = 0
         self._taken = 0
         self._arrived: dict[int, StreamAnswer] = {}
+        self._complete = False
         self._progress_s = time.monotonic()
 
     @property
@@ -105,6 +106,12 @@ class StreamOrder:
                 self._arrived[index] = StreamAnswer(index, {}, misfit)
             self._made += 1
         return request
+
+    def complete(self) -> None:
+        """There will be no further request."""
+        with self._lock:
+            self._complete = True
+            self._progress_s = time.monotonic()
 
     def accept(self, response: ModelStreamInferResponse) -> None:
         """Take an answer of the server.
@@ -149,6 +156,11 @@ class StreamOrder:
             text = f"{self._address} answered none of {self.unanswered} requests of a stream within {timeout_s:g} s"
             raise DeadlineExceeded(f"{text}; allow more time, or keep fewer in flight")
         return timeout_s
+
+    def is_over(self, timeout_s: float | None) -> bool:
+        """Whether all is answered, and the server has had `timeout_s` to end a stream that nothing more comes from."""
+        over = self._complete and not self.unanswered
+        return over and timeout_s is not None and time.monotonic() >= self._progress_s + timeout_s
 
     def check_complete(self) -> None:
         """The server has ended the stream.

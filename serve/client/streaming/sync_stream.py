@@ -73,6 +73,8 @@ class SyncStream:
             try:
                 # What has come is never late, however long the caller took to ask for it.
                 waits = self._events.empty()
+                if waits and self._order.is_over(timeout_s):
+                    return END
                 return self._events.get(waits, self._order.patience_s(timeout_s) if waits else None)
             except queue.Empty:
                 continue  # patience_s knows whether anything is late
@@ -97,6 +99,8 @@ class SyncStream:
             raise  # gRPC takes no more requests
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread; gRPC's would hang after it)
             self._source_error = error
+        finally:
+            self._order.complete()
 
     def _read(self, responses: Iterable[ModelStreamInferResponse]) -> None:
         try:

@@ -31,6 +31,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         calls: (method, request bytes, seconds that the client allows) in the order of arrival.
         headers: the metadata of the last call.
         patient: whether a stream is read to its end before it is answered.
+        endless: whether a stream whose requests are answered is left open until `release`.
         cancelled: set when a client has given up a call that waits for `release`.
         release: calls of methods in `held` wait for it.
     """
@@ -40,7 +41,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         self.calls: list[tuple[str, bytes, float | None]] = []
         self.held: set[str] = set()
         self.arrived, self.cancelled, self.release = threading.Event(), threading.Event(), threading.Event()
-        self.patient = False
+        self.patient = self.endless = False
         self.headers: dict[str, Any] = {}
         self._server = grpc.server(ThreadPoolExecutor(4), handlers=[self])
         self.address = f"127.0.0.1:{self._listen(credentials, port)}"
@@ -79,6 +80,9 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         """One answer of the script for each request; the script's last one, if it is a failure, ends the call."""
         for request in list(requests) if self.patient else requests:
             yield self._answer("ModelStreamInfer", request, context)
+        if self.endless:
+            context.add_callback(self.cancelled.set)
+            self.release.wait(20)
 
     def _answer(self, method: str, request: bytes, context: Any) -> bytes:
         self.headers = dict(context.invocation_metadata())

@@ -213,6 +213,33 @@ def test_no_answer_in_time(scripted: ScriptedServer, connect: Connect) -> None:
     assert scripted.cancelled.wait(WAIT_S)
 
 
+def test_a_stream_that_the_server_does_not_end(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelStreamInfer"] = [streamed("0", 1), streamed("1", 2)]
+    scripted.endless = True
+    started_s = time.monotonic()
+    answers = list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=0.1))
+    assert [answer.outputs["y"].tolist() for answer in answers] == [[1], [2]]
+    assert time.monotonic() - started_s < WAIT_S / 2  # the server would have waited longer
+    assert scripted.cancelled.wait(WAIT_S)
+
+
+def test_the_server_has_time_to_end_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stream_order, "time", clock)
+    order = StreamOrder(metadata("FP32"), {}, address="h:1")
+    order.request({"x": [1.0]})
+    clock.now = 3.0
+    order.accept(streamed("0", 1.0))
+    clock.now = 60.0
+    assert not order.is_over(5)  # the source may have more
+    order.complete()
+    assert [order.is_over(5), order.patience_s(5)] == [False, 5]
+    clock.now = 65.0
+    assert order.is_over(5)
+    assert not order.is_over(None)
+
+
 class Clock:
     """Stands for the module `time`: an hour passes when the test says so."""
 
