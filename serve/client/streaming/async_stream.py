@@ -10,11 +10,13 @@ import grpc
 
 from protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
 from serve.client.cancellation import is_cancelled
+from serve.client.errors import InferenceClientError
 from serve.client.streaming.stream_order import StreamAnswer, StreamOrder
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 # What the caller is woken with besides answers and errors.
 LOOK, END = object(), object()
+UNREADABLE = "an answer of the stream is no message that can be read"  # for which grpc.aio has None
 
 
 class AsyncStream:
@@ -51,6 +53,8 @@ class AsyncStream:
             while (event := await self._next_event(timeout_s)) is not END:
                 if isinstance(event, ModelStreamInferResponse):
                     self._order.accept(event)
+                elif event is None:
+                    raise InferenceClientError(UNREADABLE, code="INTERNAL")
                 elif isinstance(event, grpc.RpcError):
                     raise event
                 for answer in self._order.ready():

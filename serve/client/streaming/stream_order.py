@@ -27,6 +27,7 @@ from serve.client.tensors import Array
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
 MAX_IN_FLIGHT = 65536
+LONGEST_ID = 20  # digits; more are no number that a stream has come to
 # The protocol has but a text for a request that failed; our server says in parameters what a call's trailers would have said.
 STATUS = "grpc-status"
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -121,9 +122,7 @@ class StreamOrder:
         """
         infer = response.infer_response
         with self._lock:
-            # Some servers answer an error without the request's id; they keep the order.
-            oldest = next(index for index in range(self._taken, self._made + 1) if index not in self._arrived)
-            index = int(infer.id) if infer.id.isdecimal() and infer.id.isascii() else oldest
+            index = self._index(infer.id)
             if not self._taken <= index < self._made or index in self._arrived:
                 raise InferenceClientError(
                     f"{self._address} answered request {infer.id!r} of a stream, which does not wait for an answer; models "
@@ -132,6 +131,13 @@ class StreamOrder:
                 )
             self._arrived[index] = _answer(index, response)
             self._progress_s = time.monotonic()
+
+    def _index(self, request_id: str) -> int:
+        """Which request an answer is for; -1 if it is for none of this stream."""
+        if not request_id:  # some servers answer an error without the request's id; they keep the order
+            return next(index for index in range(self._taken, self._made + 1) if index not in self._arrived)
+        known = request_id.isdecimal() and request_id.isascii() and len(request_id) < LONGEST_ID
+        return int(request_id) if known else -1
 
     def ready(self) -> Iterator[StreamAnswer]:
         """The answers whose turn it is; each is given once."""
@@ -193,7 +199,7 @@ def _answer(index: int, response: ModelStreamInferResponse) -> StreamAnswer:
     infer = response.infer_response
     try:
         if not response.error_message:
-            return StreamAnswer(index, output_arrays(infer))
+            return StreamAnswer(index, _outputs(response))
     except InferenceClientError as error:
         return StreamAnswer(index, {}, error)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
@@ -201,3 +207,9 @@ def _answer(index: int, response: ModelStreamInferResponse) -> StreamAnswer:
     retry_after_s = int(hint) / 1000 if hint.isdecimal() and hint.isascii() else None
     code = CODE_NAMES.get(number, "UNKNOWN")
     return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=retry_after_s))
+
+
+def _outputs(response: ModelStreamInferResponse) -> dict[str, Array]:
+    if not response.HasField("infer_response"):
+        raise InferenceClientError("the server's answer holds neither outputs nor an error", code="INTERNAL")
+    return output_arrays(response.infer_response)

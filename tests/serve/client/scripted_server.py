@@ -27,7 +27,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
 
     Attributes:
         address: "127.0.0.1:port".
-        answers: method -> messages and failures; a method that is not there is unimplemented.
+        answers: method -> messages, bytes in their place, and failures; a method that is not there is unimplemented.
         calls: (method, request bytes, seconds that the client allows) in the order of arrival.
         headers: the metadata of the last call.
         patient: whether a stream is read to its end before it is answered.
@@ -37,7 +37,7 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
     """
 
     def __init__(self, credentials: Any = None, *, port: int = 0, answers: dict[str, list[Any]] | None = None) -> None:
-        self.answers: dict[str, list[Message | Failure]] = {**(answers or {})}
+        self.answers: dict[str, list[Message | bytes | Failure]] = {**(answers or {})}
         self.calls: list[tuple[str, bytes, float | None]] = []
         self.held: set[str] = set()
         self.arrived, self.cancelled, self.release = threading.Event(), threading.Event(), threading.Event()
@@ -96,5 +96,5 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
         if isinstance(answer, Failure):
             context.set_trailing_metadata(answer.trailers)
             context.abort(getattr(grpc.StatusCode, answer.code), answer.details)
-        assert isinstance(answer, Message)
-        return answer.SerializeToString()
+        assert isinstance(answer, Message | bytes)
+        return answer if isinstance(answer, bytes) else answer.SerializeToString()

@@ -191,16 +191,28 @@ def test_an_error_has_the_status_that_the_server_adds(scripted: ScriptedServer, 
     [
         ([streamed("0", 1), streamed("0", 1)], InferenceClientError, "answered request '0' of a stream, which does not wait"),
         ([streamed("5", 1)], InferenceClientError, "answered request '5'"),
+        ([streamed("zero", 1)], InferenceClientError, "answered request 'zero'"),
+        ([streamed("0" * 5000, 1)], InferenceClientError, "answered request '000"),
+        ([b"\xff\xff"], InferenceClientError, "deserializing|no message that can be read"),
         ([streamed("0", 1), Failure("UNAVAILABLE", "going down")], ServerUnavailable, "^going down$|closed the connection"),
         ([Failure("UNIMPLEMENTED", "no streams")], InferenceClientError, "^no streams$|closed the connection"),
     ],
-    ids=["twice", "unasked", "lost", "unknown"],
+    ids=["twice", "unasked", "foreign", "long", "unreadable", "lost", "unknown"],
 )
 def test_a_stream_that_breaks(scripted: ScriptedServer, connect: Connect, script: Any, kind: Any, text: str) -> None:
     scripted.serve_model()
     scripted.answers["ModelStreamInfer"] = script
     with pytest.raises(kind, match=text):
-        list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2))
+        list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=WAIT_S))
+
+
+def test_an_answer_that_is_empty(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    scripted.answers["ModelStreamInfer"] = [pb.ModelStreamInferResponse(), streamed("1", 1)]
+    first, second = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2)
+    assert first.error is not None
+    assert (first.error.code, str(first.error)) == ("INTERNAL", "the server's answer holds neither outputs nor an error")
+    assert second.outputs["y"].tolist() == [1]
 
 
 def test_no_answer_in_time(scripted: ScriptedServer, connect: Connect) -> None:
