@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from protos import inference_pb2 as pb
@@ -12,7 +13,7 @@ from serve.client.calls import Call, Exchange
 from serve.client.checks import check_named
 from serve.client.errors import AccessDenied, InvalidRequest, ModelNotFound, Unsupported
 from serve.client.exchanges import model_config, model_metadata
-from serve.client.messages import infer_request, output_arrays
+from serve.client.messages import check_answer, infer_request, output_arrays
 from serve.client.parameters import is_stateful
 from serve.client.sharing.shared_exchange import SharingRefused, ask_sharing, settle
 from serve.client.sharing.shared_region import SharedRegion
@@ -138,6 +139,7 @@ def _attempt(
     *,
     idempotent: bool,
 ) -> Exchange[InferAnswer]:
+    check = partial(check_answer, wanted=(*(options.get("outputs") or ()), *into), request_id=options.get("request_id", ""))
     sharing = state.sharing()
     if sharing is None and not into:
         try:
@@ -145,13 +147,14 @@ def _attempt(
         except InvalidRequest as error:
             raise _DoesNotFit(error) from None
         response: pb.ModelInferResponse = yield infer_call(request, idempotent=idempotent)
+        check(response)
         return answer_of(response, output_arrays(response))
     sharing = sharing or SharedTensors((), None)
     batching = yield from _batching(state, metadata, options["version"])
     failure: BaseException | None = None
     try:
         request = _sharing_request(sharing, metadata, inputs, into, options, batching=batching)
-        return (yield from ask_sharing(state.pool, sharing, infer_call(request, idempotent=idempotent)))
+        return (yield from ask_sharing(state.pool, sharing, infer_call(request, idempotent=idempotent), check))
     except BaseException as error:
         failure = error
         if not isinstance(error, SharingRefused):

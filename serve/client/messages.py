@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,27 @@ def infer_request(
     if size > MAX_MESSAGE_BYTES:
         raise InvalidRequest(f"the inputs have {size} bytes, expected at most {MAX_MESSAGE_BYTES} in one message; split them")
     return request
+
+
+def check_answer(response: ModelInferResponse, wanted: Collection[str], request_id: str = "") -> None:
+    """Refuse an answer that is not to the request.
+
+    Args:
+        response: the server's.
+        wanted: names of outputs that were asked for; others may be there, or not.
+        request_id: of the request, empty for none. Not every server says it again.
+
+    Raises:
+        InferenceClientError: it has another id, lacks an output, or has one twice (code "INTERNAL").
+    """
+    if request_id and response.id not in ("", request_id):
+        text = f"the server gave the answer to the request {response.id!r}, expected that to {request_id!r}"
+        raise InferenceClientError(text, code="INTERNAL")
+    counts = Counter(tensor.name for tensor in response.outputs)
+    wrong = next((name for name in (*wanted, *counts) if counts[name] != 1), None)
+    if wrong is not None:
+        text = f"the server's answer has {counts[wrong]} outputs {wrong!r}, expected one; its outputs are: {', '.join(counts)}"
+        raise InferenceClientError(text, code="INTERNAL")
 
 
 def output_arrays(response: ModelInferResponse, elsewhere: Collection[str] = ()) -> dict[str, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferResponse
@@ -14,7 +14,7 @@ from serve.client.errors import AlreadyExists, InferenceClientError, ModelNotFou
 from serve.client.messages import array_of, output_arrays
 from serve.client.sharing.shared_region import SharedRegion
 from serve.client.sharing.shared_tensors import SharedTensors, SlabPool
-from serve.client.tensors import Array
+from serve.client.tensors import Array, datatype_named
 
 # After these nobody knows whether the server still reads and writes the request's memory.
 MAY_STILL_RUN = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE", "UNKNOWN", "INTERNAL")
@@ -24,8 +24,16 @@ class SharingRefused(Exception):  # noqa: N818  (a reason to go another way, not
     """The server takes no shared memory from this client."""
 
 
-def ask_sharing(pool: SlabPool | None, sharing: SharedTensors, call: Call) -> Exchange[InferAnswer]:
+def ask_sharing(
+    pool: SlabPool | None, sharing: SharedTensors, call: Call, check: Callable[[ModelInferResponse], None]
+) -> Exchange[InferAnswer]:
     """Make a ModelInfer call whose tensors lie partly in shared memory.
+
+    Args:
+        pool: the client's; None where it has none.
+        sharing: the tensors in shared memory.
+        call: to make.
+        check: raises for an answer that is not to the request.
 
     Returns:
         The answer. Outputs in arrays of the caller are views of them, the others are the caller's own.
@@ -46,6 +54,7 @@ def ask_sharing(pool: SlabPool | None, sharing: SharedTensors, call: Call) -> Ex
         if not (yield from _register_again(sharing)):
             raise
         response = yield call
+    check(response)
     return answer_of(response, _outputs(sharing, response))
 
 
@@ -103,9 +112,14 @@ def _unregister(pool: SlabPool, names: Sequence[str]) -> Exchange[None]:
 
 def _outputs(sharing: SharedTensors, response: ModelInferResponse) -> dict[str, Array]:
     arrays = output_arrays(response, sharing.into)
-    for tensor in response.outputs:
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if tensor.name in sharing.own:
+            sharing.check_own(tensor.name, datatype_named(tensor.datatype))
+            if raw:  # a server that knows no shared memory for outputs
+                sharing.write_own(tensor.name, raw)
+                del arrays[tensor.name]
         if tensor.name in sharing.into and tensor.name not in arrays:
             itemsize = (BY_WIRE[tensor.datatype].itemsize if tensor.datatype in BY_WIRE else None) or 0
             view = array_of(tensor, sharing.output_bytes(tensor.name, math.prod(tensor.shape) * itemsize))
-            arrays[tensor.name] = view if sharing.is_own(tensor.name) else view.copy()
+            arrays[tensor.name] = view if tensor.name in sharing.own else view.copy()
     return {tensor.name: arrays[tensor.name] for tensor in response.outputs if tensor.name in arrays}

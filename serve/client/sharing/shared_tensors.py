@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protos.datatypes import BY_WIRE
+from protos.datatypes import BY_WIRE, Datatype
 from serve.client.errors import InferenceClientError, InvalidRequest
 from serve.client.sharing.places import Place
 from serve.client.sharing.shared_region import SharedRegion
@@ -111,6 +111,7 @@ class SharedTensors:
     Attributes:
         regions: all that the request speaks of, by name.
         into: places for outputs, by the outputs' names.
+        own: the dtypes of those that are arrays of the caller.
     """
 
     def __init__(self, own: Iterable[SharedRegion], pool: SlabPool | None) -> None:
@@ -125,6 +126,7 @@ class SharedTensors:
         self.slabs: list[SharedRegion] = []
         self.regions: dict[str, SharedRegion] = {}
         self.into: dict[str, Place] = {}
+        self.own: dict[str, np.dtype[Any]] = {}
 
     def find_place(self, _: str, array: Array) -> Place | None:
         """The place of an input: where it is, or where it was copied to; None if it is to be sent."""
@@ -155,7 +157,7 @@ class SharedTensors:
                     f"the array for output {name!r} does not lie in shared memory of this client; make it with "
                     "`with client.shared_region(BYTES) as region: region.array(shape, dtype)`"
                 )
-            self.into[name] = place
+            self.into[name], self.own[name] = place, array.dtype
 
     def reserve_outputs(
         self, metadata: ModelMetadataResponse, inputs: Mapping[str, Any], wanted: Collection[str] | None, *, batching: bool
@@ -187,9 +189,27 @@ class SharedTensors:
         place = self.into[name]
         return self.regions[place.region].bytes_at(place.offset, min(byte_size, place.byte_size))
 
-    def is_own(self, name: str) -> bool:
-        """Whether an output went into an array of the caller."""
-        return all(slab.name != self.into[name].region for slab in self.slabs)
+    def check_own(self, name: str, datatype: Datatype) -> None:
+        """Refuse an output whose bytes are not what the caller's array takes them for.
+
+        Raises:
+            InferenceClientError: they are of another dtype (code "INTERNAL").
+        """
+        if datatype.array_dtype != self.own[name]:
+            text = f"output {name!r} of the server's answer is {datatype.wire}, but the array for it has the dtype"
+            raise InferenceClientError(f"{text} {self.own[name]}", code="INTERNAL")
+
+    def write_own(self, name: str, raw: bytes) -> None:
+        """Put an output that came in the message where the caller wants it.
+
+        Raises:
+            InferenceClientError: it is longer than the array (code "INTERNAL").
+        """
+        place = self.into[name]
+        if len(raw) > place.byte_size:
+            text = f"output {name!r} of the server's answer has {len(raw)} bytes, the array for it {place.byte_size}"
+            raise InferenceClientError(text, code="INTERNAL")
+        self.output_bytes(name, len(raw))[:] = raw
 
     def _in_own(self, array: Array) -> Place | None:
         for region in self._own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -21,7 +21,7 @@ from serve.client.errors import (
 )
 from serve.client.exchanges import model_metadata
 from serve.client.infer_exchange import InferState
-from serve.client.messages import infer_request, output_arrays
+from serve.client.messages import check_answer, infer_request, output_arrays
 from serve.client.tensors import Array
 
 METHOD = "ModelStreamInfer"
@@ -129,7 +129,7 @@ class StreamOrder:
                     "that answer a request several times (decoupled) are not supported",
                     code="INTERNAL",
                 )
-            self._arrived[index] = _answer(index, response)
+            self._arrived[index] = _answer(index, response, self._options.get("outputs") or ())
             self._progress_s = time.monotonic()
 
     def _index(self, request_id: str) -> int:
@@ -195,11 +195,11 @@ def prepare_stream(
     return StreamOrder(metadata, {**options, "version": version}, address=address)
 
 
-def _answer(index: int, response: ModelStreamInferResponse) -> StreamAnswer:
+def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[str]) -> StreamAnswer:
     infer = response.infer_response
     try:
         if not response.error_message:
-            return StreamAnswer(index, _outputs(response))
+            return StreamAnswer(index, _outputs(response, wanted))
     except InferenceClientError as error:
         return StreamAnswer(index, {}, error)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
@@ -209,7 +209,8 @@ def _answer(index: int, response: ModelStreamInferResponse) -> StreamAnswer:
     return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=retry_after_s))
 
 
-def _outputs(response: ModelStreamInferResponse) -> dict[str, Array]:
+def _outputs(response: ModelStreamInferResponse, wanted: Collection[str]) -> dict[str, Array]:
     if not response.HasField("infer_response"):
         raise InferenceClientError("the server's answer holds neither outputs nor an error", code="INTERNAL")
+    check_answer(response.infer_response, wanted)
     return output_arrays(response.infer_response)
