@@ -26,6 +26,8 @@ NO_CONNECTION = (
     "address lookup failed",
 )
 CANCELLED_HERE = ("Channel closed!", "Channel closed", "Locally cancelled by application!", "Cancelled by application")
+# The second where the server has begun to answer.
+TIME_IS_UP = ("Deadline Exceeded", "Stream removed (Deadline Exceeded)")
 # grpc.aio forgets the server's status if it fails to write before it has read it.
 WRITE_FAILED = "Internal error from Core"
 CLOSED = "{} closed the connection; is the server still running, is this its gRPC port (8001 by default), and does it want TLS?"
@@ -60,7 +62,7 @@ def from_rpc_error(error: Any, *, method: str, address: str, timeout_s: float | 
 def _said_by_grpc(
     code: str, details: str, *, method: str, address: str, timeout_s: float | None
 ) -> InferenceClientError | None:
-    if code == "DEADLINE_EXCEEDED" and details.startswith("Deadline Exceeded"):
+    if code == "DEADLINE_EXCEEDED" and details.startswith(TIME_IS_UP):
         return deadline_exceeded(method=method, address=address, limit_s=timeout_s)
     if code == "UNIMPLEMENTED" and details in ("", "Method not found!"):
         return Unsupported(f"the server at {address} does not offer {method}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
-from serve.client import InferenceClientError
+from serve.client import DeadlineExceeded, InferenceClientError
 from tests.serve.benchmark.load.scripted_peer import HEADERS, OK, Peer, peer
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import ScriptedServer
@@ -115,3 +115,14 @@ def test_an_array_that_is_not_filled(model: ScriptedServer, connect: Connect, gi
     with client.shared_region(4096) as region, pytest.raises(InferenceClientError, match=text) as caught:
         client.infer("m", ROW, into={"y": region.array((1, 2), np.float32)})
     assert caught.value.code == "INTERNAL"
+
+
+def test_an_answer_that_is_begun_and_not_ended(connect: Connect) -> None:
+    def begin(server: Peer, stream: int) -> None:
+        server.http2.send_response(stream, HEADERS)
+        server.http2.send_data(stream, b"\0\0\0\0\5ab")
+
+    with peer(begin) as (host, port):
+        client = connect(f"{host}:{port}", timeout_s=0.2)
+        with pytest.raises(DeadlineExceeded, match=rf"^{host}:{port} did not answer ServerMetadata within 0.2 s; allow more"):
+            client.server_metadata()
