@@ -16,7 +16,12 @@ RECONNECT_TIMEOUT_S = 1.0
 
 
 class Links:
-    """The connections to one target, in turn."""
+    """The connections to one target, in turn.
+
+    Attributes:
+        given_up: whether there has been no connection for too long, however often one was asked for.
+        trouble: why the last one was lost, or not made.
+    """
 
     def __init__(self, target: Target, order: Order) -> None:
         self._target = target
@@ -28,17 +33,13 @@ class Links:
         self._turn = 0
         self._retry_s = 0.0
         self._alone_since_s: float | None = None
+        self.given_up = False
         self.trouble = "no connection"
 
     @property
     def all(self) -> list[Calls]:
         """Every connection, draining ones too."""
         return self._links
-
-    @property
-    def given_up(self) -> bool:
-        """Whether there has been no connection for too long."""
-        return self._alone_since_s is not None and time.monotonic() - self._alone_since_s > GIVE_UP_S
 
     @property
     def retry_s(self) -> float | None:
@@ -75,8 +76,6 @@ class Links:
         link.connection.close()
         self._links.remove(link)
         self._turn = 0
-        if not self._links:
-            self._alone_since_s = time.monotonic()
 
     def retire(self) -> None:
         """Close connections that take no more calls and have none in flight."""
@@ -94,8 +93,12 @@ class Links:
             connection = Http2Connection(self._target, timeout_s=RECONNECT_TIMEOUT_S)
         except ConnectionLostError as error:
             self.trouble = str(error)
-            self._retry_s = time.monotonic() + RETRY_S
-            self._alone_since_s = self._alone_since_s or (None if self._links else time.monotonic())
+            now_s = time.monotonic()
+            self._retry_s = now_s + RETRY_S
+            if not self._links:
+                # Not from the loss on: where requests are rare, nothing is asked for in between.
+                self._alone_since_s = self._alone_since_s or now_s
+                self.given_up = now_s - self._alone_since_s > GIVE_UP_S
             return False
         kind = StreamingCalls if self._target.streaming else UnaryCalls
         self._links.append(kind(connection, self._headers))

@@ -175,6 +175,18 @@ def test_a_server_that_says_goodbye_is_asked_on_another_connection() -> None:
     assert (tally.latency.total, tally.failed) == (4, 0)
 
 
+def test_a_server_that_closes_idle_connections_has_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "GIVE_UP_S", 0.05)
+
+    def one_each(this: Peer, stream: int) -> None:
+        this.answer(stream)
+        this.http2.send_goaway(0)
+
+    with peer(one_each) as place:
+        tally, trouble = drive(place, Order(rate=5, arrivals="constant", requests=3, window_s=0.01))
+    assert (tally.latency.total, tally.failed, trouble) == (3, 0, None)
+
+
 def test_a_server_that_has_gone_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "GIVE_UP_S", 0.05)
     monkeypatch.setattr(links, "RETRY_S", 0.01)
