@@ -81,6 +81,9 @@ class OpenLoop:
     def __init__(self, order: Order, start_ns: int) -> None:
         self._times = intended_times(order, start_ns)
         self._next: int | None = next(self._times, None)
+        # Until then nothing comes, which is part of the rate: a load that ended with its last request would show a higher one.
+        seconds = order.seconds if order.requests is None else None
+        self._end_ns = None if seconds is None else start_ns + round(seconds * NANOSECONDS)
 
     def due(self, now_ns: int) -> list[int]:
         """Those whose time has come."""
@@ -88,23 +91,25 @@ class OpenLoop:
         while self._next is not None and self._next <= now_ns:
             due.append(self._next)
             self._next = next(self._times, None)
+        if self._end_ns is not None and now_ns >= self._end_ns:
+            self._end_ns = None
         return due
 
     def answered(self, count: int) -> None:
         """Changes nothing: that is what makes the loop open."""
 
     def next_ns(self) -> int | None:
-        """The next intended time."""
-        return self._next
+        """The next intended time, or the end, because it has to be noticed."""
+        return self._end_ns if self._next is None else self._next
 
     def stop(self) -> None:
         """Nothing more is due."""
-        self._next = None
+        self._next = self._end_ns = None
 
     @property
     def exhausted(self) -> bool:
         """Whether nothing will be due any more."""
-        return self._next is None
+        return self._next is None and self._end_ns is None
 
 
 def intended_times(order: Order, start_ns: int) -> Iterator[int]:

@@ -52,6 +52,17 @@ def test_an_open_loop_gives_what_is_due_whatever_is_answered() -> None:
     assert pacer.due(2 * SECOND) == []
 
 
+def test_an_open_loop_lasts_until_its_end() -> None:
+    pacer = pacer_of(Order(rate=2, seconds=1.0, arrivals="constant"), 0)
+    assert pacer.due(SECOND // 2) == [0, SECOND // 2]
+    assert (pacer.exhausted, pacer.next_ns()) == (False, SECOND)
+    assert pacer.due(SECOND) == []
+    assert (pacer.exhausted, pacer.next_ns()) == (True, None)
+    told = pacer_of(Order(rate=2, seconds=1.0), 0)
+    told.stop()
+    assert (told.exhausted, told.due(SECOND)) == (True, [])
+
+
 @given(st.integers(1, 20), st.lists(st.integers(0, 20), max_size=10), st.integers(0, 60))
 def test_a_closed_loop_keeps_so_many_in_flight_and_no_more(concurrency: int, answers: list[int], requests: int) -> None:
     pacer = ClosedLoop(Order(concurrency=concurrency, requests=requests), 0)
