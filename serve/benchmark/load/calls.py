@@ -22,6 +22,7 @@ ERROR_FIELD = b"\x0a"  # ModelStreamInferResponse.error_message: field 1, length
 OK_TRAILERS = ((b"grpc-status", b"0"),)
 OK_RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 NO_STATUS = "the server ended the call without a status"
+NO_MESSAGE = "the server ended the call well, but without a message"
 # What a reset stream means for its call: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md#errors
 RESETS = {0x7: "UNAVAILABLE", 0x8: "CANCELLED", 0xB: "RESOURCE_EXHAUSTED", 0xC: "PERMISSION_DENIED"}
 
@@ -132,6 +133,8 @@ class UnaryCalls:
                 call = in_flight.get(event.stream_id)
                 if call is not None and event.headers != OK_RESPONSE:
                     note_status(call, event.headers)
+                    if kind is ResponseReceived and call.status == OK:
+                        call.status, call.message = "INTERNAL", NO_MESSAGE  # headers that are the whole answer
             elif kind is not DataReceived:
                 self.connection.note(event)
         return ended

@@ -214,8 +214,9 @@ def test_a_server_without_tls_is_no_partner_for_it(monkeypatch: pytest.MonkeyPat
         ([(b":status", b"200"), (b"grpc-status", b"99")], "UNKNOWN", "no explanation"),
         ([(b":status", b"404")], "UNKNOWN", "HTTP 404"),
         ([(b":status", b"200")], "UNKNOWN", "the server ended the call without a status"),
+        ([(b":status", b"200"), (b"grpc-status", b"0")], "INTERNAL", "the server ended the call well, but without a message"),
     ],
-    ids=["status", "unknown status", "plain HTTP", "no status"],
+    ids=["status", "unknown status", "plain HTTP", "no status", "no message"],
 )
 def test_answers_that_are_refusals(headers: list[tuple[bytes, bytes]], status: str, text: str) -> None:
     with peer(lambda this, stream: this.refuse(stream, *headers)) as place:
