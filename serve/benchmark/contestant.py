@@ -120,12 +120,13 @@ class Contestant:
     def totals(self) -> ServerTotals | None:
         """The server's counters for these models; None from a server that keeps none."""
         try:
-            found = [self.client.statistics(model, self._options.version) for model in self.models]
+            found = {model: self.client.statistics(model, self._options.version) for model in self.models}
         except InferenceClientError as error:
             if error.code == "UNIMPLEMENTED":
                 return None
             raise
-        return sum((ServerTotals.of(statistics) for statistics in found), ServerTotals())
+        # Some servers tell of all models, whichever they are asked for.
+        return ServerTotals.of(one for model, statistics in found.items() for one in statistics if one.name == model)
 
     def close(self) -> None:
         """End the processes and hang up."""

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import trustme
 
+from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES
 from serve.benchmark.contestant import Contestant, RequestOptions, host_and_port
 from serve.benchmark.errors import BenchmarkArgumentError
@@ -21,6 +23,7 @@ from serve.client import InferenceClient, InferenceClientError
 from serve.client.errors import DeadlineExceeded
 from serve.client.tls import Tls
 from serve.transports.nghttp2.server import Nghttp2Server
+from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 
@@ -114,6 +117,29 @@ def test_a_server_too_busy_to_tell_its_counters_is_measured_all_the_same(server:
     with Contestant(server.address, ["mlp"], RequestOptions()) as contestant:
         level = measure(replace(contestant.bench, read_totals=too_busy), Load(concurrency=2), SHORT)
     assert (level.requests, level.server) == (12, None)
+
+
+def test_only_the_counters_of_the_models_asked_count() -> None:
+    counted = pb.ModelStatisticsResponse()
+    for name, count in (("m", 5), ("other", 70)):
+        model = counted.model_stats.add(name=name, version="1", inference_count=count, execution_count=count)
+        model.inference_stats.success.count = count
+    metadata = pb.ModelMetadataResponse(name="m", versions=["1"])
+    metadata.inputs.add(name="x", datatype="FP32", shape=[2])
+    answers: dict[str, list[Any]] = {
+        "ModelMetadata": [metadata],
+        "ModelConfig": [pb.ModelConfigResponse()],
+        "ModelInfer": [pb.ModelInferResponse(model_name="m", model_version="1")],
+        "ModelStatistics": [counted],
+    }
+    scripted = ScriptedServer(answers=answers)
+    try:
+        with Contestant(scripted.address, ["m", "m"], RequestOptions()) as contestant:
+            totals = contestant.totals()
+    finally:
+        scripted.stop()
+    assert totals is not None
+    assert (totals.requests, totals.rows) == (5, 5)
 
 
 @pytest.mark.parametrize("until_stable", [False, True])
