@@ -17,8 +17,12 @@ def as_numpy(value: Any) -> Array:
     as `ml_dtypes.bfloat16`. Other objects are asked for `__array__`, or for `__dlpack__`.
 
     Raises:
-        ValueError, TypeError, RuntimeError or BufferError: it cannot be read as an array; the text is the other library's.
+        ValueError, TypeError, RuntimeError or BufferError: it cannot be read as an array, or has masked values; the text is the
+            other library's, mostly.
     """
+    if isinstance(value, np.ma.MaskedArray) and (masked := np.count_nonzero(value.mask)):
+        # numpy would hand out whatever lies below the mask.
+        raise ValueError(f"{masked} of its values are masked; fill them, with .filled(VALUE)")
     torch = sys.modules.get("torch")  # whoever holds a tensor has imported it
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(torch, value)

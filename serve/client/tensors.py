@@ -47,7 +47,7 @@ def as_input(value: Any, datatype: Datatype, where: str) -> Array:
         return converted(value, datatype, where)
     array = _as_array(value, where)
     if datatype.wire == "BYTES":
-        if array.dtype.kind not in "OUS":
+        if array.dtype.kind not in "OUST":
             raise InvalidRequest(_other_dtype(array.dtype, datatype, where))
         return _strings(array, where)
     if array.dtype == object:
@@ -144,8 +144,9 @@ def _other_dtype(given: np.dtype[Any], datatype: Datatype, where: str) -> str:
 
 
 def _strings(value: Any, where: str) -> Array:
+    array = value if isinstance(value, list | tuple | str | bytes) else _as_array(value, where)
     try:
-        array = np.array(value, dtype=object)
+        array = np.array(array, dtype=object)
     except ValueError:
         raise InvalidRequest(f"{where} cannot be read as an array: its rows differ in length") from None
     for element in array.ravel():

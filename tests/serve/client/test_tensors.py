@@ -5,6 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -101,7 +102,11 @@ def test_int64_is_not_taken_for_fp64() -> None:
         as_input(np.array([2**53 + 1]), BY_WIRE["FP64"], WHERE)
 
 
-@pytest.mark.parametrize("value", [["a", b"b"], np.array(["a", "b"]), np.array([b"a", b"b"])])
+@pytest.mark.parametrize(
+    "value",
+    [["a", b"b"], np.array(["a", "b"]), np.array([b"a", b"b"]), np.array(["a", "b"], np.dtypes.StringDType())],
+    ids=["list", "U", "S", "StringDType"],
+)
 def test_strings_for_bytes(value: Any) -> None:
     array = as_input(value, BY_WIRE["BYTES"], WHERE)
     assert array.dtype == object
@@ -129,6 +134,24 @@ def test_strings_for_bytes(value: Any) -> None:
 def test_what_is_no_tensor_is_refused(value: Any, wire: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         as_input(value, BY_WIRE[wire], WHERE)
+
+
+@pytest.mark.parametrize("wire", ["FP32", "INT64", "BF16", "BOOL", "BYTES"])
+@pytest.mark.parametrize("make", [as_input, converted], ids=["as_input", "converted"])
+def test_masked_values_are_none(make: Any, wire: str) -> None:
+    value = np.ma.masked_array([b"1", b"2"] if wire == "BYTES" else [1.0, 2.0], mask=[False, True])
+    with pytest.raises(InvalidRequest, match="x cannot be read as an array: 1 of its values are masked; fill them"):
+        make(value, BY_WIRE[wire], "x")
+
+
+def test_a_masked_array_without_masked_values() -> None:
+    value = np.ma.masked_array(np.array([1.0, 2.0], np.float32), mask=[False, False])
+    assert as_input(value, BY_WIRE["FP32"], "x").tolist() == [1, 2]
+
+
+def test_numbers_are_no_strings_whatever_they_come_in() -> None:
+    with pytest.raises(InvalidRequest, match="x takes BYTES, expected strings or bytes, not float 1.0"):
+        converted(torch.ones(2, requires_grad=True), BY_WIRE["BYTES"], "x")
 
 
 def test_a_datatype_of_the_future() -> None:
