@@ -101,6 +101,11 @@ class ClientBase:
         self._rpcs: dict[str, Any] = {}
         self._opening = threading.Lock()
 
+    @property
+    def _shares(self) -> bool:
+        """Whether a server may know of memory of this client."""
+        return self._state.pool is not None or bool(self._state.left)
+
     def _infer(
         self, model: str, inputs: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[Exchange[InferAnswer], Sending]:

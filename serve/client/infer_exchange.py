@@ -30,6 +30,7 @@ class InferState:
         metadata: (model, version) -> its metadata.
         batching: (model, version) -> whether an output of the model has as many rows as its inputs.
         regions: shared memory that the caller has open.
+        left: names of regions that are gone here, and that the server may still know.
         pool: shared memory for large tensors; None where the client does not use it on its own.
     """
 
@@ -37,6 +38,7 @@ class InferState:
         self.metadata: MetadataCache = {}
         self.batching: dict[tuple[str, str], bool] = {}
         self.regions: tuple[SharedRegion, ...] = ()
+        self.left: tuple[str, ...] = ()
         self.pool = SlabPool() if shared_memory else None
         self._lock = threading.Lock()
 
@@ -49,6 +51,17 @@ class InferState:
         """The caller has closed a region."""
         with self._lock:
             self.regions = tuple(one for one in self.regions if one is not region)
+
+    def leave(self, *names: str) -> None:
+        """Regions that nobody has heard the server forget."""
+        with self._lock:
+            self.left = (*self.left, *names)
+
+    def take_left(self) -> tuple[str, ...]:
+        """The names that are to be unregistered; they are the caller's from now on."""
+        with self._lock:
+            names, self.left = self.left, ()
+        return names
 
     def sharing(self) -> SharedTensors | None:
         """For the tensors of one request; None where nothing can lie in shared memory."""

@@ -11,7 +11,7 @@ from serve.client.calls import Answer, Call, Exchange, Pause
 from serve.client.channel import method_path
 from serve.client.client_base import CLOSING_S, ClientBase, Sending
 from serve.client.errors import InferenceClientError
-from serve.client.sharing.shared_exchange import unregister_all
+from serve.client.sharing.region_exchange import take_back
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -24,8 +24,8 @@ class SyncDriver(ClientBase):
 
     def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
-        if self._state.pool is not None and not self._closed and self._channel is not None:
-            self._carry_out(unregister_all(self._state.pool), self._sending(CLOSING_S), retry=False)
+        if self._shares and not self._closed and self._channel is not None:
+            self._carry_out(take_back(self._state), self._sending(CLOSING_S), retry=False)
         self._closed = True
         if self._channel is not None:
             self._channel.close()

@@ -148,6 +148,36 @@ def test_closing_takes_back_what_is_in_use(scripted: ScriptedServer) -> None:
     assert ours() == before
 
 
+@pytest.mark.parametrize("held", ["SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"])
+@pytest.mark.parametrize("then", ["close", "another region"])
+def test_a_region_whose_user_was_cancelled_is_taken_back(scripted: ScriptedServer, held: str, then: str) -> None:
+    """The server may have heard of it, and may not have heard that it is gone; it would hold its memory for ever."""
+    scripted.answers |= {
+        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
+        "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
+    }
+    scripted.held = {held}
+
+    async def use(client: AsyncInferenceClient) -> None:
+        async with client.shared_region(4096):
+            pass
+
+    async def be_cancelled() -> None:
+        async with AsyncInferenceClient(scripted.address) as client:
+            using = asyncio.create_task(use(client))
+            assert await asyncio.to_thread(scripted.arrived.wait, 10)
+            using.cancel()
+            await asyncio.wait([using])
+            scripted.release.set()
+            scripted.calls.clear()
+            if then == "another region":
+                await use(client)
+
+    asyncio.run(be_cancelled())
+    calls = [method.removeprefix("SystemSharedMemory") for method, _, _ in scripted.calls]
+    assert calls == ["Unregister", *(["Register", "Unregister"] if then == "another region" else [])]
+
+
 def test_streams_share_too(sharing: RunningServer, connect: Connect) -> None:
     client = connect(sharing.address)
     with client.shared_region(4096) as region:
