@@ -78,14 +78,14 @@ class AsyncInferenceClient(AsyncDriver):
             method_path(METHOD), ModelInferRequest.SerializeToString, ModelStreamInferResponse.FromString
         )
         stream = AsyncStream(order, requests, in_flight)
-        answers = stream.answers(rpc(metadata=sending.headers), patience_s)
+        stream.begin(rpc(metadata=sending.headers))
         try:
-            async for answer in answers:
+            while (answer := await stream.answer(patience_s)) is not None:
                 yield answer
         except grpc.RpcError as error:
             raise self._failure(error, METHOD, sending) from None
         finally:
-            await answers.aclose()
+            await stream.end()
 
     async def model(self, name: str, version: str = "") -> AsyncModel:
         """A handle on one model, which knows its inputs and outputs."""

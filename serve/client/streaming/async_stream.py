@@ -36,11 +36,17 @@ class AsyncStream:
         self._events: asyncio.Queue[Any] = asyncio.Queue()
         self._source_error: BaseException | None = None
 
-    async def answers(self, call: Any, timeout_s: float | None) -> AsyncGenerator[StreamAnswer]:
-        """Send the requests and yield their answers.
+    def begin(self, call: Any) -> None:
+        """Send the requests over a grpc.aio.StreamStreamCall."""
+        self._call = call
+        self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+
+    async def answer(self, timeout_s: float | None) -> StreamAnswer | None:
+        """The next answer; None after the last one.
+
+        No generator: asyncio would close it at the loop's end while the one that the caller has left closes it too.
 
         Args:
-            call: a grpc.aio.StreamStreamCall.
             timeout_s: seconds that the server may let requests wait without answering any; None for no limit.
 
         Raises:
@@ -48,28 +54,28 @@ class AsyncStream:
             InferenceClientError: the server broke the protocol, or is too slow.
             BaseException: what the source has raised, after the answers to what it gave before.
         """
-        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
-        try:
-            while (event := await self._next_event(timeout_s)) is not END:
-                if isinstance(event, ModelStreamInferResponse):
-                    self._order.accept(event)
-                elif event is None:
-                    raise InferenceClientError(UNREADABLE, code="INTERNAL")
-                elif isinstance(event, grpc.RpcError):
-                    raise event
-                for answer in self._order.ready():
-                    self._slots.release()
-                    yield answer
-            for answer in self._order.ready():
-                yield answer
-            if self._source_error is not None:
-                raise self._source_error
-            self._order.check_complete()
-        finally:
-            call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        while (answer := next(self._order.ready(), None)) is None:
+            event = await self._next_event(timeout_s)
+            if event is END:
+                if self._source_error is not None:
+                    raise self._source_error
+                self._order.check_complete()
+                return None
+            if isinstance(event, ModelStreamInferResponse):
+                self._order.accept(event)
+            elif event is None:
+                raise InferenceClientError(UNREADABLE, code="INTERNAL")
+            elif isinstance(event, grpc.RpcError):
+                raise event
+        self._slots.release()
+        return answer
+
+    async def end(self) -> None:
+        """End the call, if it has not ended."""
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _next_event(self, timeout_s: float | None) -> Any:
         while True:

@@ -306,6 +306,20 @@ def test_time_that_the_source_takes_does_not_count(monkeypatch: pytest.MonkeyPat
         order.patience_s(5)
 
 
+def test_an_exception_between_two_answers_is_the_only_one(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The exception keeps the stream alive, so that asyncio.run is what closes it."""
+
+    async def ask() -> None:
+        async with AsyncInferenceClient(server.address) as client:
+            stream = client.stream_infer("mlp", [{"x": rows(1)}] * 4)
+            async for _ in stream:
+                raise KeyError("the caller's own")
+
+    with pytest.raises(KeyError, match="the caller's own"):
+        asyncio.run(ask())
+    assert not caplog.records
+
+
 def test_asynchronous_sources(server: RunningServer) -> None:
     async def source() -> Any:
         for _ in range(5):
