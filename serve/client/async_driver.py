@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
@@ -26,9 +27,10 @@ class AsyncDriver(ClientBase):
 
     async def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
-        if self._shares and not self._closed and self._channel is not None:
-            await self._carry_out(take_back(self._state), self._sending(CLOSING_S), retry=False)
-        self._closed = True
+        self._closed = True  # first: others would go on to register what is taken back here
+        if self._shares and not self._taken_back and self._channel is not None:
+            await self._carry_out(take_back(self._state), replace(self._sending(CLOSING_S), closing=True), retry=False)
+            self._taken_back = True
         if self._channel is not None and self._loop is asyncio.get_running_loop():
             await self._channel.close()  # with another loop nothing of it is left to be waited for
 
@@ -62,8 +64,8 @@ class AsyncDriver(ClientBase):
         finally:
             steps.close()
 
-    def _check_usable(self) -> None:
-        super()._check_usable()
+    def _check_usable(self, *, closing: bool = False) -> None:
+        super()._check_usable(closing=closing)
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
@@ -74,7 +76,7 @@ class AsyncDriver(ClientBase):
             )
 
     async def _ask(self, call: Call, sending: Sending) -> Any:
-        self._check_usable()
+        self._check_usable(closing=sending.closing)
         rpc = self._rpcs.get(call.method) or self._new_rpc(call)
         timeout_s = sending.deadline.remaining_s(method=call.method, address=self.address)
         try:

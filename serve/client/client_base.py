@@ -33,11 +33,13 @@ class Sending:
         deadline: of all of them together.
         headers: gRPC metadata.
         compression: grpc's value; None for the channel's.
+        closing: whether they are made by a client that is being closed.
     """
 
     deadline: Deadline
     headers: Headers
     compression: Any
+    closing: bool = False
 
 
 class ClientBase:
@@ -96,7 +98,7 @@ class ClientBase:
         self._token = token
         self._headers = headers_of(metadata)
         self._state = InferState(shared_memory=shared_memory)
-        self._closed = False
+        self._closed = self._taken_back = False
         self._process: int | None = None
         self._rpcs: dict[str, Any] = {}
         self._opening = threading.Lock()
@@ -104,7 +106,7 @@ class ClientBase:
     @property
     def _shares(self) -> bool:
         """Whether a server may know of memory of this client."""
-        return self._state.pool is not None or bool(self._state.left)
+        return self._state.pool is not None or bool(self._state.left or self._state.regions)
 
     def _infer(
         self, model: str, inputs: Mapping[str, Any], options: Mapping[str, Any]
@@ -146,14 +148,14 @@ class ClientBase:
             else exchange
         )
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, *, closing: bool = False) -> None:
         """Refuse what would hang.
 
         Raises:
             Cancelled: the client is closed.
             InferenceClientError: this process is a fork of the one that has connected, or this event loop is another.
         """
-        if self._closed:
+        if self._closed and not closing:
             raise Cancelled("this client is closed; make a new one")
         if self._process is None:
             self._process = os.getpid()

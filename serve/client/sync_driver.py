@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
@@ -24,9 +25,10 @@ class SyncDriver(ClientBase):
 
     def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
-        if self._shares and not self._closed and self._channel is not None:
-            self._carry_out(take_back(self._state), self._sending(CLOSING_S), retry=False)
-        self._closed = True
+        self._closed = True  # first: others would go on to register what is taken back here
+        if self._shares and not self._taken_back and self._channel is not None:
+            self._carry_out(take_back(self._state), replace(self._sending(CLOSING_S), closing=True), retry=False)
+            self._taken_back = True
         if self._channel is not None:
             self._channel.close()
 
@@ -59,7 +61,7 @@ class SyncDriver(ClientBase):
             steps.close()
 
     def _ask(self, call: Call, sending: Sending) -> Any:
-        self._check_usable()
+        self._check_usable(closing=sending.closing)
         rpc = self._rpcs.get(call.method) or self._new_rpc(call)
         timeout_s = sending.deadline.remaining_s(method=call.method, address=self.address)
         try:

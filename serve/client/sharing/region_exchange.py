@@ -37,6 +37,7 @@ def take_back(state: InferState) -> Exchange[None]:
     """Unregister whatever the server may know of this client, as far as it answers."""
     if state.pool is not None:
         yield from unregister_all(state.pool)
+    state.leave(*(region.name for region in state.regions))  # a block that ends later can say no more
     yield from _unregister_left(state)
 
 

@@ -148,6 +148,37 @@ def test_closing_takes_back_what_is_in_use(scripted: ScriptedServer) -> None:
     assert ours() == before
 
 
+def test_nothing_is_registered_once_a_client_is_being_closed(scripted: ScriptedServer) -> None:
+    scripted.serve_model()
+    scripted.answers |= {
+        "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterResponse()],
+        "ModelInfer": [pb.ModelInferResponse()],
+        "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterResponse()],
+    }
+    scripted.held = {"SystemSharedMemoryUnregister"}
+    inputs = {"x": np.ones((40_000, 2), np.float32)}
+
+    async def ask_meanwhile() -> None:
+        client = AsyncInferenceClient(scripted.address, shared_memory=True)
+        await client.infer("m", inputs)
+        closing = asyncio.create_task(client.close())
+        assert await asyncio.to_thread(scripted.arrived.wait, 10)
+        with pytest.raises(Cancelled, match="this client is closed"):
+            await client.infer("m", inputs)
+        scripted.release.set()
+        await closing
+
+    asyncio.run(ask_meanwhile())
+    assert scripted.count("SystemSharedMemoryUnregister") == scripted.count("SystemSharedMemoryRegister") == 1
+
+
+def test_closing_takes_back_regions_that_are_open(sharing: RunningServer, connect: Connect) -> None:
+    client = connect(sharing.address)
+    with client.shared_region(4096):
+        client.close()
+        assert connect(sharing.address).shared_regions() == {}
+
+
 @pytest.mark.parametrize("held", ["SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"])
 @pytest.mark.parametrize("then", ["close", "another region"])
 def test_a_region_whose_user_was_cancelled_is_taken_back(scripted: ScriptedServer, held: str, then: str) -> None:
