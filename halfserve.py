@@ -143,6 +143,24 @@ def _root(ctx: typer.Context, *, version: bool = typer.Option(False, "--version"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 1, 3 or 4 as the stage says, 2 wrong usage, 69 an extra is missing."""
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if _trains_with_others():
+            # After an error torch's threads still talk to the other processes. Waiting for them is waiting for those, and a
+            # thread that lets go of a tensor while the interpreter ends takes the process down (SIGABRT).
+            _drop_unwritten()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
+
+
+def _trains_with_others() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     # torch's CPU threads spin while they wait for each other. On cores that others use too, whoever is waited for gets no core:
     # training took more than 15 times as long as with threads that sleep. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

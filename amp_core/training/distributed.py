@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -121,7 +123,7 @@ def joined_world() -> Iterator[World]:
                 f"rank {world.rank} lost its connection to another process of the run; was that killed? ({one_line(error)})"
             ) from error
         raise
-    dist.destroy_process_group()
+    _leave_group()
 
 
 def _from_environment() -> World:
@@ -142,10 +144,20 @@ def _from_environment() -> World:
 
 
 def _connected(world: World) -> World:
+    # DistributedDataParallel imports this, whose functions take the group of the time as the default of a parameter: loaded
+    # after the group was made, it keeps that for ever, and gloo's threads with it. Such a thread that lets go of a tensor while
+    # the interpreter ends takes the process down (SIGABRT), after everything has gone well.
+    import_module("torch.distributed.nn.functional")
     store, _, _ = next(rendezvous("env://", world.rank, world.size))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
     return replace(world, store=store)
+
+
+def _leave_group() -> None:
+    # What the model in parallel leaves behind lies in circles of references, and holds the group too.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _is_broken_connection(error: Exception) -> bool:

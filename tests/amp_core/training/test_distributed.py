@@ -176,3 +176,46 @@ def test_a_process_that_was_killed_leaves_no_traceback_in_the_other(tmp_path: Pa
     assert ended.code == 1
     assert ended.err.startswith("halfserve train: rank 0 lost its connection to another process of the run; was that killed?")
     assert ended.err.count("\n") == 1
+
+
+def fresh_pair(port: int, program: str, *words: str) -> list[subprocess.CompletedProcess[str]]:
+    """Two interpreters that have loaded nothing yet, and end as those of users do."""
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *words],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    ended = [process.communicate(timeout=120) for process in pair]
+    return [subprocess.CompletedProcess([], run.returncode, *said) for run, said in zip(pair, ended, strict=True)]
+
+
+HALFSERVE = """
+import atexit, pathlib, sys, halfserve
+def ends(): print("the interpreter ends, and gloo has", [n for n in names() if "gloo" in n])
+def names(): return [(thread / "comm").read_text().strip() for thread in pathlib.Path("/proc/self/task").iterdir()]
+atexit.register(ends)
+halfserve.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of a process's threads")
+def test_gloo_has_ended_when_the_interpreter_ends(tmp_path: Path, free_port: int) -> None:
+    """One of its threads that lets go of a tensor meanwhile takes the process down, once in some thousand runs."""
+    words = command(tmp_path / "out", "--epochs", "1", "--json", model="plain")
+    ended = fresh_pair(free_port, HALFSERVE, *words)
+    assert [run.returncode for run in ended] == [0, 0], ended
+    assert all(run.stdout.endswith("the interpreter ends, and gloo has []\n") for run in ended), ended
+
+
+def test_after_an_error_nobody_waits_for_gloo_and_the_interpreter_does_not_end(tmp_path: Path, free_port: int) -> None:
+    words = command(tmp_path / "out", "--epochs", "1", "--json", model="plain", data="broken")
+    ended = fresh_pair(free_port, HALFSERVE, *words)
+    assert [run.returncode for run in ended] == [1, 1], ended
+    assert "".join(run.stderr for run in ended).count("the disk has a hole") == 1
+    assert [run.stdout for run in ended] == ["", ""]
