@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,20 +44,27 @@ class _OverflowError(Exception):
 
 
 def step_with_closure(
-    optimizer: Optimizer, closure: Callable[[], Any], backward: Callable[[Tensor], bool], *args: Any, **kwargs: Any
-) -> tuple[bool, float | None, list[Tensor]]:
+    optimizer: Optimizer,
+    closure: Callable[[], Any],
+    backward: Callable[[Tensor], bool],
+    agree: Callable[[bool], bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[bool, float | None, bool, list[Tensor]]:
     """Step as a whole or not at all.
 
     Args:
         optimizer: Steps by calling a closure, as often as it likes.
         closure: Returns the loss.
         backward: Scales a loss, runs backward, unscales the gradients; returns whether any is not finite.
+        agree: See `step_or_undo`.
         *args: For `optimizer.step`, as are the keyword arguments.
         **kwargs: See `args`.
 
     Returns:
-        Whether all evaluations were finite; what the optimizer's step returns; the parameters that it made non-finite all the
-        same. Unless the first is True and the last is empty, the parameters and the optimizer are as before.
+        Whether all evaluations were finite; what the optimizer's step returns; whether it was undone because it made parameters
+        non-finite all the same, and which. Unless the first is True and the third False, the parameters and the optimizer are
+        as before.
 
     Raises:
         RuntimeError: If the closure runs backward itself, or returns no loss. Nothing has changed but the gradients.
@@ -70,10 +78,10 @@ def step_with_closure(
         return loss.detach()
 
     try:
-        result, broken = step_or_undo(optimizer, optimizer.step, evaluate, *args, **kwargs)
+        result, undone, broken = step_or_undo(optimizer, partial(optimizer.step, evaluate, *args, **kwargs), agree)
     except _OverflowError:
-        return False, None, []
-    return True, result, broken
+        return False, None, False, []
+    return True, result, undone, broken
 
 
 def _checked_loss(loss: object, optimizer: Optimizer) -> Tensor:

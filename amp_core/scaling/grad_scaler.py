@@ -68,7 +68,8 @@ class GradScaler(ScaleInterface):
         reduce_found_inf: Called after each check with a float32 scalar per device, 1.0 if a gradient on it is not finite, else
             0.0, to change in place: `lambda found: torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)` makes
             all ranks skip together, where each has only a shard of the gradients. It is called for an optimizer without any
-            gradient, too, so that no rank waits for another in vain.
+            gradient, too, so that no rank waits for another in vain. It is called once more after a guarded step and
+            one with a closure, with 1.0 if that is to be undone.
 
     Raises:
         ValueError: If a setting is out of its range.

@@ -43,40 +43,39 @@ class StepSnapshot:
 
     def became_non_finite(self) -> list[Tensor]:
         """The parameters that hold infinities or NaNs now, and held none before. Waits for the device."""
-        broken = [(parameter, before) for parameter, before in self._parameters if not torch.isfinite(parameter).all()]
-        return [parameter for parameter, before in broken if torch.isfinite(before).all()]
+        broken = [(parameter, before) for parameter, before in self._parameters if not _is_finite(parameter)]
+        return [parameter for parameter, before in broken if _is_finite(before)]
 
 
 def step_or_undo(
-    optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[float | None, list[Tensor]]:
+    optimizer: Optimizer, step: Callable[[], Any], agree: Callable[[bool], bool]
+) -> tuple[float | None, bool, list[Tensor]]:
     """Step, but undo it if it made a parameter non-finite, or failed.
 
     Args:
         optimizer: The one that is stepped.
         step: Steps it.
-        *args: For `step`, as are the keyword arguments.
-        **kwargs: See `args`.
+        agree: Told whether it made a parameter of this process non-finite; whether it did in any.
 
     Returns:
-        What `step` returns, and nothing; or None, and the parameters that had become non-finite.
+        What `step` returns, False and nothing; or None, True, and the parameters of this process that had become non-finite.
     """
     before = StepSnapshot(optimizer)
     try:
-        result = step(*args, **kwargs)
+        result = step()
     except BaseException:
         before.restore()
         raise
     broken = before.became_non_finite()
-    if not broken:
-        return cast("float | None", result), []
+    if not agree(bool(broken)):
+        return cast("float | None", result), False, []
     before.restore()
-    return None, broken
+    return None, True, broken
 
 
 def warn_of_undone_step(optimizer: Optimizer, broken: list[Tensor]) -> None:
     """Say that a step was undone, and what may help."""
-    names = listed(names_of(broken, optimizer))
+    names = listed(names_of(broken, optimizer)) or "parameters of another process"
     warnings.warn(
         f"The step of {type(optimizer).__name__} made {names} non-finite out of finite gradients, "
         "so it was undone. Lower the learning rate or clip the gradients; with float16 parameters, raise the optimizer's eps "
@@ -84,6 +83,13 @@ def warn_of_undone_step(optimizer: Optimizer, broken: list[Tensor]) -> None:
         RuntimeWarning,
         stacklevel=5,
     )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    finite = torch.isfinite(tensor).all()
+    # Of a parameter in shards (torch's fully_shard) that is what this process's shard says.
+    whole = getattr(finite, "full_tensor", None)
+    return bool(finite if whole is None else whole())
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

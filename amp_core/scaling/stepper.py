@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -111,14 +112,13 @@ class Stepper:
         self.states[id(optimizer)] = state
         result: float | None = None
         if (fused and self._skips_itself(outcome)) or not outcome.overflowed():
-            broken: list[Tensor] = []
             if fused:
                 result = fused_step(optimizer, state, scale, *args, **kwargs)
             elif guards:
-                result, broken = step_or_undo(optimizer, optimizer.step, *args, **kwargs)
+                result, undone, broken = step_or_undo(optimizer, partial(optimizer.step, *args, **kwargs), self._agree)
+                self._blame(outcome, undone, broken)
             else:
                 result = cast("float | None", optimizer.step(*args, **kwargs))
-            self._blame(outcome, broken)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -137,7 +137,7 @@ class Stepper:
 
         self.runs_closure = True
         try:
-            finite, result, broken = step_with_closure(optimizer, closure, backward, *args, **kwargs)
+            finite, result, undone, broken = step_with_closure(optimizer, closure, backward, self._agree, *args, **kwargs)
         finally:
             self.runs_closure = False
         if not state[FOUND]:
@@ -147,7 +147,7 @@ class Stepper:
             outcome.flag_overflow()
         state["stage"] = OptState.STEPPED
         self.states[id(optimizer)] = state
-        self._blame(outcome, broken)
+        self._blame(outcome, undone, broken)
         return result
 
     def _state_of(self, optimizer: Optimizer) -> State:
@@ -179,7 +179,15 @@ class Stepper:
         """Whether a fused optimizer is to find out on the device what the host does not know."""
         return outcome.known() is None and not must_not_skip_itself(outcome.optimizer)
 
-    def _blame(self, outcome: Outcome, broken: list[Tensor]) -> None:
-        if broken:
+    def _agree(self, is_broken: bool) -> bool:
+        """Whether a step is to be undone because of this process or another."""
+        if self._reduce_found_inf is None:
+            return is_broken
+        flag = torch.full_like(self._loss_scale.needed_by("step"), float(is_broken))
+        self._reduce_found_inf(flag)
+        return bool(flag.item())
+
+    def _blame(self, outcome: Outcome, undone: bool, broken: list[Tensor]) -> None:
+        if undone:
             outcome.undone, outcome.culprits = True, broken
             warn_of_undone_step(outcome.optimizer, broken)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from amp_core import GradScaler
@@ -24,6 +25,20 @@ def reduce_by_maximum(found: Tensor) -> None:
 
 
 MODES = {"reduced": (True, True), "reduced, a rank without gradients": (True, False), "not reduced": (False, True)}
+
+
+def guarded_step_in_shards(rank: int) -> list[Any]:
+    """Half of the weight is rank 1's, and only that half would become infinite."""
+    layer: Any = nn.Linear(2, 2, bias=False)
+    fully_shard(layer)
+    optimizer = torch.optim.SGD(layer.named_parameters(), lr=1e38)
+    scaler = ready(guard_parameters=True)
+    layer(torch.ones(1, 2)).sum().backward()
+    layer.weight.grad.to_local().fill_(2.0**20 * rank)
+    with pytest.warns(RuntimeWarning, match="made weight non-finite"):
+        scaler.step(optimizer)
+    scaler.update()
+    return [scaler.step_was_skipped, scaler.overflowed_parameters()]
 
 
 def rank_main(rank: int, folder: str) -> None:
@@ -42,14 +57,16 @@ def rank_main(rank: int, folder: str) -> None:
                 scaler.step(optimizer)
                 scaler.update()
                 seen[mode].append([scaler.step_was_skipped, scaler.get_scale(), parameter.item() != before])
+    seen["shards"] = guarded_step_in_shards(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     distributed.barrier()  # a rank that leaves while the other still talks to it may bring gloo down
     os._exit(0)  # so may its own threads, as the group and then the interpreter end
 
 
-def test_both_ranks_skip_where_one_overflows(tmp_path: Path) -> None:
+def test_both_ranks_skip_where_one_overflows_and_undo_where_one_breaks(tmp_path: Path) -> None:
     spawn(rank_main, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [ranks[0]["shards"], ranks[1]["shards"]] == [[True, ["weight"]]] * 2
     for mode, (reduce, both_have_gradients) in MODES.items():
         one, other = ranks[0][mode], ranks[1][mode]
         if not reduce:
@@ -80,6 +97,24 @@ def test_the_hook_sees_each_check_once_and_decides(fused: bool, explicitly: bool
     scaler.update()
     assert seen == [0.0]
     assert (scaler.step_was_skipped, parameter.item(), scaler.get_scale()) == (True, 0.0, 2.0**15)
+    assert scaler.overflowed_parameters() == []  # none of its own
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_the_hook_sees_a_guarded_step_too_and_has_it_undone(with_closure: bool) -> None:
+    seen: list[float] = []
+
+    def another_one_broke_a_parameter(found: Tensor) -> None:
+        seen.append(found.item())
+        found.fill_(float(len(seen) == 2))
+
+    parameter, optimizer = parameter_with([1.0])
+    scaler = ready(reduce_found_inf=another_one_broke_a_parameter, guard_parameters=True)
+    with pytest.warns(RuntimeWarning, match="made parameters of another process non-finite"):
+        scaler.step(optimizer, *([parameter.sum] if with_closure else []))
+    scaler.update()
+    assert seen == [0.0, 0.0]
+    assert (scaler.step_was_skipped, parameter.item(), scaler.get_scale()) == (True, 0.0, 2.0**16)
     assert scaler.overflowed_parameters() == []  # none of its own
 
 
