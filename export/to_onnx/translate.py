@@ -13,6 +13,7 @@ from export.errors import ExportError
 from export.to_onnx.attention import attention_translations
 from export.to_onnx.body_outputs import make_inside
 from export.to_onnx.idle_operations import without
+from export.to_onnx.layers import layer_translations
 from export.to_onnx.messages import one_line, root
 from export.to_onnx.recurrent import translations
 from export.to_onnx.silence import silenced
@@ -52,7 +53,7 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table=translations() | attention_translations(opset_version),
+                custom_translation_table=translations() | attention_translations(opset_version) | layer_translations(),
                 # Given real names, it may use the same ones for values inside the graph.
                 input_names=[f"__halfserve_input_{index}" for index in range(inputs)],
                 output_names=[f"__halfserve_output_{index}" for index in range(outputs)],
