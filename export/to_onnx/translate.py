@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import onnx_ir
 import torch
 from onnx_ir.passes import common as passes
@@ -12,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from export.errors import ExportError
 from export.to_onnx.attention import attention_translations
 from export.to_onnx.body_outputs import make_inside
+from export.to_onnx.functions import function_translations
 from export.to_onnx.idle_operations import without
 from export.to_onnx.layers import layer_translations
 from export.to_onnx.messages import one_line, root
@@ -53,7 +57,7 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table=translations() | attention_translations(opset_version) | layer_translations(),
+                custom_translation_table=_translations(opset_version),
                 # Given real names, it may use the same ones for values inside the graph.
                 input_names=[f"__halfserve_input_{index}" for index in range(inputs)],
                 output_names=[f"__halfserve_output_{index}" for index in range(outputs)],
@@ -67,6 +71,11 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
     if opset_version is not None and reached != opset_version:
         raise ExportError(f"the model cannot be expressed in opset {opset_version}, only in {reached}; choose that or None")
     return model
+
+
+def _translations(opset_version: int | None) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What is said otherwise than torch says it."""
+    return translations() | attention_translations(opset_version) | layer_translations() | function_translations()
 
 
 def simplify(model: onnx_ir.Model) -> None:
