@@ -1,4 +1,4 @@
-"""Functions that torch's own translations say wrong: sums of exponentials that overflow."""
+"""Functions that torch's own translations say wrong: sums of exponentials that overflow, and a mean that does not divide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import onnx_ir
 import torch
+from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
 from onnxscript.onnx_opset import opset18
+
+from export.errors import ExportError
 
 op: Any = opset18  # its annotations are of what it runs at once, not of what it records
 
@@ -17,6 +20,7 @@ def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {
         torch.ops.aten.logaddexp.default: _logaddexp,
         torch.ops.aten.logaddexp2.default: _logaddexp2,
+        torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
 
 
@@ -35,6 +39,19 @@ def _logaddexp2(one: Any, other: Any) -> Any:
 def _distance(one: Any, other: Any) -> Any:
     """How far apart they are; 0 where they are the same infinity, whose difference is no number."""
     return op.Where(op.Equal(one, other), _number(0.0, one), op.Abs(op.Sub(one, other)))
+
+
+def _scatter_reduce(base: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:
+    if reduce != "mean":
+        return aten_scatter_reduce(base, dim, index, source, reduce, include_self)
+    if not base.dtype.is_floating_point():
+        raise ExportError("scatter_reduce with 'mean' of whole numbers has no form in ONNX; give it floating numbers")
+    one = _number(1.0, base)
+    total = aten_scatter_reduce(base, dim, index, source, "sum", include_self)
+    ones, more = op.Expand(one, op.Shape(base)), op.Expand(one, op.Shape(source))
+    ones.dtype = more.dtype = base.dtype
+    ones.shape, more.shape = base.shape, source.shape
+    return op.Div(total, aten_scatter_reduce(ones, dim, index, more, "sum", include_self))
 
 
 def _number(value: float, like: Any) -> Any:

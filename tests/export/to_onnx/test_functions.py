@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.errors import ExportError
 from export.halving.to_half import to_half
 from export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, fed, session
+
+PLACES = torch.tensor([[0, 0, 2], [1, 0, 0]])
 
 
 class Calling(nn.Module):
@@ -22,6 +25,10 @@ class Calling(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.function(x, y)
+
+
+def mean_of_places(*, include_self: bool) -> nn.Module:
+    return Calling(lambda x, y: x.scatter_reduce(1, PLACES, y, "mean", include_self=include_self)).eval()
 
 
 @pytest.mark.parametrize("function", [torch.logaddexp, torch.logaddexp2])
@@ -38,3 +45,15 @@ def test_a_sum_of_exponentials_holds_in_half() -> None:
     inputs = {"x": torch.tensor([[-50.0, 30.0]]), "y": torch.tensor([[-51.0, 29.5]])}
     opened = session(export_onnx(to_half(module).module, [value.half() for value in inputs.values()]))
     assert difference(module, opened, inputs, half=True) < 1e-3
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+def test_a_mean_of_what_is_scattered_divides(include_self: bool) -> None:
+    inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), "y": torch.tensor([[10.0, 20, 30], [40, 50, 60]])}
+    module = mean_of_places(include_self=include_self)
+    assert difference(module, session(export_onnx(module, inputs, dynamic_shapes=())), inputs) < 1e-6
+
+
+def test_a_mean_of_whole_numbers_is_refused() -> None:
+    with pytest.raises(ExportError, match="'mean' of whole numbers"):
+        export_onnx(mean_of_places(include_self=True), [torch.ones(2, 4).int(), torch.ones(2, 3).int()], dynamic_shapes=())
