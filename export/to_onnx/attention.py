@@ -1,4 +1,7 @@
-"""Attention whose mask hides a whole row: torch answers 0 there, and torch's own translation the mean of all values."""
+"""Attention as torch's own translation does not say it: of a mask that hides a whole row, and of tensors without heads.
+
+Where a row sees nothing torch answers 0, and its translation the mean of all values.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_at
 from onnxscript.onnx_opset import opset18
 
 op: Any = opset18  # its annotations are of what it runs at once, not of what it records
+AXES = 4  # batch, heads, length, width
 ATTENTION_OPSET = 23  # from which torch says it by ONNX's own Attention
 
 
@@ -31,7 +35,21 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    missing = AXES - len(query.shape)
+    if missing > 0:  # the mask's axes are counted from the last one, so it stays
+        query, key, value = (_with_axes(tensor, missing) for tensor in (query, key, value))
     result = aten_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    result = _zero_where_nothing_is_seen(result, query, attn_mask)
+    return op.Squeeze(result, op.Constant(value_ints=list(range(missing)))) if missing > 0 else result
+
+
+def _with_axes(tensor: Any, missing: int) -> Any:
+    larger = op.Unsqueeze(tensor, op.Constant(value_ints=list(range(missing))))
+    larger.dtype, larger.shape = tensor.dtype, onnx_ir.Shape([*[1] * missing, *tensor.shape])
+    return larger
+
+
+def _zero_where_nothing_is_seen(result: Any, query: Any, attn_mask: Any) -> Any:
     if attn_mask is None or attn_mask.dtype != onnx_ir.DataType.BOOL:
         return result
     # Read off the mask, not the scores: it is smaller, and often the same one in every layer.

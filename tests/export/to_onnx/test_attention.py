@@ -56,3 +56,23 @@ def test_a_mask_that_the_adversary_closes_is_no_reason_to_refuse(module: nn.Modu
     candidate = convert_float_to_float16(export_onnx(module, inputs), keep_io_types=False)
     certificate = verify(module, candidate, [np.asarray(value) for value in inputs])
     assert any(line.case == "masked row" for line in certificate.adversarial)
+
+
+class Headless(nn.Module):
+    """Attention over tensors of two or three axes, causal, masked by each pair, and from one sequence to a longer one."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        attend = functional.scaled_dot_product_attention
+        longer = torch.cat([x, x], dim=1)
+        return (
+            attend(x, x, x, is_causal=True, scale=3.0),
+            attend(x, x, x[..., :2], attn_mask=mask[:, :, None] & mask[:, None, :]),
+            attend(x, longer, longer),
+            attend(x[0], x[1], x[1]),
+        )
+
+
+def test_tensors_without_heads_attend_too() -> None:
+    opened = session(export_onnx(Headless().eval(), {"x": TOKENS, "mask": MASK}))
+    more = torch.cat([MASK, ~MASK[1:2]])
+    assert difference(Headless(), opened, {"x": torch.cat([TOKENS, TOKENS[:1].neg()]), "mask": more}) < 5e-6
