@@ -1,4 +1,7 @@
-"""Functions that torch's own translations say wrong: sums of exponentials that overflow, and a mean that does not divide."""
+"""Functions that torch's own translations say wrong.
+
+Logarithms of what overflows or vanishes, and a mean that does not divide.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,16 @@ op: Any = opset18  # its annotations are of what it runs at once, not of what it
 def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """How these functions are said in ONNX, for `torch.onnx.export`."""
     return {
+        torch.ops.aten.log_sigmoid.default: _log_sigmoid,
         torch.ops.aten.logaddexp.default: _logaddexp,
         torch.ops.aten.logaddexp2.default: _logaddexp2,
         torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
+
+
+def _log_sigmoid(x: Any) -> Any:
+    """Without the sigmoid itself, whose logarithm is wrong from -15 on and infinite from -18, as runtimes compute it."""
+    return op.Neg(op.Softplus(op.Neg(x)))
 
 
 def _logaddexp(one: Any, other: Any) -> Any:

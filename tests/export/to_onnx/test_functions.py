@@ -47,6 +47,14 @@ def test_a_sum_of_exponentials_holds_in_half() -> None:
     assert difference(module, opened, inputs, half=True) < 1e-3
 
 
+def test_the_logarithm_of_a_sigmoid_holds_far_from_zero() -> None:
+    x = torch.tensor([[-500.0, -30, -15, -1, 0, 1, 30]])
+    model = export_onnx(nn.LogSigmoid().eval(), x)
+    np.testing.assert_allclose(fed(session(model), {"input": x})["output"], nn.LogSigmoid()(x), rtol=1e-5, atol=1e-12)
+    half = session(export_onnx(to_half(nn.LogSigmoid().eval()).module, x.half()))
+    assert difference(nn.LogSigmoid(), half, {"input": x}, half=True) < 1e-3
+
+
 @pytest.mark.parametrize("include_self", [True, False])
 def test_a_mean_of_what_is_scattered_divides(include_self: bool) -> None:
     inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), "y": torch.tensor([[10.0, 20, 30], [40, 50, 60]])}
