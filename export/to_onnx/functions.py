@@ -1,10 +1,11 @@
 """Functions that torch's own translations say wrong.
 
-Logarithms of what overflows or vanishes, and a mean that does not divide.
+Logarithms of what overflows or vanishes, an angle whose sign is lost, and a mean that does not divide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,21 @@ op: Any = opset18  # its annotations are of what it runs at once, not of what it
 def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """How these functions are said in ONNX, for `torch.onnx.export`."""
     return {
+        torch.ops.aten.atan2.default: _atan2,
         torch.ops.aten.log_sigmoid.default: _log_sigmoid,
         torch.ops.aten.logaddexp.default: _logaddexp,
         torch.ops.aten.logaddexp2.default: _logaddexp2,
         torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
+
+
+def _atan2(y: Any, x: Any) -> Any:
+    """By the sign of y where x is 0: the quotient has the wrong one where x is -0, which small numbers are in float16."""
+    steep, half_turn = op.Atan(op.Div(y, x)), _number(math.pi, y)
+    turned = op.Where(op.Less(y, _number(0.0, y)), op.Sub(steep, half_turn), op.Add(steep, half_turn))
+    upright = op.Mul(op.Sign(y), _number(math.pi / 2, y))
+    zero = _number(0.0, x)
+    return op.Where(op.Equal(x, zero), upright, op.Where(op.Less(x, zero), turned, steep))
 
 
 def _log_sigmoid(x: Any) -> Any:
