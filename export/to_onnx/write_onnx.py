@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
@@ -13,6 +14,8 @@ from export.model_file import PROTOBUF_LIMIT_BYTES, serialize
 from export.model_writer import ExternalData, staged_model
 from export.to_onnx.messages import one_line
 
+SIZES_ROUNDED = frozenset({"AveragePool", "MaxPool", "Resize"})
+
 
 def write_onnx(
     model: onnx_ir.Model,
@@ -21,7 +24,7 @@ def write_onnx(
     external_data: ExternalData = "auto",
     limit_bytes: int = PROTOBUF_LIMIT_BYTES,
 ) -> onnx.ModelProto:
-    """Check a model with ONNX's full checker, and write it.
+    """Check a model with ONNX's full checker, and write it; its doubts about how sizes round are passed over.
 
     Args:
         model: The model; its weights may still be torch's tensors, and are copied one at a time where they go into a data file.
@@ -60,5 +63,20 @@ def _whole(model: onnx_ir.Model, path: Path | str | None) -> onnx.ModelProto:
 def _check(model: onnx.ModelProto | str) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+    except onnx.shape_inference.InferenceError as error:
+        if not _is_about_rounded_sizes(str(error)):
+            raise ExportError(f"the exported model is not valid ONNX: {one_line(error)}") from error
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError) as error:
         raise ExportError(f"the exported model is not valid ONNX: {one_line(error)}") from error
+
+
+def _is_about_rounded_sizes(message: str) -> bool:
+    """Whether the checker only doubts sizes of pictures that are one more or less to it than to torch and the runtimes.
+
+    The checker takes 10 times 0.7 for 6 where both say 7, and counts windows in the padding that both leave out.
+    """
+    named = re.findall(r"\(op_type:(\w+)", message)
+    sizes = re.findall(r"Inferred shape and existing shape differ in dimension [2-9]: \((\d+)\) vs \((\d+)\)", message)
+    by_one = all(abs(int(inferred) - int(stated)) == 1 for inferred, stated in sizes)
+    return bool(named) and len(named) == len(sizes) and by_one and {*named} <= SIZES_ROUNDED

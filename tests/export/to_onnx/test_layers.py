@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import onnx
 import pytest
 import torch
 from torch import nn
 
 from export.errors import ExportError
 from export.halving.to_half import to_half
+from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, session
 
@@ -38,3 +40,23 @@ def test_the_same_in_half(name: str) -> None:
 def test_a_divisor_that_windows_beyond_the_edge_share_is_refused() -> None:
     with pytest.raises(ExportError, match="ceil_mode and divisor_override has no form in ONNX"):
         export_onnx(nn.AvgPool2d(3, ceil_mode=True, divisor_override=2).eval(), PICTURE)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.Upsample(scale_factor=0.7, mode="bilinear"), nn.Conv2d(4, 2, 1)),
+        nn.Sequential(nn.MaxPool2d(2, 2, 1, ceil_mode=True), nn.Upsample(scale_factor=2)),
+        nn.AvgPool2d(4, 3, 2, ceil_mode=True),
+    ],
+    ids=["resized", "largest", "averaged"],
+)
+def test_a_size_that_the_checker_rounds_otherwise_is_the_runtimes(module: nn.Module) -> None:
+    picture = torch.rand(2, 4, 9, 10, generator=torch.Generator().manual_seed(0))
+    model = export_onnx(module.eval(), {"input": picture})
+    with pytest.raises(onnx.shape_inference.InferenceError, match="Inferred shape and existing shape differ"):
+        onnx.checker.check_model(model, full_check=True)
+    wanted = {"input": torch.cat([picture, picture[:1].neg()])}
+    assert difference(module, session(model), wanted) < 1e-5
+    half = convert_float_to_float16(model, keep_io_types=False)
+    assert difference(module, session(half), wanted, half=True) < 3e-3
