@@ -45,6 +45,9 @@ class Teller(Protocol):
     def known(self, stream: int) -> Known | None:
         """What is known of a call that libnghttp2 has just been told of, if others like it can be read here."""
 
+    def explain(self, stream: int) -> None:
+        """Answer a call that libnghttp2 has just been told of, if its headers make libnghttp2 reset it."""
+
 
 class FrameReader:
     """Reads one connection."""
@@ -158,6 +161,8 @@ class FrameReader:
         is_new = self._calls.make_way(stream, flags)
         teller.tell(data)
         self._calls.learn(flags, block, teller.known(stream) if is_new else None)
+        if is_new and flags & END_HEADERS:
+            teller.explain(stream)
 
     def _data(self, data: Bytes, body: int, end: int, flags: int, stream: int) -> bool:
         """Read a frame of DATA that is no whole request, as far as it is there; False where it is libnghttp2's."""

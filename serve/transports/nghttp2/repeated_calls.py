@@ -231,6 +231,12 @@ class RepeatedCalls:
             self.unsent.append(rst_stream(stream, NO_ERROR))
         return True
 
+    def explain(self, stream: int, trailers: Headers) -> None:
+        """Answer a call that libnghttp2 is about to reset, which goes out behind this."""
+        if not self.is_over:
+            block = _BEGIN + literals(trailers)
+            self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
+
     def acknowledge(self) -> None:
         """Have the client send on, before the connection's window is too small: at once where libnghttp2 keeps some of it."""
         owed = self.requests.owed

@@ -13,7 +13,6 @@ from functools import partial
 from typing import cast
 
 from ngh2 import (
-    Configuration,
     Connection,
     ConnectionClosed,
     DataReceived,
@@ -29,21 +28,15 @@ from ngh2 import (
     TrailersReceived,
     WindowUpdated,
 )
-from ngh2.exceptions import ConnectionClosingError, ConnectionStateError
+from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, NGH2Error
 
-from serve.engine.errors import RateLimitedError
-from serve.protocol.status import Status
+from serve.engine.errors import InvalidArgumentError, RateLimitedError
+from serve.protocol.status import Status, status_of
 from serve.transports.grpc_framing import frame
-from serve.transports.grpc_headers import FIELD_BYTES, OK_TRAILERS, RESPONSE, oversize, refusal, trailers_of
+from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, oversize, refusal, trailers_of
 from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2.bounds import configuration, greeting
 from serve.transports.nghttp2.call import Call, UnaryCall
-from serve.transports.nghttp2.frames import (
-    FRAME_BYTES,
-    INITIAL_WINDOW_SIZE,
-    MAX_CONCURRENT_STREAMS,
-    MAX_FRAME_SIZE,
-    MAX_HEADER_LIST_SIZE,
-)
 from serve.transports.nghttp2.message_turns import MessageTurns
 from serve.transports.nghttp2.outlet import Outlet
 from serve.transports.nghttp2.receive_windows import ReceiveWindows
@@ -52,8 +45,11 @@ from serve.transports.nghttp2.repeated_calls import CONTENT_LENGTH, Known, Repea
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
 TRY_AGAIN_S = 1.0
+WRONG_HEADERS = (
+    "HTTP/2 does not allow one of the call's headers; expected names in lower case, and values that neither begin nor end "
+    "with a space"
+)
 NOTICE = b"elsewhen"  # what a client answers once it has read that it is to go; eight bytes
-HOPELESS_HEADERS = 8  # times what a call's may be: with more the connection ends, as they are not read
 CANNOT_BE_ANSWERED = (StreamProtocolError, ConnectionStateError, ConnectionClosingError)
 
 OpenCall = Callable[["GrpcSession", int], Call]
@@ -81,11 +77,12 @@ class GrpcSession(ABC):
         self.turns = MessageTurns()
         self._headers: tuple[Header, ...] = ()  # of the latest call, which the next one mostly repeats
         self._open_call: OpenCall | None = None  # what they ask for
-        self._http2 = Connection(Role.SERVER, _configuration(limits))
+        self._http2 = Connection(Role.SERVER, configuration(limits))
         self._calls: dict[int, Call] = {}
         self._windows = ReceiveWindows(self._http2.acknowledge_received_data, self._http2.set_local_window_size, limits)
         self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words)
+        self._begun = 0  # the latest stream whose headers were right
         self._closing = False
 
     @property
@@ -108,16 +105,8 @@ class GrpcSession(ABC):
 
     def greet(self) -> None:
         """Say what the client may do."""
-        limits = self.limits
-        self._http2.initiate_connection(
-            {
-                MAX_CONCURRENT_STREAMS: limits.max_streams,
-                INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
-                MAX_FRAME_SIZE: FRAME_BYTES,
-                MAX_HEADER_LIST_SIZE: limits.max_header_bytes,
-            }
-        )
-        self._http2.set_local_window_size(limits.connection_window_bytes)
+        self._http2.initiate_connection(greeting(self.limits))
+        self._http2.set_local_window_size(self.limits.connection_window_bytes)
 
     def reroute(self) -> None:
         """Find out anew what calls get that begin as earlier ones did: it may be something else now."""
@@ -168,6 +157,16 @@ class GrpcSession(ABC):
             return None
         length = dict(self._headers).get(CONTENT_LENGTH)  # libnghttp2 has seen that it is one number
         return Known(cast("Callable[[int], UnaryCall]", partial(open_call, self)), None if length is None else int(length))
+
+    def explain(self, stream: int) -> None:
+        """Say why a call is about to be reset that libnghttp2 has just been told of, if it is for its headers."""
+        if stream <= self._begun:
+            return
+        try:
+            self._http2.stream_remote_window_size(stream)
+        except NGH2Error:  # it has no such stream: there are too many, or the connection ends
+            return
+        self._repeated.explain(stream, trailers_of(status_of(InvalidArgumentError(WRONG_HEADERS))))
 
     # The calls' side
 
@@ -234,6 +233,7 @@ class GrpcSession(ABC):
 
     def _request(self, event: RequestReceived) -> None:
         stream, headers, open_call = event.stream_id, event.headers, self._open_call
+        self._begun = stream
         if open_call is None or headers != self._headers:
             fields = dict(headers)
             refused = refusal(fields) or oversize(headers, self.limits.max_header_bytes)
@@ -300,13 +300,3 @@ class GrpcSession(ABC):
         if not ended:
             self._outlet.reset_when_out(stream)
         self._flush_soon()
-
-
-def _configuration(limits: TransportLimits) -> Configuration:
-    most = HOPELESS_HEADERS * limits.max_header_bytes
-    return Configuration(
-        auto_window_update=False,
-        max_inbound_header_list_size=most,
-        max_inbound_header_count=most // FIELD_BYTES,
-        stream_reset_rate_limit=(limits.reset_burst, limits.resets_per_s),
-    )

@@ -16,15 +16,18 @@ from serve.transports.nghttp2.frames import (
     HEADERS,
     MAX_WINDOW_BYTES,
     PADDED,
+    RST_STREAM,
     WINDOW_UPDATE,
     head_of,
     rst_stream,
     window_update,
 )
+from serve.transports.nghttp2.hpack_blocks import literals
 from tests.serve.transports.nghttp2.connection_scene import Scene, begun
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES
 from tests.serve.transports.nghttp2.raw_frames import FIELD, FIRST, begin, data, ends, raw
 
+REFUSED_STREAM = 0x7
 PING, CONTINUATION, RESERVED = 0x6, 0x9, 1 << 31
 TOO_MUCH = MAX_WINDOW_BYTES - WINDOW_BYTES + 100  # of which two answers have used some
 
@@ -49,6 +52,35 @@ def test_what_is_out_of_the_ordinary_is_for_libnghttp2(rest: bytes, outcome: str
         if FIRST in scene.waiting:
             scene.answer(FIRST)
         assert ends(scene) == [(outcome, FIRST)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("field", [(b"a", b"b "), (b"a", b" b"), (b"A", b"b"), (b"connection", b"close"), (b":a", b"b")])
+def test_headers_that_http2_does_not_allow_are_answered_before_they_are_reset(field: tuple[bytes, bytes]) -> None:
+    async def run() -> None:
+        scene = await begun()
+        wrong = raw(HEADERS, END_HEADERS, FIRST, scene.block + literals([field]))
+        scene.send(wrong + data(frame(b"x")) + begin(scene, FIRST + 2) + data(frame(b"y"), stream=FIRST + 2))
+        scene.answer(FIRST + 2)
+        (head,) = [payload for kind, _, stream, payload in scene.frames() if kind == HEADERS and stream == FIRST]
+        assert literals([(b"grpc-status", b"3")]) in head
+        assert b"neither begin nor end with a space" in head
+
+        scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + literals([field])))
+        assert ends(scene) == [("answered", FIRST + 4), ("reset", FIRST + 4)]
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_one_too_many_may_be_sent_again() -> None:
+    async def run() -> None:
+        scene = Scene(max_streams=1)
+        scene.call(frame(b"x"))
+        second = scene.call(frame(b"y"))
+        scene.push()  # before the client knows how many it may send
+        (reset,) = [(stream, payload) for kind, _, stream, payload in scene.frames() if kind in {HEADERS, RST_STREAM}]
+        assert reset == (second, REFUSED_STREAM.to_bytes(4))
 
     asyncio.run(run())
 
