@@ -24,6 +24,8 @@ from serve.http.options import HttpLimits
 from serve.transports.transport import BindError, address_of
 
 BACKLOG = 512
+NOTICE_S = 1.0  # for connections in use to get an answer
+CLOSE = (b"connection", b"close")
 
 
 class HttpServer:
@@ -69,6 +71,7 @@ class HttpServer:
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
+        self._is_leaving = False
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it stops
 
     @property
@@ -105,6 +108,18 @@ class HttpServer:
                     self._connection, **where, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=header_s
                 )
             )
+
+    async def give_notice(self) -> None:
+        """Take no new connections, and end the others with their next answer, which says so.
+
+        Where the next request of an idle one crosses its end, a proxy does not try it anew: it cannot know what became of it.
+        """
+        for server in self._servers:
+            server.close()
+        self._is_leaving = True
+        self._state.default_headers.append(CLOSE)
+        if self._state.connections:
+            await asyncio.sleep(NOTICE_S)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, give requests in flight `grace_s` seconds to be answered, and to be read, then close.
@@ -146,5 +161,6 @@ class HttpServer:
 
     def _tell_time(self) -> None:
         """The Date header, written once a second rather than once an answer."""
-        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        date = (b"date", formatdate(usegmt=True).encode())
+        self._state.default_headers = [date, CLOSE] if self._is_leaving else [date]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._tell_time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -106,7 +107,8 @@ class RestServer:
         return routes
 
     async def give_notice(self) -> None:
-        """Nothing: HTTP/1.1 has no word for it."""
+        """Take no new connections, and end those in use with their next answer."""
+        await asyncio.gather(*(server.give_notice() for server in self._servers))
 
     async def stop(self, grace_s: float) -> None:
         """Take no new requests, give those in flight `grace_s` seconds to be answered, then close."""

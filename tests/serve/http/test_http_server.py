@@ -207,6 +207,29 @@ def test_draining_finishes_what_was_taken() -> None:
             httpx.get(f"http://127.0.0.1:{rest.port}/v2")
 
 
+def test_connections_in_use_end_with_an_answer_that_says_so() -> None:
+    with (
+        running_server(lambda: [held_model(HeldBackend())]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        ThreadPoolExecutor(1) as threads,
+        socket.create_connection(("127.0.0.1", rest.port)) as busy,
+    ):
+        busy.sendall(LIVE)
+        assert b"connection: close" not in read_answer(busy)
+        noticing = threads.submit(lambda: server.run(rest.give_notice()))
+        answer = b""
+        while b"connection: close" not in answer:
+            is_given = noticing.done()
+            busy.sendall(LIVE)
+            answer = read_answer(busy)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in answer or not is_given
+        assert ended(busy)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{rest.port}/v2")
+        noticing.result(HOLD_S)
+
+
 def test_what_does_not_end_in_time_is_cut_off() -> None:
     backend = HeldBackend(held=True)
     with (
