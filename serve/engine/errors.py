@@ -63,10 +63,11 @@ class PermissionDeniedError(InferenceError):
 
 
 class MessageTooLargeError(InferenceError):
-    """A message is over the transport's limit."""
+    """A message is over the transport's limit; its size is None where it was not read to its end."""
 
-    def __init__(self, size: int, limit: int, advice: str = "split the request") -> None:
-        super().__init__(f"a message of {size} bytes is too large, expected at most {limit}; {advice}")
+    def __init__(self, size: int | None, limit: int, advice: str = "split the request") -> None:
+        told = f"more than {limit}" if size is None else str(size)
+        super().__init__(f"a message of {told} bytes is too large, expected at most {limit}; {advice}")
 
 
 class DeadlineExceededError(InferenceError):

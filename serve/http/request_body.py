@@ -78,7 +78,7 @@ class BodyReader:
             piece, more = await self._next(request)
             share.resize(share.size + len(piece))
             if share.size > limit:
-                raise MessageTooLargeError(share.size, limit)
+                raise MessageTooLargeError(None, limit)
             pieces.append(piece)
         coding = request.headers.get("content-encoding", "")
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -40,7 +40,7 @@ def inflate(data: bytes, coding: str, limit: int, *, what: str, advice: str) -> 
         size += len(inflated)
         at += len(piece) - len(inflater.unused_data)
         if size > limit:
-            raise MessageTooLargeError(size, limit, advice)
+            raise MessageTooLargeError(None, limit, advice)
         if not inflater.eof:
             if at == len(view):
                 raise InvalidArgumentError(f"{what} ends inside its {coding} data; send all of it")

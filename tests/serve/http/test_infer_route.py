@@ -217,6 +217,7 @@ def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Clie
             assert f"is too large, expected at most 1000; {advice}" in answer.json()["error"]
         chunks = httpx.post(url, content=iter([bytes(600), bytes(600)]))
         assert chunks.status_code == 413
+        assert "a message of more than 1000 bytes is too large, expected at most 1000;" in chunks.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,12 @@ def test_bodies_over_the_limit_are_refused_before_they_are_read(http: httpx.Clie
             400,
             "the body's JSON has more than 1000000 values besides flat lists of numbers; send tensors as such",
         ),
-        (b" ", 70_000_000, 413, "a message of 67108865 bytes is too large, expected at most 67108864; send it uncompressed"),
+        (
+            b" ",
+            70_000_000,
+            413,
+            "a message of more than 67108864 bytes is too large, expected at most 67108864; send it uncompressed",
+        ),
     ],
     ids=["lists", "texts", "nothing"],
 )

@@ -26,12 +26,12 @@ def test_what_takes_several_pieces_is_put_together(coding: str, size: int) -> No
     body = bytes(range(256)) * (size // 256) + bytes(size % 256)
     sent = gzip.compress(body, 0) if coding == "gzip" else zlib.compress(body, 0)
     assert inflate(sent, coding, size, **HOW) == body
-    with pytest.raises(MessageTooLargeError, match=f"of {size} bytes is too large, expected at most {size - 1}; send less"):
+    with pytest.raises(MessageTooLargeError, match=f"of more than {size - 1} bytes is too large, .* {size - 1}; send less"):
         inflate(sent, coding, size - 1, **HOW)
 
 
 def test_members_share_the_limit() -> None:
-    with pytest.raises(MessageTooLargeError, match="of 101 bytes is too large, expected at most 100; send less"):
+    with pytest.raises(MessageTooLargeError, match="of more than 100 bytes is too large, expected at most 100; send less"):
         inflate(gzip.compress(bytes(60)) * 2, "gzip", 100, **HOW)
 
 
