@@ -198,8 +198,8 @@ def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, 
 
 def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
     declared = list(entry.dims)
-    if not spec.shape and declared and set(declared) == {1} and not entry.HasField("reshape"):
-        entry.reshape.SetInParent()  # Triton has no dims of nothing: a single number is one of [ 1 ]
+    if not spec.shape and set(declared) == {1} and not entry.HasField("reshape"):
+        declared = []  # Triton has no dims of nothing, and no reshape to it: a single number is a tensor of [ 1 ]
     if min(declared, default=0) < ANY_SIZE:
         raise ModelLoadError(f"{where} has dims {declared}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
     if entry.HasField("reshape"):
@@ -229,6 +229,8 @@ def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInt
     def shown(spec: TensorSpec, entries: Any) -> TensorSpec:
         entry = next(e for e in entries if e.name == spec.name)
         own = (*batch, *entry.reshape.shape) if entry.HasField("reshape") else None
+        if entry.dims and not spec.shape:  # a single number
+            own = ()
         return replace(spec, shape=(*batch, *entry.dims), model_shape=own)
 
     return ModelInterface(

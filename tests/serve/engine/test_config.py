@@ -192,6 +192,7 @@ def test_a_size_that_the_model_fixes_is_not_open_because_the_config_says_so(tmp_
 def test_a_single_number_may_be_declared_as_a_tensor_of_one(tmp_path: Path, ones: str) -> None:
     number = replace(FIXED, inputs=(TensorSpec(name="x", datatype=BY_WIRE["INT64"], shape=()),))
     config = complete(tmp_path, f"input [{{ name: 'x' data_type: TYPE_INT64 dims: {ones} }}]", number)
+    assert not config.input[0].HasField("reshape")  # Triton refuses one to no dims
     (shown,) = client_interface(config, number).inputs
     assert list(shown.shape) == [1] * ones.count("1")
     assert shown.to_model(np.zeros(shown.shape)).shape == ()
