@@ -19,7 +19,8 @@ def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> Mod
     """The configuration that describes an ONNX model.
 
     Dims leave the batch dimension out and say -1 where any size is taken. A tensor that has the batch dimension only gets dims
-    `[1]` reshaped to none, as Triton wants it, since dims may not be empty.
+    `[1]` reshaped to none, as Triton wants it, since dims may not be empty; one that has no dimension at all gets dims `[1]`
+    and no reshape, which Triton refuses there.
 
     Args:
         name: The model's name in the repository.
@@ -126,5 +127,5 @@ def _describe(entry: Any, value: onnx.ValueInfoProto, *, batched: bool) -> None:
     entry.name = value.name
     entry.data_type = BY_ONNX[tensor.elem_type].config
     entry.dims.extend(shape or [1])
-    if not shape:
+    if batched and not shape:
         entry.reshape.SetInParent()

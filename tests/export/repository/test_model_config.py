@@ -34,6 +34,14 @@ def test_a_tensor_that_is_only_a_batch_is_reshaped(scalar_model: onnx.ModelProto
     assert (list(entry.dims), entry.HasField("reshape"), list(entry.reshape.shape)) == ([1], True, [])
 
 
+def test_a_single_number_is_a_tensor_of_one_without_a_reshape(scalar_model: onnx.ModelProto) -> None:
+    for value in (*scalar_model.graph.input, *scalar_model.graph.output):
+        del value.type.tensor_type.shape.dim[:]
+    config = config_for("m", scalar_model, max_batch_size=0)
+    for number in (config.input[0], config.output[0]):
+        assert (list(number.dims), number.HasField("reshape")) == ([1], False)
+
+
 def test_a_fixed_batch_needs_no_batching() -> None:
     with pytest.raises(ExportError, match=r"'x' has shape \[4, 1\], without a variable batch .* use --max-batch-size 0"):
         config_for("m", chain(["Mul"], 1.0, batch=4), max_batch_size=8)
