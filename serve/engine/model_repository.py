@@ -143,12 +143,17 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     }
     chosen = _chosen(declared.message, sorted(present))
     missing = sorted(set(declared.message.version_policy.specific.versions) - present.keys())
-    if missing:
+    if missing and chosen:
         logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
     if not chosen:
         require_served(declared)  # what is there is of another server's kind
     if not _version_folders(folder):
         raise ModelLoadError(f"{folder}: has no version; expected a folder with a number for a name, such as {folder / '1'}")
+    if present and not chosen and not _version_folders(folder).keys() & set(missing):
+        raise ModelLoadError(
+            f"{folder}: version_policy asks for {', '.join(map(str, missing)) or 'no version'}, expected one of those that are "
+            f"there: {', '.join(map(str, sorted(present)))}"
+        )
     if not chosen:
         raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
     return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]

@@ -93,7 +93,14 @@ def foreign(root: Path, config: str) -> Path:
             "without folders or NUL characters",
         ),
         (lambda root: write_versions(root, "1", config='default_model_filename: "other.onnx"'), "none of its version folders"),
-        (lambda root: write_versions(root, "1", config="version_policy { specific { versions: [4] } }"), "none of its version"),
+        (
+            lambda root: write_versions(root, "1", "2", config="version_policy { specific { versions: [4, 5] } }"),
+            "mlp: version_policy asks for 4, 5, expected one of those that are there: 1, 2",
+        ),
+        (
+            lambda root: write_versions(root, "1", config="version_policy { specific { } }"),
+            "mlp: version_policy asks for no version, expected one of those that are there: 1",
+        ),
         (
             lambda root: foreign(root, 'platform: "ensemble" ensemble_scheduling {}'),
             "'ensemble' models are not supported, expected platform 'onnxruntime_onnx' or backend 'onnxruntime', or platform ",
@@ -109,6 +116,13 @@ def foreign(root: Path, config: str) -> Path:
 def test_a_path_without_models_is_refused(tmp_path: Path, make: object, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         find_models(make(tmp_path))  # type: ignore[operator]  # a lambda of the list above
+
+
+def test_a_version_that_is_asked_for_and_has_no_file_is_refused_for_that(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1", config="version_policy { specific { versions: [2] } }")
+    (root / "mlp" / "2").mkdir()
+    with pytest.raises(ModelLoadError, match="none of its version folders to be served holds model.onnx"):
+        find_models(root)
 
 
 def test_a_configuration_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
