@@ -22,6 +22,7 @@ from serve.http.options import HttpLimits
 from serve.http.request_body import BodyReader, client_gone, header_length
 from serve.http.token_guard import PASS, peer_of
 from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
+from serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES
 from serve.protocol.service import Service
 from serve.security.gate_pass import Pass
 
@@ -138,7 +139,10 @@ def _named(request: Request) -> tuple[str, str]:
 
 
 def _only_input(model: Model, version: str, body: bytes) -> RestRequest:
-    """A body that is one tensor's bytes: its shape is what the model says, and one size that is open follows from the bytes."""
+    """A body that is one tensor's bytes: its shape is what the model says, and one size that is open follows from the bytes.
+
+    Of BYTES it is the one element, without its length before it.
+    """
     if len(model.inputs) != 1:
         raise InvalidArgumentError(
             f"Inference-Header-Content-Length is 0, but model {model.name!r} has {len(model.inputs)} inputs; send JSON"
@@ -148,6 +152,8 @@ def _only_input(model: Model, version: str, body: bytes) -> RestRequest:
     if model.max_batch_size:
         shape[0] = 1
     size = spec.datatype.itemsize
+    if size is None and set(shape) == {1}:
+        body, size = len(body).to_bytes(LENGTH_PREFIX_BYTES, "little") + body, 0
     if size is None or shape.count(-1) > 1:
         raise InvalidArgumentError(
             f"Inference-Header-Content-Length is 0, but input {spec.name!r} has no shape that follows from its bytes; send JSON"
