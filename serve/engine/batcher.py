@@ -48,6 +48,8 @@ class Batcher:
         statistics: Statistics,
         short_s: Mapping[int, float] = NOTHING_KNOWN,
         joining: Joining | None = None,
+        *,
+        is_steady: bool = True,
     ) -> None:
         self.company = Company()
         self._limits = limits
@@ -55,7 +57,7 @@ class Batcher:
         self._joining = joining  # None once nothing can change any more
         self._statistics = statistics
         self._instances = instances
-        self._free = FreeInstances(instances)
+        self._free = FreeInstances(instances, is_steady=is_steady)
         for instance in instances:
             instance.on_change = self._instance_changed
         self._delivery = Delivery(self._queue, statistics)

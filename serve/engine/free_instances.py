@@ -23,18 +23,25 @@ class FreeInstances:
         latest_s: seconds that the latest batch on a thread was computed.
     """
 
-    __slots__ = ("_busy", "idle", "latest_s")
+    __slots__ = ("_busy", "_may_go_ahead", "idle", "latest_s")
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
-        """All are idle, and nothing is known of their batches."""
+    def __init__(self, instances: Sequence[Instance], *, is_steady: bool = True) -> None:
+        """All are idle, and nothing is known of their batches.
+
+        Args:
+            instances: all copies of the model.
+            is_steady: its batches take about as long as each other. A batch behind one that takes much longer would wait for
+                it while other copies compute what came later.
+        """
         self.idle = list(instances)
+        self._may_go_ahead = is_steady or len(instances) == 1
         self.latest_s = math.inf
         self._busy: list[Instance] = []  # that compute one batch, and have no other
 
     @property
     def can_go_ahead(self) -> bool:
         """Whether an instance that computes a batch should take the next one, all being busy."""
-        return bool(self._busy) and not self.idle and SHORT_S < self.latest_s <= AHEAD_S
+        return self._may_go_ahead and bool(self._busy) and not self.idle and SHORT_S < self.latest_s <= AHEAD_S
 
     def take_busy(self) -> Instance:
         """One that computes a batch; whoever takes it gives it another."""

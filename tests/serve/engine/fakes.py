@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,12 +59,17 @@ def held_model(
     name: str = "held",
     config: ModelConfig | None = None,
     short_s: Mapping[int, float] = NOTHING_KNOWN,
+    *,
+    others: Sequence[HeldBackend] = (),
+    size: int = 1,
+    open_ended: bool = False,
     **limits: Any,
 ) -> Model:
-    """A model x FP32 [-1, 1] -> y FP32 [-1, 1] on the backend."""
-    x, y = (TensorSpec(name=n, datatype=BY_WIRE["FP32"], shape=(-1, 1)) for n in "xy")
+    """A model x FP32 [-1, size] -> y FP32 [-1, size] on the backend, and on others."""
+    x, y = (TensorSpec(name=n, datatype=BY_WIRE["FP32"], shape=(-1, size)) for n in "xy")
     bounds = BatchLimits(**{"max_rows": 8, **limits})
     config = config or ModelConfig(max_batch_size=bounds.max_rows)
     config.name = name
-    interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True)
-    return Model(name=name, version=1, interface=interface, config=config, backends=[backend], limits=bounds, short_s=short_s)
+    interface = ModelInterface(inputs=(x,), outputs=(y,), batched=True, open_ended=open_ended)
+    backends = [backend, *others]
+    return Model(name=name, version=1, interface=interface, config=config, backends=backends, limits=bounds, short_s=short_s)

@@ -73,6 +73,33 @@ def test_only_batches_of_middling_length_go_ahead(latest_s: float) -> None:
     run(scene)
 
 
+@pytest.mark.parametrize(
+    ("copies", "size", "open_ended", "goes_ahead"),
+    [(2, 1, False, True), (2, -1, False, False), (2, 1, True, False), (1, -1, True, True)],
+    ids=["all alike", "of any shape", "of any length", "one copy"],
+)
+def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
+    copies: int, size: int, open_ended: bool, goes_ahead: bool
+) -> None:
+    async def scene(answers: Answers) -> None:
+        held = [HeldBackend(held=True) for _ in range(copies)]
+        model = held_model(held[0], max_rows=2, others=held[1:], size=size, open_ended=open_ended)
+        model.batcher._free.latest_s = MIDDLING_S
+        for number, backend in enumerate(reversed(held)):
+            model.batcher.submit(answers.request(100 + number))
+            assert await asyncio.to_thread(backend.entered.wait, 20)
+        for value in (1, 2):
+            model.batcher.submit(answers.request(value))
+        await turns()
+        assert model.batcher.waiting == (0 if goes_ahead else 2)
+        for backend in held:
+            backend.release.set()
+        await answers.all(copies + 2)
+        await model.batcher.drain()
+
+    run(scene)
+
+
 def test_models_that_share_slots_keep_to_their_turns() -> None:
     async def scene(answers: Answers) -> None:
         backend = HeldBackend(held=True)
