@@ -24,7 +24,7 @@ from serve.engine.requests import InferRequest
 from serve.engine.shedding import Running, Shedding, full_error, late_error
 from serve.engine.short_batches import LONE_BYTES, LONE_REQUESTS, LONE_S, NOTHING_KNOWN, SHORT_S, ShortBatches
 from serve.engine.statistics import Statistics
-from serve.engine.supervision import Results, seconds_of
+from serve.engine.supervision import Late, Results, seconds_of
 
 # A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
 # longer: else a flood would leave no time to answer.
@@ -221,7 +221,7 @@ class Batcher:
             if running is not None or self._share is not None:
                 self._account(running, results, now)
             # First the next batch: a thread computes it while these answers are put on the wire.
-            self._delivery.add(results, batch.rows)
+            self._delivery.add(*self._without_late(results, batch.rows))
             if self._queue and self._share is None:
                 self._dispatch()
             self._answer()
@@ -230,6 +230,14 @@ class Batcher:
 
         instance.run(batch.requests, finished)
         self._free.sort_in(instance)
+
+    def _without_late(self, results: Results, rows: int) -> tuple[Results, int]:
+        """What became of a batch of so many rows, without those that were too late; these get their answers."""
+        first = results[0]
+        if not isinstance(first, Late):
+            return results, rows
+        self._fail_late(first.requests, time.monotonic())
+        return results[1:], rows - sum(request.rows for request in first.requests)
 
     def _run_on_loop(self, batch: Batch[InferRequest], now: float, short: ShortBatches) -> float:
         """Compute and answer a batch; returns the time then."""

@@ -40,7 +40,7 @@ class Delivery:
                     self._answer(result, rows if len(results) == 1 else sum(request.rows for request in result.requests))
                 elif isinstance(result, Failed):
                     self.fail(result.request, result.error)
-                else:
+                elif isinstance(result, Lost):
                     again |= self._replay(result)
         return again
 

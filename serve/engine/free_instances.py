@@ -10,7 +10,7 @@ from serve.engine.short_batches import SHORT_S
 
 # An instance whose batches take no longer than this takes the next one while it computes: the way from its thread to the loop
 # and back takes half a millisecond, in which it would compute nothing. Not so with short batches, which the loop itself will
-# compute, nor with long ones: what is late by the time that they begin, or less urgent than what has come, would be computed.
+# compute, nor with long ones: what is less urgent than what has come meanwhile would be computed first.
 AHEAD_S = 0.05
 MOST_BATCHES = 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from serve.engine.device_faults import InstanceLostError, is_device_lost
 from serve.engine.errors import UnavailableError
 from serve.engine.memory_limit import MemoryLimit
 from serve.engine.requests import InferRequest
-from serve.engine.supervision import LONGEST_WAIT_S, Finished, Lost, Results, Supervision
+from serve.engine.supervision import LONGEST_WAIT_S, Finished, Late, Lost, Results, Supervision
+from serve.engine.waiting_line import is_late
 from serve.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class _Job:
     looks: int = 0
     computed: bool = False
     fault: str | None = None
+    is_behind: bool = False  # another one, when it was submitted
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Instance:
         `finished` is called once, later, with what became of it. `is_up` says then if there can be more.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(loop, requests, finished)
+        job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
         self._jobs.append(job)
         if self._how.max_compute_s is not None and self._timer is None:  # one timer looks after many batches
             self._look_later(loop, self._how.max_compute_s)
@@ -135,7 +138,13 @@ class Instance:
 
     def _compute(self, job: _Job, copy: _Copy) -> None:
         """On the worker thread."""
-        results, job.fault = self._results(job.requests, copy)
+        late = _late(job.requests) if job.is_behind else []
+        if late:
+            in_time = [request for request in job.requests if request not in late]
+            results, job.fault = self._results(in_time, copy) if in_time else ([], None)
+            results = [Late(late), *results]
+        else:
+            results, job.fault = self._results(job.requests, copy)
         job.computed = True
         with contextlib.suppress(RuntimeError):  # the loop has been closed: the server gave up waiting for this batch
             job.loop.call_soon_threadsafe(self._done, job, results)
@@ -240,6 +249,12 @@ class Instance:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _late(requests: list[InferRequest]) -> list[InferRequest]:
+    """Those whose time ran out while they waited for their copy: nobody waits for what it would compute."""
+    now = time.monotonic()
+    return [request for request in requests if is_late(request, now, now)]
 
 
 def _lost(requests: list[InferRequest], *, untouched: bool = False) -> Lost:

@@ -31,7 +31,14 @@ class Lost:
     untouched: bool = False
 
 
-Results = Sequence[Answered | Failed | Lost]
+@dataclass(frozen=True)
+class Late:
+    """Requests whose time ran out behind the batch that their copy computed before: they were not computed."""
+
+    requests: list[InferRequest]
+
+
+Results = Sequence[Answered | Failed | Lost | Late]
 Finished = Callable[[Results], None]
 
 

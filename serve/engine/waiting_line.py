@@ -144,7 +144,7 @@ class WaitingLine(Generic[T]):
                 else:
                     line.popleft()
                     request.line = None
-                    if bounded and _is_late(request, now, finish):
+                    if bounded and is_late(request, now, finish):
                         self.rows -= request.rows
                         late.append(request)
                     else:
@@ -159,7 +159,7 @@ class WaitingLine(Generic[T]):
 
     def take_late(self, now: float) -> list[T]:
         """Let all leave whose time has run out by `now`, in seconds, wherever they stand."""
-        late = [request for request in self if _is_late(request, now, now)]
+        late = [request for request in self if is_late(request, now, now)]
         for request in late:
             self.remove(request)
         self.soonest_deadline = _earliest(*(request.deadline for request in self))
@@ -205,7 +205,7 @@ class WaitingLine(Generic[T]):
         self._gone = 0
 
 
-def _is_late(request: Waiting, now: float, finish: float) -> bool:
+def is_late(request: Waiting, now: float, finish: float) -> bool:
     """Whether a request that leaves its line now is of no use in a batch that ends at `finish`."""
     deadline, leave_by = request.deadline, request.leave_by
     return (leave_by is not None and leave_by <= now) or (deadline is not None and deadline <= finish)

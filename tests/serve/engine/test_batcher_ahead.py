@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from itertools import chain
 
 import pytest
@@ -95,6 +96,32 @@ def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
         for backend in held:
             backend.release.set()
         await answers.all(copies + 2)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("in_time", [[], [2]], ids=["all", "some"])
+def test_who_becomes_too_late_behind_a_long_batch_is_not_computed(in_time: list[float]) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = ahead_model(backend, max_rows=3)
+        await hold_first(backend, model.batcher, answers)
+        requests = [answers.request(1), answers.request(2), answers.request(3)]
+        for request in requests:
+            model.batcher.submit(request)
+        await turns()
+        assert model.batcher.waiting == 0
+        requests[0].leave_by = requests[2].deadline = time.monotonic()  # as when the first batch has taken longer than usual
+        requests[1].leave_by = None if in_time else time.monotonic()
+        backend.release.set()
+        await answers.all(4)
+        assert backend.batches == ([[100], in_time] if in_time else [[100]])
+        assert "longer than its timeout allows; it was not computed" in str(answers.error(1))
+        assert "the deadline passed while the request waited in the queue; it was not computed" in str(answers.error(3))
+        totals = model.statistics.totals
+        answered = 1 + len(in_time)
+        assert (totals.success.count, totals.rows, totals.failures) == (answered, answered, {"deadline_exceeded": 4 - answered})
         await model.batcher.drain()
 
     run(scene)
