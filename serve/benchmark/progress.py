@@ -19,7 +19,8 @@ class ProgressBar:
     """A line on standard error from `begin` on: the load, what was measured in the last moment, and how many loads are done."""
 
     def __init__(self) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        what = TextColumn("{task.description}", markup=False)  # a model may be named "[/a]"
+        columns = (SpinnerColumn(), what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._task = self._progress.add_task("connecting", total=None)
 

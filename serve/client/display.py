@@ -40,7 +40,8 @@ def answer_json(answer: InferAnswer) -> dict[str, Any]:
     have their odd bytes escaped.
     """
     shown: dict[str, Any] = {"model": answer.model, "version": answer.version, "outputs": outputs_json(answer.outputs)}
-    return shown | ({"parameters": dict(answer.parameters)} if answer.parameters else {})
+    parameters = {name: _plain(value) for name, value in answer.parameters.items()}
+    return shown | ({"parameters": parameters} if parameters else {})
 
 
 def outputs_json(outputs: Mapping[str, Array]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from protos.model_config_pb2 import ModelConfig
 from serve.client.answer import InferAnswer
+from serve.client.console import PipedConsole
 from serve.client.display import answer_json, models_table, outputs_table, provider_of
 
 
@@ -39,6 +40,22 @@ def printed(table: Table) -> str:
 def test_a_line_per_output(array: np.ndarray[Any, Any], datatype: str, texts: list[str]) -> None:
     line = printed(outputs_table(answered(array)))
     assert all(text in line for text in [datatype, *texts])
+
+
+@pytest.mark.parametrize("text", ["[INST] a [/INST]", "a [red]b[/red]", "[/]", ":fire:"])
+def test_what_a_server_says_is_no_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    row = {"name": text, "version": "1", "state": "UNAVAILABLE", "reason": text, "platform": "", "provider": None}
+    PipedConsole().print(outputs_table(answered(np.array([text.encode()], object))))
+    PipedConsole().print(models_table([row | {"inputs": [], "outputs": []}]))
+    assert capsys.readouterr().out.count(text) == 3
+
+
+def test_parameters_that_json_has_no_numbers_for() -> None:
+    shown = answer_json(answered(np.zeros(1), loss=float("nan"), most=float("-inf"), guard=True))
+    assert shown["parameters"] == {"loss": "NaN", "most": "-Infinity", "guard": True}
 
 
 def test_json_holds_numbers_and_what_the_server_says_beside() -> None:
