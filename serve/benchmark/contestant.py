@@ -172,18 +172,24 @@ class Contestant:
         )
         self.provider = self.provider or provider_of(config)
         variants = [{k: v for k, v in shapes.items() if k in names} for shapes in options.shapes or [{}]]
-        found = [self._tried(model, replace(plan, shapes=shapes).requests()) for shapes in variants]
+        found = [self._tried(model, replace(plan, shapes=shapes)) for shapes in variants]
         return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
 
-    def _tried(self, model: str, requests: list[ModelInferRequest]) -> list[ModelInferRequest]:
+    def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
         """The requests as they are to be sent; what the server has against one is said before any load, in its own words."""
+        requests = plan.requests()
         self.plain_requests = self.plain_requests or requests
         answer = self.client.infer_message(requests[0])
         self.versions[model] = answer.model_version
-        return self._shared(requests, answer) if self._options.shared_memory else requests
+        if not self._options.shared_memory:
+            return requests
+        # The same request has the same answer, but others may have longer ones.
+        varies = any(output.datatype == "BYTES" or -1 in output.shape[1:] for output in plan.metadata.outputs)
+        others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
+        return self._shared(requests, [answer, *others])
 
-    def _shared(self, requests: list[ModelInferRequest], answer: ModelInferResponse) -> list[ModelInferRequest]:
-        shared = shared_requests(self.client, requests, answer, self._stack)
+    def _shared(self, requests: list[ModelInferRequest], answers: list[ModelInferResponse]) -> list[ModelInferRequest]:
+        shared = shared_requests(self.client, requests, answers, self._stack)
         self.client.infer_message(shared[0])
         return shared
 

@@ -31,7 +31,10 @@ class _Places:
 
 
 def shared_requests(
-    client: InferenceClient, requests: Sequence[pb.ModelInferRequest], answer: pb.ModelInferResponse, stack: ExitStack
+    client: InferenceClient,
+    requests: Sequence[pb.ModelInferRequest],
+    answers: Sequence[pb.ModelInferResponse],
+    stack: ExitStack,
 ) -> list[pb.ModelInferRequest]:
     """Requests that tell where their tensors lie, instead of having them inside.
 
@@ -41,7 +44,7 @@ def shared_requests(
     Args:
         client: of the server, which must be on this machine.
         requests: with raw inputs.
-        answer: to one of them; tells the outputs and their sizes.
+        answers: to each of them; tell the outputs and their sizes.
         stack: holds the memory for as long as it is needed.
 
     Raises:
@@ -49,11 +52,11 @@ def shared_requests(
     """
     places = _Places()
     plans = [[places.take(len(content)) for content in request.raw_input_contents] for request in requests]
-    results = [[places.take(len(content)) for content in answer.raw_output_contents] for _ in requests]
+    results = [[places.take(len(content)) for content in answer.raw_output_contents] for answer in answers]
     region = stack.enter_context(client.shared_region(max(places.end, 1)))
     memory = region.array(max(places.end, 1), np.uint8)
     rewritten = []
-    for request, offsets, outputs in zip(requests, plans, results, strict=True):
+    for request, answer, offsets, outputs in zip(requests, answers, plans, results, strict=True):
         for offset, content in zip(offsets, request.raw_input_contents, strict=True):
             memory[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
         rewritten.append(_rewritten(request, answer, region.name, offsets, outputs))

@@ -58,6 +58,15 @@ def test_tensors_in_shared_memory_are_read_written_and_taken_away(sharing_server
     assert not region.exists()
 
 
+def test_every_answer_has_room_in_shared_memory(sharing_server: RunningServer) -> None:
+    texts = np.array([[b"a"], [b"a longer one than the first"]], object)
+    shapes = {f"in_{row.wire}": [1] for row in DATATYPES if row.wire not in ("BYTES", "BF16")}
+    options = RequestOptions(shared_memory=True, given={"in_BYTES": texts}, shapes=[shapes])
+    with Contestant(sharing_server.address, ["echo_types"], options) as contestant:
+        level = measure(contestant.bench, Load(concurrency=2), SHORT)
+    assert (level.requests, level.tally.messages) == (12, {})
+
+
 def test_a_server_without_shared_memory_says_so(server: RunningServer) -> None:
     with pytest.raises(InferenceClientError, match="shared memory is off on this server"):
         Contestant(server.address, ["mlp"], RequestOptions(shared_memory=True))
