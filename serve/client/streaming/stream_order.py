@@ -27,7 +27,7 @@ from serve.client.tensors import Array
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
 MAX_IN_FLIGHT = 65536
-LONGEST_ID = 20  # digits; more are no number that a stream has come to
+LONGEST_NUMBER = 20  # digits; no stream has come so far, and Python refuses to read 5,000
 # The protocol has but a text for a request that failed; our server says in parameters what a call's trailers would have said.
 STATUS = "grpc-status"
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -136,8 +136,7 @@ class StreamOrder:
         """Which request an answer is for; -1 if it is for none of this stream."""
         if not request_id:  # some servers answer an error without the request's id; they keep the order
             return next(index for index in range(self._taken, self._made + 1) if index not in self._arrived)
-        known = request_id.isdecimal() and request_id.isascii() and len(request_id) < LONGEST_ID
-        return int(request_id) if known else -1
+        return int(request_id) if _is_number(request_id) else -1
 
     def ready(self) -> Iterator[StreamAnswer]:
         """The answers whose turn it is; each is given once."""
@@ -204,9 +203,13 @@ def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[s
         return StreamAnswer(index, {}, error)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
     hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
-    retry_after_s = int(hint) / 1000 if hint.isdecimal() and hint.isascii() else None
+    retry_after_s = int(hint) / 1000 if _is_number(hint) else None
     code = CODE_NAMES.get(number, "UNKNOWN")
     return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=retry_after_s))
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) < LONGEST_NUMBER
 
 
 def _outputs(response: ModelStreamInferResponse, wanted: Collection[str]) -> dict[str, Array]:

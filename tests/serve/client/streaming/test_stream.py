@@ -178,8 +178,11 @@ def test_answers_out_of_order_are_put_in_order(scripted: ScriptedServer, connect
 def test_an_error_has_the_status_that_the_server_adds(scripted: ScriptedServer, connect: Connect) -> None:
     scripted.serve_model()
     full = streamed("0", error="full", grpc_status=8, grpc_retry_pushback_ms="1500")
-    scripted.answers["ModelStreamInfer"] = [full, streamed("", error="odd")]
-    first, second = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2)
+    never = streamed("2", error="full", grpc_status=8, grpc_retry_pushback_ms="9" * 400)
+    scripted.answers["ModelStreamInfer"] = [full, streamed("", error="odd"), never]
+    first, second, third = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 3)
+    assert isinstance(third.error, Overloaded)
+    assert third.error.retry_after_s is None
     assert isinstance(first.error, Overloaded)
     assert first.error.retry_after_s == 1.5
     assert second.error is not None
