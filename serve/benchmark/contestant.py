@@ -156,6 +156,7 @@ class Contestant:
     def _model_requests(self, model: str) -> list[ModelInferRequest]:
         options = self._options
         metadata = self.client.model_metadata(model, options.version)
+        metadata.name = model  # that requests go to, whatever the server calls it
         config = self.client.model_config(model, options.version)
         names = {tensor.name for tensor in metadata.inputs}
         fitted, notes = fitted_inputs({k: v for k, v in options.given.items() if k in names}, metadata)

@@ -8,7 +8,7 @@ from typing import Any
 from serve.client.answer import InferAnswer
 from serve.client.calls import Exchange
 from serve.client.errors import InvalidRequest
-from serve.client.infer_exchange import InferState, infer
+from serve.client.infer_exchange import InferState, infer, remember
 from serve.client.model_description import ModelDescription, TensorInfo, describe_model
 
 
@@ -57,7 +57,7 @@ class BoundModel:
 def bind(state: InferState, name: str, version: str) -> Exchange[ModelDescription]:
     """Ask for a model's description."""
     description, metadata = yield from describe_model(name, version)
-    state.metadata[name, version] = metadata
+    remember(state, (name, version), metadata)
     return description
 
 

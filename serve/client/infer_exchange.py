@@ -113,7 +113,7 @@ def infer(
     key = (model, version)
     cached = state.metadata.get(key)
     options |= {"version": version}
-    metadata = cached or (yield from _fresh(state, key))
+    metadata = cached or (yield from fresh_metadata(state, key))
     try:
         return (yield from _attempt(state, metadata, inputs, into or {}, options, idempotent=idempotent))
     except _DoesNotFit as misfit:
@@ -123,7 +123,7 @@ def infer(
         state.metadata.pop(key, None)
         state.batching.pop(key, None)
         raise
-    metadata = yield from _fresh(state, key)
+    metadata = yield from fresh_metadata(state, key)
     try:
         return (yield from _attempt(state, metadata, inputs, into or {}, options, idempotent=idempotent))
     except _DoesNotFit as misfit:
@@ -138,9 +138,17 @@ class _DoesNotFit(Exception):  # noqa: N818  (never leaves this file)
         self.error = error
 
 
-def _fresh(state: InferState, key: tuple[str, str]) -> Exchange[pb.ModelMetadataResponse]:
-    metadata = state.metadata[key] = yield from model_metadata(*key)
+def fresh_metadata(state: InferState, key: tuple[str, str]) -> Exchange[pb.ModelMetadataResponse]:
+    """Ask for a model's metadata, and remember it."""
+    metadata = yield from model_metadata(*key)
+    remember(state, key, metadata)
     return metadata
+
+
+def remember(state: InferState, key: tuple[str, str], metadata: pb.ModelMetadataResponse) -> None:
+    """Keep a model's metadata under the name that was asked for: requests go to it, whatever the server calls the model."""
+    metadata.name = key[0]
+    state.metadata[key] = metadata
 
 
 def _attempt(

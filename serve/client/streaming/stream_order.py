@@ -19,8 +19,7 @@ from serve.client.errors import (
     ServerUnavailable,
     error_of_code,
 )
-from serve.client.exchanges import model_metadata
-from serve.client.infer_exchange import InferState
+from serve.client.infer_exchange import InferState, fresh_metadata
 from serve.client.messages import check_answer, infer_request, output_arrays
 from serve.client.tensors import Array
 
@@ -190,7 +189,7 @@ def prepare_stream(
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 0 < in_flight <= MAX_IN_FLIGHT:
         raise InvalidRequest(f"in_flight must be 1 to {MAX_IN_FLIGHT} requests, not {in_flight!r}")
     # Fresh: a stream may last, and cannot ask again in between.
-    metadata = state.metadata[model, version] = yield from model_metadata(model, version)
+    metadata = yield from fresh_metadata(state, (model, version))
     return StreamOrder(metadata, {**options, "version": version}, address=address)
 
 

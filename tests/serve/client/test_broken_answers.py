@@ -126,3 +126,16 @@ def test_an_answer_that_is_begun_and_not_ended(connect: Connect) -> None:
         client = connect(f"{host}:{port}", timeout_s=0.2)
         with pytest.raises(DeadlineExceeded, match=rf"^{host}:{port} did not answer ServerMetadata within 0.2 s; allow more"):
             client.server_metadata()
+
+
+def test_a_model_that_the_server_calls_otherwise_is_asked_by_the_name_given(model: ScriptedServer, connect: Connect) -> None:
+    model.answers["ModelConfig"] = [pb.ModelConfigResponse()]
+    model.answers["ModelInfer"] = [response(1, 2)]
+    streamed = pb.ModelStreamInferResponse(infer_response=response(1, 2, request_id="0"))
+    model.answers["ModelStreamInfer"] = [streamed]
+    client = connect(model.address)
+    client.infer("alias", ROW)
+    client.model("other").infer(ROW)
+    list(client.stream_infer("third", [ROW]))
+    asked = [pb.ModelInferRequest.FromString(body).model_name for method, body, _ in model.calls if method.endswith("Infer")]
+    assert asked == ["alias", "other", "third"]
