@@ -18,6 +18,8 @@ from export.errors import ExportError
 
 op: Any = opset18  # its annotations are of what it runs at once, not of what it records
 
+MOST_STEPS = 20  # of a sum along an axis whose length varies: 2 to this power places at most
+
 
 def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """How these functions are said in ONNX, for `torch.onnx.export`."""
@@ -26,6 +28,7 @@ def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.log_sigmoid.default: _log_sigmoid,
         torch.ops.aten.logaddexp.default: _logaddexp,
         torch.ops.aten.logaddexp2.default: _logaddexp2,
+        torch.ops.aten.logcumsumexp.default: _logcumsumexp,
         torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
 
@@ -59,6 +62,26 @@ def _logaddexp2(one: Any, other: Any) -> Any:
 def _distance(one: Any, other: Any) -> Any:
     """How far apart they are; 0 where they are the same infinity, whose difference is no number."""
     return op.Where(op.Equal(one, other), _number(0.0, one), op.Abs(op.Sub(one, other)))
+
+
+def _logcumsumexp(x: Any, dim: int) -> Any:
+    """In steps of 1, 2, 4, ...: each adds to a place what ends so far before it.
+
+    torch's translation subtracts the largest of all first; what is 104 smaller vanishes then, and its logarithm with it.
+    """
+    if not x.shape:
+        return x
+    axis = dim % len(x.shape)
+    size, total, along = x.shape[axis], op.Shape(x, start=axis, end=axis + 1), op.Constant(value_ints=[axis])
+    none, nothing = op.Constant(value_ints=[0]), _number(-math.inf, x)
+    result = x
+    for step in range((size - 1).bit_length() if isinstance(size, int) else MOST_STEPS):
+        shift = op.Min(op.Constant(value_ints=[1 << step]), total)
+        earlier = op.Slice(result, none, op.Sub(total, shift), along)
+        moved = op.Pad(earlier, op.Concat(shift, none, axis=0), nothing, along)
+        moved.dtype = result.dtype = x.dtype
+        result = _logaddexp(result, moved)
+    return result
 
 
 def _scatter_reduce(base: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:

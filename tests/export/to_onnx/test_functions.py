@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,22 @@ def test_a_sum_of_exponentials_holds_in_half() -> None:
     inputs = {"x": torch.tensor([[-50.0, 30.0]]), "y": torch.tensor([[-51.0, 29.5]])}
     opened = session(export_onnx(to_half(module).module, [value.half() for value in inputs.values()]))
     assert difference(module, opened, inputs, half=True) < 1e-3
+
+
+@pytest.mark.parametrize("sizes", [(), ({0: "batch", 1: "length"},)], ids=["fixed", "of any length"])
+def test_a_running_sum_of_exponentials_holds_far_below_the_largest(sizes: tuple[Any, ...]) -> None:
+    class Running(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.logcumsumexp(x, 1), torch.logcumsumexp(x, -1)
+
+    x = torch.arange(2 * 7 * 3).reshape(2, 7, 3) * 40.0 - 900
+    opened = session(export_onnx(Running().eval(), {"x": x}, dynamic_shapes=sizes))
+    assert difference(Running(), opened, {"x": x}) < 1e-6
+    if sizes:
+        longer = torch.cat([x, x.flip(1), x[:, :4] * 0.01], dim=1)[:1]
+        np.testing.assert_allclose(fed(opened, {"x": longer})["output_0"], torch.logcumsumexp(longer, 1), rtol=1e-5)
+    half = session(export_onnx(to_half(Running().eval()).module, {"x": x.half()}, dynamic_shapes=sizes))
+    assert difference(Running(), half, {"x": x}, half=True) < 1e-3
 
 
 def test_the_logarithm_of_a_sigmoid_holds_far_from_zero() -> None:
