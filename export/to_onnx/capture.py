@@ -176,9 +176,14 @@ def _fixed_size(text: str) -> re.Match[str] | None:
 
 
 def limits_of(program: torch.export.ExportedProgram) -> dict[str, tuple[int, int | None]]:
-    """The limits of each symbol in the captured graph: the smallest and the largest size, None where there is no largest."""
+    """The limits of each symbol in the captured graph: the smallest and the largest size, None where there is no largest.
+
+    Symbols of floating numbers, such as a stride that the model reads from a tensor, have no smallest either.
+    """
     limits: dict[str, tuple[int, int | None]] = {}
     for symbol, values in program.range_constraints.items():
+        lower: Any = values.lower
         upper: Any = values.upper
-        limits[str(symbol)] = (max(int(values.lower), 1), int(upper) if upper.is_Integer else None)
+        least = max(int(lower), 1) if lower.is_Integer else 1
+        limits[str(symbol)] = (least, int(upper) if upper.is_Integer else None)
     return limits

@@ -51,6 +51,17 @@ class Pairs(nn.Module):
         return x.reshape(x.shape[0], -1, 2).relu()
 
 
+class Strided(nn.Module):
+    """Adds numbers that it reads from a tensor one by one, as the heads of detectors do with their strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides = torch.tensor([8.0, 16.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x + torch.full((x.shape[1],), stride) for stride in self.strides], dim=1)
+
+
 INPUTS = {"x": torch.randn(2, 3, 4), "factors": torch.randn(3)}
 
 
@@ -155,3 +166,9 @@ class Packed(nn.Module):
 def test_what_onnx_has_no_recurrent_operator_for_is_said(module: nn.Module, inputs: list[Tensor], message: str) -> None:
     with pytest.raises(ExportError, match=message):
         export_onnx(module.eval(), inputs)
+
+
+def test_numbers_that_are_read_from_a_tensor_are_no_sizes() -> None:
+    model = export_onnx(Strided().eval(), torch.rand(2, 3))
+    assert limits(model) == {"batch": [1, None]}
+    assert difference(Strided(), session(model), {"x": torch.rand(5, 3)}) < 1e-6
