@@ -86,8 +86,9 @@ class _FileNames:
     """Files by the name that they are imported under, which is the same on every machine."""
 
     def __init__(self) -> None:
-        modules = sorted((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
-        self._modules = {file: name for name, file in modules if file and name != "__main__"}
+        # Out of its dict: a module that imports itself when it is asked for anything would do so here, or fail to.
+        places = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in list(sys.modules.items())}
+        self._modules = {file: name for name, file in sorted(places.items()) if file and name != "__main__"}
         self.source = cache(self._source)
 
     def _source(self, stack_trace: str) -> str | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import onnx
@@ -68,3 +70,15 @@ def test_the_hash_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert provenance.source_hash(models.lstm()) == provenance.source_hash(models.lstm())
     typed_in = type("TypedIn", (nn.Module,), {})
     assert len(provenance.source_hash(typed_in())) == 64
+
+
+class Lazy(types.ModuleType):
+    """A module that imports another when it is asked for anything, which is not installed."""
+
+    def __getattr__(self, name: str) -> None:
+        raise ImportError(name)
+
+
+def test_modules_that_import_themselves_late_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    assert export_onnx(nn.Linear(4, 3).eval(), torch.rand(2, 4)).graph.node
