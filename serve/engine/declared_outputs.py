@@ -77,3 +77,6 @@ class _SomeOutputs:
     def run(self, inputs: Tensors) -> Tensors:
         outputs = self._backend.run(inputs)
         return {name: outputs[name] for name in self._names}
+
+    def give_up(self) -> None:
+        self._backend.give_up()

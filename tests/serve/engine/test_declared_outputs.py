@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.engine.errors import ModelLoadError
+from serve.engine.errors import BackendError, ModelLoadError
 from tests.models import save_model
 from tests.serve.engine.model_folders import load
 
@@ -67,3 +67,10 @@ def test_the_twin_answers_the_same_outputs(tmp_path: Path) -> None:
 def test_every_copy_leaves_them_out(tmp_path: Path) -> None:
     model = load(write(tmp_path, f"max_batch_size: 8 {ROWS} instance_group {{ count: 2 kind: KIND_CPU }}"))
     assert [list(copy.run({"x": X})) for copy in model.backends] == [["twice"], ["twice"]]
+
+
+def test_a_copy_that_is_given_up_computes_no_further(tmp_path: Path) -> None:
+    copy = load(write(tmp_path, f"max_batch_size: 8 {ROWS}")).backends[0]
+    copy.give_up()
+    with pytest.raises(BackendError, match="failed on this request"):
+        copy.run({"x": X})
