@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import require_memory
+from serve.control.neighbours import look_at_neighbours
 from serve.control.short_sizes import short_sizes
 from serve.control.warm_up import warm_up
 from serve.engine.backend import CPU_PROVIDERS, Placement, Runtime
@@ -55,6 +56,7 @@ class Loader:
             pause()
             began = time.monotonic()
             warm_up(version, self.warm_up_budget_s)
+            look_at_neighbours(version)
             is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short, and need not be run again
             short_s = short_sizes(version) if is_quick else {}
         except MemoryError:

@@ -7,7 +7,7 @@ import time
 
 from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests, too_large, too_large_declared
 from serve.engine.backend import Backend
-from serve.engine.batch import Answered, run_batch
+from serve.engine.batch import Answered, Failed, run_batch
 from serve.engine.device_faults import InstanceLostError
 from serve.engine.errors import ModelLoadError
 from serve.engine.loaded_version import LoadedVersion
@@ -69,10 +69,7 @@ def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, un
 
 def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
     """Whether the model has answered; it need not where the request's sizes are a guess."""
-    try:
-        (result,) = run_batch(backend, [request.to_model(version)], joining=version.joining)
-    except InstanceLostError as error:
-        raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
+    result = run_alone(version, backend, request)
     wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)
     if wrong is None:
         return True
@@ -83,6 +80,19 @@ def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bo
         )
     logger.warning("%s: cannot be tried out (%s); describe inputs that it can take in model_warmup", _name(version), wrong)
     return False
+
+
+def run_alone(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> Answered | Failed:
+    """What a copy makes of a request.
+
+    Raises:
+        ModelLoadError: the device was lost.
+    """
+    try:
+        (result,) = run_batch(backend, [request.to_model(version)], joining=version.joining)
+    except InstanceLostError as error:
+        raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
+    return result
 
 
 def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:

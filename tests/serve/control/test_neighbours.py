@@ -1,0 +1,167 @@
+"""Models whose rows depend on each other: nobody's answer is changed by who asks at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import NodeProto, TensorProto, helper
+
+from serve.control import warm_up_requests
+from serve.control.neighbours import ALIKE, _differ, look_at_neighbours
+from serve.engine.loaded_version import LoadedVersion
+from serve.engine.model_repository import find_models
+from serve.engine.tensors import Array
+from tests.models import save_mlp, save_model, save_picky
+from tests.serve.control.controlled import loader
+from tests.serve.engine.test_joining import WAITS, loaded
+from tests.serve.running_server import running_server
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+node = helper.make_node
+
+
+@dataclass(frozen=True)
+class Rows:
+    """x [batch, 4] -> y [batch, ...]."""
+
+    nodes: list[NodeProto]
+    x: int = FLOAT
+    y: int = FLOAT
+    columns: int = 4
+
+    def save(self, root: Path) -> Path:
+        weights = {
+            "zero": np.zeros(1, np.int64),
+            "axis": np.array(0, np.int64),
+        }
+        own: list[int | str] = ["batch", 4] if self.columns == 4 else ["batch"]
+        save_model(
+            root / "m" / "1" / "model.onnx", self.nodes, [("x", self.x, ["batch", 4])], [("y", self.y, own)],
+            {name: array for name, array in weights.items() if any(name in one.input for one in self.nodes)},
+        )  # fmt: skip
+        return root
+
+
+CENTRED = Rows([node("ReduceMean", ["x", "zero"], ["m"]), node("Sub", ["x", "m"], ["y"])])
+MIXING = {
+    "a mean over rows": CENTRED,
+    "a softmax over rows": Rows([node("Softmax", ["x"], ["y"], axis=0)]),
+    "a sum of the rows before": Rows([node("CumSum", ["x", "axis"], ["y"])]),
+    "the largest row": Rows([node("ReduceMax", ["x", "zero"], ["m"]), node("Sub", ["x", "m"], ["y"])]),
+    "a mean over rows of whole numbers": Rows(
+        [
+            node("Cast", ["x"], ["f"], to=FLOAT),
+            node("ReduceMean", ["f", "zero"], ["m"]),
+            node("Sub", ["f", "m"], ["y"]),
+        ],
+        x=INT64,
+    ),
+    "a place among all rows": Rows([node("Cast", ["x"], ["f"], to=FLOAT), node("ReduceMin", ["f", "zero"], ["m"]),
+                                    node("Equal", ["f", "m"], ["e"]), node("Cast", ["e"], ["y"], to=INT64)], y=INT64),
+}  # fmt: skip
+INDEPENDENT = {
+    "a softmax of a row": Rows([node("Softmax", ["x"], ["y"], axis=1)]),
+    "a class": Rows([node("ArgMax", ["x"], ["y"], axis=1, keepdims=0)], y=INT64, columns=0),
+    "chance": Rows([node("RandomNormalLike", ["x"], ["y"])]),
+    "no number": Rows([node("Sub", ["x", "x"], ["d"]), node("Div", ["d", "d"], ["y"])]),
+    # int8 scales are taken over all rows, which is a rounding's difference.
+    "dynamically quantised": Rows([node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+                                   node("DequantizeLinear", ["q", "s", "z"], ["y"])]),
+}  # fmt: skip
+
+
+def looked_at(root: Path, config: str = WAITS) -> LoadedVersion:
+    version = loaded(root, config)
+    look_at_neighbours(version)
+    return version
+
+
+def joins(version: LoadedVersion) -> bool:
+    assert version.joining is not None
+    return version.joining.is_safe
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_depend_on_each_other_are_not_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    assert not joins(looked_at(MIXING[name].save(tmp_path)))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "m/1: output 'y' of a row depends on the other rows of its batch; its requests are computed one by"
+    )
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_rows_that_do_not_are(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    assert joins(looked_at(INDEPENDENT[name].save(tmp_path)))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("save", [save_mlp, save_picky])
+def test_nor_is_a_usual_model_suspected(tmp_path: Path, save: Callable[[Path], Path]) -> None:
+    save(tmp_path / "m" / "1" / "model.onnx")
+    assert joins(looked_at(tmp_path))
+
+
+def test_a_batch_size_that_somebody_wrote_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert joins(looked_at(CENTRED.save(tmp_path), f"max_batch_size: 8 {WAITS}"))
+    assert "requests that share one change each other's answers, as max_batch_size allows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["max_batch_size: 0", "max_batch_size: 1", 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'],
+)
+def test_where_nothing_is_joined_or_tried_out_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str
+) -> None:
+    looked_at(CENTRED.save(tmp_path), config)
+    assert not caplog.messages
+
+
+def test_nothing_is_run_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: 1)
+    assert joins(looked_at(CENTRED.save(tmp_path)))
+
+
+def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
+    (CENTRED.save(tmp_path) / "m" / "config.pbtxt").write_text(WAITS)
+    (files,) = find_models(tmp_path)
+    answers: list[list[list[float]]] = []
+
+    def ask(address: str, factor: float) -> None:
+        with triton.InferenceServerClient(address) as client:
+            x = triton.InferInput("x", [1, 4], "FP32").set_data_from_numpy(np.full((1, 4), factor, np.float32))
+            answers.append(client.infer("m", [x]).as_numpy("y").tolist())
+
+    with running_server(lambda: [loader().load(files).model()]) as server:
+        threads = [threading.Thread(target=ask, args=(server.address, factor)) for factor in (1.0, -7.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert answers == [[[0.0] * 4]] * 2
+
+
+@given(
+    hnp.arrays(np.float32, (2, 3), elements=st.floats(-1000, 1000, width=32)),
+    st.floats(-ALIKE / 2, ALIKE / 2),
+)
+def test_roundings_are_no_difference(array: Array, share: float) -> None:
+    assert not _differ(array, array * np.float32(1 + share))
+
+
+def test_what_cannot_be_compared_does_not_differ() -> None:
+    assert not _differ(np.array([np.nan, np.inf]), np.array([1.0, 2.0]))
+    assert not _differ(np.zeros((0, 3)), np.zeros((0, 3)))
+    assert not _differ(np.array([b"a"], object), np.array([b"b"], object))
+    assert not _differ(np.zeros(2), np.zeros(3))
+    assert _differ(np.array([np.nan, 1.0]), np.array([np.nan, 2.0]))
