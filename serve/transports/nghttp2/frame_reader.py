@@ -18,6 +18,7 @@ from serve.transports.nghttp2.frames import (
     HEAD,
     HEAD_BYTES,
     HEADERS,
+    HINTS,
     MAX_STREAM,
     NUMBER,
     PADDED,
@@ -137,6 +138,8 @@ class FrameReader:
                 is_ours = calls.reset(stream)
             elif kind == GOAWAY:  # libnghttp2 ends the connection when the calls that it knows of are over
                 calls.retire()
+            elif kind in HINTS:  # libnghttp2 would keep them for streams that it never hears of, until they are too many
+                is_ours = True
             if is_ours:
                 if passed < at:
                     tell(data[passed:at])

@@ -73,6 +73,24 @@ def test_headers_that_http2_does_not_allow_are_answered_before_they_are_reset(fi
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "hint",
+    [
+        pytest.param(lambda stream: raw(0x10, 0, 0, stream.to_bytes(4) + b"u=1"), id="PRIORITY_UPDATE"),
+        pytest.param(lambda stream: raw(0x2, 0, stream, bytes(4) + b"\xff") * 10, id="PRIORITY"),
+    ],
+)
+def test_hints_what_to_answer_first_do_not_end_the_connection(hint: Callable[[int], bytes]) -> None:
+    async def run() -> None:
+        scene = await begun()
+        for stream in range(FIRST, FIRST + 2 * 1200, 2):
+            scene.send(hint(stream) + begin(scene, stream) + data(frame(b"x"), stream=stream))
+            scene.answer(stream)
+            assert ends(scene) == [("answered", stream)]
+
+    asyncio.run(run())
+
+
 def test_a_call_that_is_one_too_many_may_be_sent_again() -> None:
     async def run() -> None:
         scene = Scene(max_streams=1)
