@@ -61,7 +61,8 @@ def log_settings(changes: Mapping[str, LogSetting]) -> Exchange[dict[str, LogSet
         else:
             raise InvalidRequest(f"log setting {name!r} must be a bool, a whole number of 0 or more, or text, not {value!r}")
     answer = yield Call(method="LogSettings", request=request, answer=pb.LogSettingsResponse)
-    return {name: getattr(setting, setting.WhichOneof("parameter_choice")) for name, setting in sorted(answer.settings.items())}
+    chosen = {name: (setting, setting.WhichOneof("parameter_choice")) for name, setting in sorted(answer.settings.items())}
+    return {name: getattr(setting, choice) for name, (setting, choice) in chosen.items() if choice is not None}
 
 
 def trace_settings(model: str, changes: Mapping[str, TraceSetting]) -> Exchange[dict[str, list[str]]]:

@@ -110,3 +110,10 @@ def test_waits_for_a_model_and_lists_what_is_ready(server: RunningServer, connec
     client.wait_until_ready(timeout_s=10)
     client.wait_until_ready("mlp", "3", timeout_s=10)
     assert {entry.state for entry in client.models(only_ready=True)} == {"READY"}
+
+
+def test_a_setting_without_a_value_is_left_out() -> None:
+    answer = pb.LogSettingsResponse()
+    answer.settings["log_info"].bool_param = True
+    answer.settings["log_file"].SetInParent()
+    assert drive(control.log_settings({}), [answer])[1] == {"log_info": True}
