@@ -231,3 +231,17 @@ def test_defect_7_operations_that_do_not_promote_by_themselves() -> None:
     with autocast("cpu", BRAIN, policy="cuda"):
         assert torch.dot(halves, others).dtype is FULL
         assert torch.dot(halves, halves).dtype is HALF
+
+
+@both
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+@pytest.mark.parametrize("dtype", [FULL, torch.float64])
+def test_a_dtype_that_is_not_low_is_refused_where_it_would_be_used(region: Any, dtype: torch.dtype) -> None:
+    with region("cpu", dtype, enabled=False):
+        assert product() is FULL
+    taken = True
+    try:
+        region("cpu", dtype)
+    except ValueError:
+        taken = False
+    assert not taken
