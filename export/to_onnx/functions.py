@@ -1,6 +1,6 @@
 """Functions that torch's own translations say wrong.
 
-Logarithms of what overflows or vanishes, an angle whose sign is lost, and a mean that does not divide.
+Logarithms of what overflows or vanishes, an angle whose sign is lost, a mean that does not divide, and a loss not smoothed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
+from onnxscript.function_libs.torch_lib.ops.nn import aten_cross_entropy_loss
 from onnxscript.onnx_opset import opset18
 
 from export.errors import ExportError
@@ -25,6 +26,7 @@ def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """How these functions are said in ONNX, for `torch.onnx.export`."""
     return {
         torch.ops.aten.atan2.default: _atan2,
+        torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
         torch.ops.aten.log_sigmoid.default: _log_sigmoid,
         torch.ops.aten.logaddexp.default: _logaddexp,
         torch.ops.aten.logaddexp2.default: _logaddexp2,
@@ -40,6 +42,19 @@ def _atan2(y: Any, x: Any) -> Any:
     upright = op.Mul(op.Sign(y), _number(math.pi / 2, y))
     zero = _number(0.0, x)
     return op.Where(op.Equal(x, zero), upright, op.Where(op.Less(x, zero), turned, steep))
+
+
+def _cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    if label_smoothing:
+        raise ExportError("a cross entropy with label_smoothing has no form in ONNX; leave it out or use log_softmax")
+    return aten_cross_entropy_loss(x, target, weight, reduction, ignore_index)
 
 
 def _log_sigmoid(x: Any) -> Any:

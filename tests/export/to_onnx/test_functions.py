@@ -89,3 +89,12 @@ def test_a_mean_of_what_is_scattered_divides(include_self: bool) -> None:
 def test_a_mean_of_whole_numbers_is_refused() -> None:
     with pytest.raises(ExportError, match="'mean' of whole numbers"):
         export_onnx(mean_of_places(include_self=True), [torch.ones(2, 4).int(), torch.ones(2, 3).int()], dynamic_shapes=())
+
+
+def test_a_loss_of_smoothed_labels_is_refused_and_another_is_right() -> None:
+    inputs = {"x": torch.tensor([[0.1, 2.0, -1.0], [1.0, 0.0, 3.0]]), "y": torch.tensor([1, 0])}
+    weight = torch.tensor([1.0, 2.0, 0.5])
+    plain = Calling(nn.CrossEntropyLoss(weight=weight, ignore_index=2)).eval()
+    assert difference(plain, session(export_onnx(plain, inputs)), inputs) < 1e-6
+    with pytest.raises(ExportError, match="label_smoothing has no form in ONNX"):
+        export_onnx(Calling(nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)).eval(), inputs)
