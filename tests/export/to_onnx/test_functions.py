@@ -98,3 +98,13 @@ def test_a_loss_of_smoothed_labels_is_refused_and_another_is_right() -> None:
     assert difference(plain, session(export_onnx(plain, inputs)), inputs) < 1e-6
     with pytest.raises(ExportError, match="label_smoothing has no form in ONNX"):
         export_onnx(Calling(nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)).eval(), inputs)
+
+
+@pytest.mark.parametrize("function", [torch.special.erfcx, torch.special.log_ndtr])
+def test_tails_of_the_normal_distribution_hold(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.tensor([[-9.0, -5, -1, -0.1, 0, 0.1, 1, 3, 5, 9, 20, 90, 1e4, math.inf]])
+    x = x if function is torch.special.erfcx else -x[:, :-1]
+    module = Calling(lambda a, _: function(a)).eval()
+    inputs = {"x": x, "y": torch.ones(1)}
+    answer = fed(session(export_onnx(module, inputs, dynamic_shapes=())), inputs)["output"]
+    np.testing.assert_allclose(answer, function(x), rtol=3e-6, atol=2e-8)
