@@ -24,6 +24,7 @@ from export.to_onnx.dimensions import BATCH
 from export.to_onnx.traced import traced_model
 from export.to_onnx.write_onnx import write_onnx
 from export.verification.budget import Budget
+from export.verification.own_rows import require_own_rows
 
 if TYPE_CHECKING:
     from amp_core.recorder import Record
@@ -161,13 +162,16 @@ def export_verified(
         traced = traced_model(module, args, kwargs=named, dynamic_shapes=sizes, metadata=metadata, policy=policy)
         mark_float32(traced, kept)
         write_onnx(traced, source)
+        reference = FlatModel(module, call).eval()
+        if target.max_batch_size > 1:
+            require_own_rows(reference, call.names, call.tensors)
         verification = Verification(
             samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
             budget=wishes.budget,
             adversarial=wishes.adversarial,
             accumulators=wishes.accumulators,
             search=wishes.search,
-            reference=FlatModel(module, call).eval(),
+            reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
         )

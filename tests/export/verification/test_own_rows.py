@@ -1,0 +1,84 @@
+"""A server joins what different clients ask: a model whose samples change each other's answers is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export import ExportError, export_module
+from export.verification.own_rows import require_own_rows
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Formula(nn.Module):
+    def __init__(self, formula: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.formula = formula
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.formula(*tensors)
+
+
+def check(formula: Callable[..., Tensor | tuple[Tensor, ...]], tensors: Sequence[Tensor] = (X,)) -> None:
+    require_own_rows(Formula(formula).eval(), [f"input_{place}" for place, _ in enumerate(tensors)], tensors)
+
+
+@pytest.mark.parametrize(
+    ("formula", "place"),
+    [
+        (lambda x: x - x.mean(0), 0),
+        (lambda x: x.softmax(0), 0),
+        (lambda x: x.cumsum(0), 0),
+        (lambda x: (x * 2, x / x.abs().amax()), 1),
+        (lambda x: x[:, 0].argsort().argsort(), 0),
+        (lambda x: x[:, 0] >= x[:, 0].max(), 0),
+    ],
+)
+def test_samples_that_change_each_others_answers_are_refused(
+    formula: Callable[[Tensor], Tensor | tuple[Tensor, ...]], place: int
+) -> None:
+    with pytest.raises(ExportError, match=rf"^output {place} of a sample depends on the other samples .* --max-batch-size 1"):
+        check(formula)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x: x - x.mean(1, keepdim=True),
+        lambda x: x.argmax(1),
+        lambda x: x * (1 + 1e-4 * len(x)),
+        lambda x: x * float("nan"),
+        lambda x: x.sum(),
+        lambda x: x[x > 0],
+        torch.rand_like,
+        lambda x: x[:0],
+    ],
+)
+def test_others_are_not_suspected(formula: Callable[[Tensor], Tensor]) -> None:
+    check(formula)
+
+
+def test_inputs_without_samples_are_the_same_for_all() -> None:
+    check(lambda x, factor: x * factor, [X, torch.tensor(2.0)])
+    with pytest.raises(ExportError, match="output 0"):
+        check(lambda x, factor: (x - x.mean(0)) * factor, [X, torch.tensor(2.0)])
+
+
+def test_one_sample_tells_nothing() -> None:
+    check(lambda x: x - x.mean(0), [X[:1]])
+
+
+def test_nothing_is_written_for_a_server_that_would_join(tmp_path: Path) -> None:
+    model = Formula(lambda x: x - x.mean(0)).eval()
+    with pytest.raises(ExportError, match="a server joins what different clients ask"):
+        export_module(model, X, tmp_path, "centred")
+    assert not list(tmp_path.iterdir())
+    done = export_module(model, X, tmp_path, "centred", max_batch_size=1)
+    assert "max_batch_size: 1" in (tmp_path / "centred" / "config.pbtxt").read_text()
+    assert done.certificate is not None
+    assert done.certificate.passed
