@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 
@@ -30,8 +31,8 @@ def stay(told: dict[str, Any], deed: str, code: int) -> None:
     os.write(told["ready"], b"\n")
     threading.Thread(target=outlive, args=(told["lifeline"],), daemon=True).start()
     tell("ready", os.getpid())
-    while True:
-        signal.pause()
+    while True:  # not signal.pause, which misses a signal that comes just before it
+        time.sleep(0.05)
 
 
 def outlive(lifeline: int) -> None:
