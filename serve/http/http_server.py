@@ -162,5 +162,6 @@ class HttpServer:
     def _tell_time(self) -> None:
         """The Date header, written once a second rather than once an answer."""
         date = (b"date", formatdate(usegmt=True).encode())
-        self._state.default_headers = [date, CLOSE] if self._is_leaving else [date]
+        # In the same list, which those that are being answered have already.
+        self._state.default_headers[:] = [date, CLOSE] if self._is_leaving else [date]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._tell_time)

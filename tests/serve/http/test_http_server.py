@@ -230,6 +230,21 @@ def test_connections_in_use_end_with_an_answer_that_says_so() -> None:
         noticing.result(HOLD_S)
 
 
+def test_an_answer_that_takes_long_says_so_too() -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as busy,
+    ):
+        post(busy, held_body())
+        assert backend.entered.wait(HOLD_S)
+        server.call(rest._servers[0]._tell_time)  # as each second
+        server.run(rest.give_notice())
+        backend.release.set()
+        assert b"connection: close" in read_answer(busy)
+
+
 def test_what_does_not_end_in_time_is_cut_off() -> None:
     backend = HeldBackend(held=True)
     with (
