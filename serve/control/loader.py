@@ -32,7 +32,7 @@ class Loader:
         runtime: reads the files.
         placement: where models run.
         defaults: for what a model's configuration does not say.
-        warm_up_budget_s: seconds that trying out all batch sizes of a version may take.
+        warm_up_budget_s: seconds that trying out all batch sizes of a version may take, and looking at two rows as many again.
     """
 
     runtime: Runtime
@@ -56,7 +56,7 @@ class Loader:
             pause()
             began = time.monotonic()
             warm_up(version, self.warm_up_budget_s)
-            look_at_neighbours(version)
+            look_at_neighbours(version, self.warm_up_budget_s)
             is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short, and need not be run again
             short_s = short_sizes(version) if is_quick else {}
         except MemoryError:

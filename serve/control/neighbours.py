@@ -7,6 +7,7 @@ clients'. So two rows are computed alone and together before a model serves.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -28,12 +29,17 @@ ALIKE = 0.1
 PAIR = 2
 
 
-def look_at_neighbours(version: LoadedVersion) -> None:
+class _TookTooLongError(Exception):
+    """There is no time for another run."""
+
+
+def look_at_neighbours(version: LoadedVersion, budget_s: float) -> None:
     """Have requests share no batches where that changes their answers. Where the configuration says a max_batch_size they do
     all the same, and a warning says what that means.
 
     Args:
         version: that has been warmed up.
+        budget_s: after so many seconds nothing more is run.
 
     Raises:
         ModelLoadError: the device was lost.
@@ -43,8 +49,18 @@ def look_at_neighbours(version: LoadedVersion) -> None:
         return
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return
-    mixed = _mixed_output(version, seed=0)
-    if mixed is None or _mixed_output(version, seed=1) is None:  # a class may be another by a rounding, once
+    until = time.monotonic() + budget_s
+    try:
+        mixed = _mixed_output(version, until, seed=0)
+        if mixed is None or _mixed_output(version, until, seed=1) is None:  # a class may be another by a rounding, once
+            return
+    except _TookTooLongError:
+        logger.warning(
+            "%s/%s: whether rows of a batch depend on each other was not found out in %g s; if so, set max_batch_size: 0",
+            version.files.name,
+            version.files.version,
+            budget_s,
+        )
         return
     says_so = version.files.config.says_batch_size
     logger.warning(
@@ -59,7 +75,7 @@ def look_at_neighbours(version: LoadedVersion) -> None:
         joining.is_safe = False
 
 
-def _mixed_output(version: LoadedVersion, *, seed: int) -> str | None:
+def _mixed_output(version: LoadedVersion, until: float, *, seed: int) -> str | None:
     """The first output that shows it; None where none does, or nothing can be told."""
     declared = declared_requests(version)
     like = declared[0] if declared else None
@@ -69,7 +85,7 @@ def _mixed_output(version: LoadedVersion, *, seed: int) -> str | None:
     random, on_cpu = np.random.default_rng(seed), version.backends[0].provider == ON_CPU
     first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in one.inputs.items()} for _ in range(PAIR))
     together = {name: np.concatenate([first[name], second[name]]) for name in first}
-    answers = [_answer(version, inputs) for inputs in (first, second, first, together)]
+    answers = [_answer(version, inputs, until) for inputs in (first, second, first, together)]
     if any(not answer for answer in answers):
         return None
     for name, both in answers[3].items():
@@ -97,8 +113,10 @@ def _varied(row: Array, random: np.random.Generator, *, on_cpu: bool) -> Array:
     return np.asarray(random.standard_normal(row.shape)).astype(row.dtype)
 
 
-def _answer(version: LoadedVersion, inputs: Mapping[str, Array]) -> Tensors:
+def _answer(version: LoadedVersion, inputs: Mapping[str, Array], until: float) -> Tensors:
     """What the first copy answers; nothing where it cannot, as with sizes that had to be guessed, or other rows come out."""
+    if time.monotonic() > until:
+        raise _TookTooLongError
     rows = len(next(iter(inputs.values())))
     pause()
     result = run_alone(version, version.backends[0], WarmUpRequest(what="rows", rows=rows, inputs=inputs))

@@ -31,7 +31,8 @@ class ControlOptions:
         settle_s: seconds for which a change must have stayed as it is before it is acted on.
         keep_going: start with what can be served where a model cannot.
         uploads: whether a load request may bring model files along, in place of the repository's.
-        warm_up_budget_s: seconds that trying out all batch sizes of one model version may take in all.
+        warm_up_budget_s: seconds that trying out all batch sizes of one model version may take in all; looking whether its rows
+            depend on each other may take as many again.
         load_limit_s: seconds that loading one model version and trying it out may take in all.
         lame_duck_s: seconds after SIGTERM in which the server says that it is not ready and still takes requests, so that load
             balancers find out before clients do.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import NodeProto, TensorProto, helper
 
-from serve.control import warm_up_requests
+from serve.control import neighbours, warm_up_requests
 from serve.control.neighbours import ALIKE, _differ, look_at_neighbours
+from serve.control.warm_up import run_alone
+from serve.engine.batch import Answered, Failed
 from serve.engine.loaded_version import LoadedVersion
 from serve.engine.model_repository import find_models
 from serve.engine.tensors import Array
@@ -81,7 +85,7 @@ INDEPENDENT = {
 
 def looked_at(root: Path, config: str = WAITS) -> LoadedVersion:
     version = loaded(root, config)
-    look_at_neighbours(version)
+    look_at_neighbours(version, budget_s=60)
     return version
 
 
@@ -130,6 +134,26 @@ def test_where_nothing_is_joined_or_tried_out_nothing_is_said(
 def test_nothing_is_run_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: 1)
     assert joins(looked_at(CENTRED.save(tmp_path)))
+
+
+def test_a_model_that_takes_long_is_not_run_for_longer_than_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = loaded(CENTRED.save(tmp_path), WAITS)
+    now_s, ran = 0.0, []
+
+    def slowly(*arguments: Any) -> Answered | Failed:
+        nonlocal now_s
+        now_s += 10
+        ran.append(now_s)
+        return run_alone(*arguments)
+
+    monkeypatch.setattr(neighbours, "run_alone", slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    look_at_neighbours(version, budget_s=15)
+    assert ran == [10, 20]
+    assert joins(version)
+    assert "m/1: whether rows of a batch depend on each other was not found out in 15 s" in caplog.text
 
 
 def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
