@@ -43,9 +43,10 @@ class Rows:
     columns: int = 4
 
     def save(self, root: Path) -> Path:
-        weights = {
+        weights: dict[str, Array] = {
             "zero": np.zeros(1, np.int64),
             "axis": np.array(0, np.int64),
+            "much": np.array(40, np.float32),
         }
         own: list[int | str] = ["batch", 4] if self.columns == 4 else ["batch"]
         save_model(
@@ -80,6 +81,11 @@ INDEPENDENT = {
     # int8 scales are taken over all rows, which is a rounding's difference.
     "dynamically quantised": Rows([node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
                                    node("DequantizeLinear", ["q", "s", "z"], ["y"])]),
+    # A picture's, say, of which a third is a step brighter or darker for it.
+    "dynamically quantised, in whole numbers": Rows([node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+                                                     node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+                                                     node("Mul", ["d", "much"], ["m"]),
+                                                     node("Cast", ["m"], ["y"], to=INT64)], y=INT64),
 }  # fmt: skip
 
 
