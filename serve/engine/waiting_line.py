@@ -75,9 +75,21 @@ class WaitingLine(Generic[T]):
         self._gone = 0
 
     def urgency(self, now: float) -> tuple[int, int]:
-        """Level and arrival of whoever is next at `now`, in seconds: smaller goes first. Somebody must be in line."""
-        self._send_back(now)
-        return next((index, self._head(line).arrived_ns) for index, line in enumerate(self._lines) if self._cleared(line))
+        """Level and arrival of whoever is next at `now`, in seconds: smaller goes first. Somebody must be in line.
+
+        On its way it sends those whose patience has ended to the second line of their level.
+        """
+        for index, line in enumerate(self._lines):
+            while line:
+                request = line[0]
+                if request.line is not self:
+                    line.popleft()
+                    self._gone -= 1
+                elif not index % 2 and request.patience is not None and request.patience <= now:
+                    self._lines[index + 1].append(line.popleft())
+                else:
+                    return index, request.arrived_ns
+        raise LookupError("nobody is in line")
 
     @property
     def first_arrival(self) -> float:
@@ -177,12 +189,6 @@ class WaitingLine(Generic[T]):
             line.popleft()
             self._gone -= 1
         return line[0]
-
-    def _send_back(self, now: float) -> None:
-        """Have whoever is first of a level, and has waited beyond its patience, stand in that level's second line."""
-        for first, second in zip(self._lines[::2], self._lines[1::2], strict=True):
-            while self._cleared(first) and (patience := first[0].patience) is not None and patience <= now:
-                second.append(first.popleft())
 
     def _cleared(self, line: deque[T]) -> bool:
         """Whether somebody waits in it."""
