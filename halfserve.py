@@ -149,9 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _trains_with_others():
             # After an error torch's threads still talk to the other processes. Waiting for them is waiting for those, and a
             # thread that lets go of a tensor while the interpreter ends takes the process down (SIGABRT).
+            if end.code is not None and not isinstance(end.code, int):
+                typer.echo(end.code, err=True)  # of a user's sys.exit("why"), which the interpreter would print as it ends
             _drop_unwritten()
             sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else 1)
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 

@@ -44,6 +44,14 @@ def length_by_rank() -> tuple[Subset[tuple[Tensor, ...]], TensorDataset]:
     return Subset(train, range(128 - int(os.environ["RANK"]))), held_out
 
 
+def leaves_with_a_reason() -> None:
+    sys.exit("no data at all")
+
+
+def leaves() -> None:
+    sys.exit()
+
+
 def alone(folder: Path, *options: str, model: str = "plain", data: str = "data") -> Ended:
     return Halfserve(folder / "alone.process", command(folder / "alone", *options, model=model, data=data)).ended()
 
@@ -114,6 +122,13 @@ def test_an_error_in_one_process_ends_both_with_one_message(tmp_path: Path, chan
     assert said[0].count("\n") == 1
     assert re.search(message, said[0])
     assert not (tmp_path / "both" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(("reason", "code", "said"), [("no data at all", 1, "no data at all\n"), (None, 0, "")])
+def test_what_the_users_code_exits_with_is_said(tmp_path: Path, reason: str | None, code: int, said: str) -> None:
+    data = f"{__name__}:{leaves_with_a_reason.__name__ if reason else leaves.__name__}"
+    ended = both(tmp_path, *HALVES, data=data)
+    assert [(run.code, run.err) for run in ended] == [(code, said)] * 2
 
 
 def test_resuming_in_another_number_of_processes_is_refused(tmp_path: Path) -> None:
