@@ -92,6 +92,7 @@ class Contestant:
         self.provider: str | None = None
         self.notes: list[str] = []
         self.plain_requests: list[ModelInferRequest] = []
+        self._names: set[str] = set()  # of the models, those that the server has for them too
         self._options = options
         self._stack = ExitStack()
         try:
@@ -120,13 +121,14 @@ class Contestant:
     def totals(self) -> ServerTotals | None:
         """The server's counters for these models; None from a server that keeps none."""
         try:
-            found = {model: self.client.statistics(model, self._options.version) for model in self.models}
+            found = [one for model in self.models for one in self.client.statistics(model, self._options.version)]
         except InferenceClientError as error:
             if error.code == "UNIMPLEMENTED":
                 return None
             raise
         # Some servers tell of all models, whichever they are asked for.
-        return ServerTotals.of(one for model, statistics in found.items() for one in statistics if one.name == model)
+        counted = {(one.name, one.version): one for one in found if one.name in self._names}
+        return ServerTotals.of(counted.values())
 
     def close(self) -> None:
         """End the processes and hang up."""
@@ -156,6 +158,7 @@ class Contestant:
     def _model_requests(self, model: str) -> list[ModelInferRequest]:
         options = self._options
         metadata = self.client.model_metadata(model, options.version)
+        self._names |= {model, metadata.name}
         metadata.name = model  # that requests go to, whatever the server calls it
         config = self.client.model_config(model, options.version)
         names = {tensor.name for tensor in metadata.inputs}

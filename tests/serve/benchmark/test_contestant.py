@@ -128,7 +128,8 @@ def test_a_server_too_busy_to_tell_its_counters_is_measured_all_the_same(server:
     assert (level.requests, level.server) == (12, None)
 
 
-def test_only_the_counters_of_the_models_asked_count() -> None:
+@pytest.mark.parametrize("asked", ["m", "alias"])
+def test_only_the_counters_of_the_models_asked_count(asked: str) -> None:
     counted = pb.ModelStatisticsResponse()
     for name, count in (("m", 5), ("other", 70)):
         model = counted.model_stats.add(name=name, version="1", inference_count=count, execution_count=count)
@@ -143,7 +144,7 @@ def test_only_the_counters_of_the_models_asked_count() -> None:
     }
     scripted = ScriptedServer(answers=answers)
     try:
-        with Contestant(scripted.address, ["m", "m"], RequestOptions()) as contestant:
+        with Contestant(scripted.address, [asked, asked], RequestOptions()) as contestant:
             totals = contestant.totals()
     finally:
         scripted.stop()
