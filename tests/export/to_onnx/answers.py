@@ -42,7 +42,7 @@ def difference(module: nn.Module, opened: Any, inputs: Mapping[str, Any], *, hal
     for name, tensor in wanted:
         assert found[name].shape == tuple(tensor.shape), name
         error = np.abs(found[name].astype(np.float64) - tensor.double().numpy()).max()
-        worst = max(worst, float(error / tensor.abs().max()))
+        worst = float(np.maximum(worst, error / tensor.abs().max().item()))  # not max, which passes over NaN
     return worst
 
 
