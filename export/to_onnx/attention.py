@@ -1,10 +1,11 @@
 """Attention as torch's own translation does not say it: of a mask that hides a whole row, and of tensors without heads.
 
-Where a row sees nothing torch answers 0, and its translation the mean of all values.
+Where a row sees nothing torch answers 0, and its translation the mean of all values, or NaN where the mask is added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,10 +51,14 @@ def _with_axes(tensor: Any, missing: int) -> Any:
 
 
 def _zero_where_nothing_is_seen(result: Any, query: Any, attn_mask: Any) -> Any:
-    if attn_mask is None or attn_mask.dtype != onnx_ir.DataType.BOOL:
+    if attn_mask is None:
         return result
     # Read off the mask, not the scores: it is smaller, and often the same one in every layer.
     last = op.Constant(value_ints=[-1])
-    seen = op.ReduceMax(op.Cast(attn_mask, to=onnx_ir.DataType.INT32), last, keepdims=1)
     nothing = op.Constant(value=onnx_ir.tensor(0.0, dtype=query.dtype))
-    return op.Where(op.Cast(seen, to=onnx_ir.DataType.BOOL), result, nothing)
+    if attn_mask.dtype == onnx_ir.DataType.BOOL:
+        seen = op.ReduceMax(op.Cast(attn_mask, to=onnx_ir.DataType.INT32), last, keepdims=1)
+        return op.Where(op.Cast(seen, to=onnx_ir.DataType.BOOL), result, nothing)
+    # A mask that is added hides by -infinity, as nn.MultiheadAttention makes one of a mask of bools.
+    infinite = op.Constant(value=onnx_ir.tensor(-math.inf, dtype=attn_mask.dtype))
+    return op.Where(op.Equal(op.ReduceMax(attn_mask, last, keepdims=1), infinite), nothing, result)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amp_core.calling import without_fast_path
 from export.halving.to_half import to_half
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
@@ -15,6 +18,12 @@ from tests.export.to_onnx.answers import difference, halved, session
 TOKENS = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
 # The second row sees its first three places only, the third none at all.
 MASK = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 5])
+PAIRS = MASK[:, :, None] & MASK[:, None, :]
+
+
+def added(mask: Tensor) -> Tensor:
+    """The mask in the form that is added to the scores."""
+    return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
 
 
 class Attending(nn.Module):
@@ -37,7 +46,7 @@ def module() -> nn.Module:
 
 
 @pytest.mark.parametrize("opset_version", [None, 18])
-@pytest.mark.parametrize("mask", [MASK, MASK[:, :, None] & MASK[:, None, :]], ids=["keys", "pairs"])
+@pytest.mark.parametrize("mask", [MASK, PAIRS, added(MASK), added(PAIRS)], ids=["keys", "pairs", "keys-added", "pairs-added"])
 def test_a_row_that_sees_nothing_answers_zero_as_in_torch(module: nn.Module, mask: Tensor, opset_version: int | None) -> None:
     inputs = {"x": TOKENS, "mask": mask}
     model = export_onnx(module, inputs, opset_version=opset_version)
@@ -45,10 +54,21 @@ def test_a_row_that_sees_nothing_answers_zero_as_in_torch(module: nn.Module, mas
     assert not module(**inputs)[2].any()
 
 
-def test_the_same_in_half(module: nn.Module) -> None:
-    inputs = {"x": TOKENS, "mask": MASK}
+@pytest.mark.parametrize("mask", [MASK, added(MASK)], ids=["bools", "added"])
+def test_the_same_in_half(module: nn.Module, mask: Tensor) -> None:
+    inputs = {"x": TOKENS, "mask": mask}
     model = export_onnx(to_half(module).module, halved(inputs))
     assert difference(module, session(model), inputs, half=True) < 5e-3
+
+
+def test_a_layer_of_torch_answers_a_sequence_of_padding_as_torch_does() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    inputs = {"src": TOKENS, "src_key_padding_mask": ~MASK}
+    model = export_onnx(layer, inputs)
+    with without_fast_path():  # which answers NaN there
+        for candidate in (model, convert_float_to_float16(model, keep_io_types=True)):
+            assert difference(layer, session(candidate), inputs) < 5e-3
 
 
 def test_a_mask_that_the_adversary_closes_is_no_reason_to_refuse(module: nn.Module) -> None:
