@@ -1,4 +1,7 @@
-"""Layers that torch's own translations say wrong: a Conv3d without a bias, and averages with a divisor of their own."""
+"""Layers that torch's own translations say wrong.
+
+A Conv3d without a bias, averages with a divisor of their own, and pictures that are made smaller or larger without aliasing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,12 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d
-from onnxscript.function_libs.torch_lib.ops.nn import aten_avg_pool2d, aten_avg_pool3d
+from onnxscript.function_libs.torch_lib.ops.nn import (
+    aten__upsample_bicubic2d_aa,
+    aten__upsample_bilinear2d_aa,
+    aten_avg_pool2d,
+    aten_avg_pool3d,
+)
 from onnxscript.onnx_opset import opset18
 
 from export.errors import ExportError
@@ -23,6 +31,8 @@ def layer_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.conv3d.default: _conv3d,
         torch.ops.aten.avg_pool2d.default: _avg_pool2d,
         torch.ops.aten.avg_pool3d.default: _avg_pool3d,
+        torch.ops.aten._upsample_bicubic2d_aa.default: _bicubic,  # noqa: SLF001  (the only name that torch has for it)
+        torch.ops.aten._upsample_bilinear2d_aa.default: _bilinear,  # noqa: SLF001  (the only name that torch has for it)
     }
 
 
@@ -78,3 +88,30 @@ def _redivided(
     window = math.prod(kernel_size) if len(kernel_size) > 1 else kernel_size[0] ** axes
     average = averaged(x, kernel_size, stride, padding, False, True)
     return op.Mul(average, op.Constant(value=onnx_ir.tensor(window / divisor, dtype=x.dtype)))
+
+
+def _bicubic(x: Any, size: Any, align_corners: bool, height: float | None = None, width: float | None = None) -> Any:
+    _refuse_corners(align_corners)
+    if height is None or width is None:
+        return aten__upsample_bicubic2d_aa(x, size, align_corners)
+    return _scaled(x, height, width, mode="cubic", cubic_coeff_a=-0.5)
+
+
+def _bilinear(x: Any, size: Any, align_corners: bool, height: float | None = None, width: float | None = None) -> Any:
+    _refuse_corners(align_corners)
+    if height is None or width is None:
+        return aten__upsample_bilinear2d_aa(x, size, align_corners)
+    return _scaled(x, height, width, mode="linear")
+
+
+def _refuse_corners(align_corners: bool) -> None:
+    if align_corners:  # torch places the pixels in a third way then, which is neither with corners aligned nor without
+        raise ExportError(
+            "an interpolation with both antialias and align_corners has no form in ONNX; leave one of the two out"
+        )
+
+
+def _scaled(x: Any, height: float, width: float, **how: Any) -> Any:
+    """By the factors that were given: those that the rounded sizes say are others."""
+    factors = op.Constant(value_floats=[1.0, 1.0, height, width])
+    return op.Resize(x, None, factors, antialias=1, coordinate_transformation_mode="half_pixel", exclude_outside=1, **how)

@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from export.errors import ExportError
 from export.halving.to_half import to_half
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, session
+
+
+class Resized(nn.Module):
+    """A picture of another size, without aliasing."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (what nn.Upsample calls it)
+        return functional.interpolate(input, **self.how, antialias=True)
+
 
 PICTURE = torch.rand(2, 4, 6, 7, generator=torch.Generator().manual_seed(0))
 VOLUME = torch.rand(2, 4, 6, 7, 8, generator=torch.Generator().manual_seed(0))
@@ -19,6 +34,9 @@ LAYERS = {
     "sums of a picture": (nn.AvgPool2d(2, divisor_override=1), PICTURE),
     "oblong windows": (nn.AvgPool2d((3, 2), (2, 1), (1, 0), count_include_pad=False, divisor_override=4), PICTURE),
     "sums of a volume": (nn.AvgPool3d(2, padding=1, divisor_override=3), VOLUME),
+    "smaller without aliasing": (Resized(scale_factor=0.55, mode="bilinear"), PICTURE),
+    "larger without aliasing": (Resized(scale_factor=(0.75, 1.7), mode="bicubic"), PICTURE),
+    "to a size without aliasing": (Resized(size=(4, 9), mode="bicubic"), PICTURE),
     "averages as they are": (nn.AvgPool3d(3, 2, padding=1, ceil_mode=True, count_include_pad=False), VOLUME),
 }
 
@@ -40,6 +58,12 @@ def test_the_same_in_half(name: str) -> None:
 def test_a_divisor_that_windows_beyond_the_edge_share_is_refused() -> None:
     with pytest.raises(ExportError, match="ceil_mode and divisor_override has no form in ONNX"):
         export_onnx(nn.AvgPool2d(3, ceil_mode=True, divisor_override=2).eval(), PICTURE)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_corners_aligned_without_aliasing_are_refused(mode: str) -> None:
+    with pytest.raises(ExportError, match="both antialias and align_corners has no form in ONNX"):
+        export_onnx(Resized(size=(4, 9), mode=mode, align_corners=True).eval(), PICTURE)
 
 
 @pytest.mark.parametrize(
