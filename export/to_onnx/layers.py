@@ -1,6 +1,7 @@
 """Layers that torch's own translations say wrong.
 
-A Conv3d without a bias, averages with a divisor of their own, and pictures that are made smaller or larger without aliasing.
+A Conv3d without a bias, averages with a divisor of their own, pictures that are made smaller or larger without aliasing, and
+a batch_norm over the batch's own statistics.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import onnx_ir
 import torch
-from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d
+from onnxscript.function_libs.torch_lib.ops.core import aten__native_batch_norm_legit_functional, aten_conv3d
 from onnxscript.function_libs.torch_lib.ops.nn import (
     aten__upsample_bicubic2d_aa,
     aten__upsample_bilinear2d_aa,
@@ -31,8 +32,9 @@ def layer_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.conv3d.default: _conv3d,
         torch.ops.aten.avg_pool2d.default: _avg_pool2d,
         torch.ops.aten.avg_pool3d.default: _avg_pool3d,
-        torch.ops.aten._upsample_bicubic2d_aa.default: _bicubic,  # noqa: SLF001  (the only name that torch has for it)
-        torch.ops.aten._upsample_bilinear2d_aa.default: _bilinear,  # noqa: SLF001  (the only name that torch has for it)
+        torch.ops.aten._native_batch_norm_legit_functional.default: _batch_norm,  # noqa: SLF001  (see below)
+        torch.ops.aten._upsample_bicubic2d_aa.default: _bicubic,  # noqa: SLF001  (see below)
+        torch.ops.aten._upsample_bilinear2d_aa.default: _bilinear,  # noqa: SLF001  (torch has no other name for it)
     }
 
 
@@ -88,6 +90,20 @@ def _redivided(
     window = math.prod(kernel_size) if len(kernel_size) > 1 else kernel_size[0] ** axes
     average = averaged(x, kernel_size, stride, padding, False, True)
     return op.Mul(average, op.Constant(value=onnx_ir.tensor(window / divisor, dtype=x.dtype)))
+
+
+def _batch_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    mean: Any = None,
+    variance: Any = None,
+    training: bool = False,
+    *rest: Any,
+) -> Any:
+    if training:  # torch's translation would normalize by the statistics that are only to be updated
+        mean = variance = None
+    return aten__native_batch_norm_legit_functional(x, weight, bias, mean, variance, training, *rest)
 
 
 def _bicubic(x: Any, size: Any, align_corners: bool, height: float | None = None, width: float | None = None) -> Any:

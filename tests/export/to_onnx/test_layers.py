@@ -26,6 +26,14 @@ class Resized(nn.Module):
         return functional.interpolate(input, **self.how, antialias=True)
 
 
+class OfTheBatch(nn.BatchNorm2d):
+    """Normalizes by the batch's own statistics, whatever its mode, and keeps those that it has."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (what the layer calls it)
+        mean, variance = self.running_mean, self.running_var
+        return functional.batch_norm(input, mean, variance, self.weight, self.bias, training=True, momentum=0.0)
+
+
 PICTURE = torch.rand(2, 4, 6, 7, generator=torch.Generator().manual_seed(0))
 VOLUME = torch.rand(2, 4, 6, 7, 8, generator=torch.Generator().manual_seed(0))
 LAYERS = {
@@ -37,6 +45,7 @@ LAYERS = {
     "smaller without aliasing": (Resized(scale_factor=0.55, mode="bilinear"), PICTURE),
     "larger without aliasing": (Resized(scale_factor=(0.75, 1.7), mode="bicubic"), PICTURE),
     "to a size without aliasing": (Resized(size=(4, 9), mode="bicubic"), PICTURE),
+    "statistics of the batch": (OfTheBatch(4), PICTURE),
     "averages as they are": (nn.AvgPool3d(3, 2, padding=1, ceil_mode=True, count_include_pad=False), VOLUME),
 }
 
