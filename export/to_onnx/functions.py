@@ -86,6 +86,9 @@ def _erfcx(x: Any) -> Any:
 
 def _log_sigmoid(x: Any) -> Any:
     """Without the sigmoid itself, whose logarithm is wrong from -15 on and infinite from -18, as runtimes compute it."""
+    if x.dtype == onnx_ir.DataType.DOUBLE:  # ONNX Runtime has no Softplus of it
+        added = op.Log(op.Add(op.Exp(op.Neg(op.Abs(x))), _number(1.0, x)))
+        return op.Sub(op.Min(x, _number(0.0, x)), added)
     return op.Neg(op.Softplus(op.Neg(x)))
 
 

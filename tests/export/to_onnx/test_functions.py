@@ -68,6 +68,8 @@ def test_the_logarithm_of_a_sigmoid_holds_far_from_zero() -> None:
     x = torch.tensor([[-500.0, -30, -15, -1, 0, 1, 30]])
     model = export_onnx(nn.LogSigmoid().eval(), x)
     np.testing.assert_allclose(fed(session(model), {"input": x})["output"], nn.LogSigmoid()(x), rtol=1e-5, atol=1e-12)
+    double = session(export_onnx(nn.LogSigmoid().eval(), x.double()))
+    np.testing.assert_allclose(fed(double, {"input": x.double()})["output"], nn.LogSigmoid()(x.double()), rtol=1e-5, atol=1e-12)
     half = session(export_onnx(to_half(nn.LogSigmoid().eval()).module, x.half()))
     assert difference(nn.LogSigmoid(), half, {"input": x}, half=True) < 1e-3
 
