@@ -188,7 +188,8 @@ class Contestant:
         if not self._options.shared_memory:
             return requests
         # The same request has the same answer, but others may have longer ones.
-        varies = any(output.datatype == "BYTES" or -1 in output.shape[1:] for output in plan.metadata.outputs)
+        sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch, which is as large in all of them
+        varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in plan.metadata.outputs)
         others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
         return self._shared(requests, [answer, *others])
 

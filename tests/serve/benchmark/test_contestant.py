@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trustme
+from onnx import helper
 
 from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES
@@ -63,6 +64,25 @@ def test_every_answer_has_room_in_shared_memory(sharing_server: RunningServer) -
     shapes = {f"in_{row.wire}": [1] for row in DATATYPES if row.wire not in ("BYTES", "BF16")}
     options = RequestOptions(shared_memory=True, given={"in_BYTES": texts}, shapes=[shapes])
     with Contestant(sharing_server.address, ["echo_types"], options) as contestant:
+        level = measure(contestant.bench, Load(concurrency=2), SHORT)
+    assert (level.requests, level.tally.messages) == (12, {})
+
+
+def test_answers_of_other_lengths_have_room_where_no_batch_is_in_front(tmp_path: Path) -> None:
+    folder = tmp_path / "found" / "1"
+    folder.mkdir(parents=True)
+    x, y = helper.make_tensor_value_info("x", 1, [100]), helper.make_tensor_value_info("y", 7, ["positive", 1])
+    steps = (("Relu", "x", "r"), ("NonZero", "r", "places"), ("Transpose", "places", "y"))
+    nodes = [helper.make_node(kind, [source], [result]) for kind, source, result in steps]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y]), opset_imports=[helper.make_opsetid("", 18)], ir_version=9
+    )
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    (folder.parent / "config.pbtxt").write_text('name: "found"\nbackend: "onnxruntime"\nmax_batch_size: 0\n')
+    with (
+        running_server(lambda: load_repository(tmp_path), shared_memory=True) as running,
+        Contestant(running.address, ["found"], RequestOptions(shared_memory=True)) as contestant,
+    ):
         level = measure(contestant.bench, Load(concurrency=2), SHORT)
     assert (level.requests, level.tally.messages) == (12, {})
 
