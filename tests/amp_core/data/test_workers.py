@@ -159,15 +159,13 @@ def test_a_parent_that_dies_as_its_worker_begins_is_missed(monkeypatch: pytest.M
     assert not torch_worker.ManagerWatchdog().is_alive()
 
 
-# It does not wait without end: Python misses a signal that comes just before the system call that would wait.
 CONSUMER = """
-import time
+import sys
 from tests.amp_core.data.sets import Numbers, batches
 epoch = batches(Numbers(4000), workers=2).epoch(0)
 next(epoch)
 print("ready", flush=True)
-while True:
-    time.sleep(0.01)
+sys.stdin.read()
 """
 
 
@@ -176,6 +174,7 @@ def test_nothing_stays_when_the_main_process_is_killed_or_interrupted(kind: sign
     with subprocess.Popen(
         [sys.executable, "-c", CONSUMER],
         cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
