@@ -159,8 +159,10 @@ def test_a_parent_that_dies_as_its_worker_begins_is_missed(monkeypatch: pytest.M
     assert not torch_worker.ManagerWatchdog().is_alive()
 
 
+# A suite that was started in the background of a shell without job control has SIGINT ignored, and its processes inherit that.
 CONSUMER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from tests.amp_core.data.sets import Numbers, batches
 epoch = batches(Numbers(4000), workers=2).epoch(0)
 next(epoch)
