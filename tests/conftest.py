@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,10 @@ from tests.longest_first import spread
 
 # As `halfserve` itself does, and before any test loads torch: see halfserve.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# What a shell without job control starts in the background has SIGINT ignored, and all that it starts inherits that.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # A shared machine may stall for a second at any place: how long an example takes proves nothing about the code.
