@@ -49,10 +49,13 @@ def look_at_neighbours(version: LoadedVersion, budget_s: float) -> None:
         return
     if own_parameter(version.config, "halfserve.warm_up") is False:
         return
+    inputs = _one_row(version)
+    if inputs is None:
+        return
     until = time.monotonic() + budget_s
     try:
-        mixed = _mixed_output(version, until, seed=0)
-        if mixed is None or _mixed_output(version, until, seed=1) is None:  # a class may be another by a rounding, once
+        mixed = _mixed_output(version, inputs, until, seed=0)
+        if mixed is None or _mixed_output(version, inputs, until, seed=1) is None:  # a class may be another by a rounding, once
             return
     except _TookTooLongError:
         logger.warning(
@@ -75,15 +78,19 @@ def look_at_neighbours(version: LoadedVersion, budget_s: float) -> None:
         joining.is_safe = False
 
 
-def _mixed_output(version: LoadedVersion, until: float, *, seed: int) -> str | None:
-    """The first output that shows it; None where none does, or nothing can be told."""
+def _one_row(version: LoadedVersion) -> Mapping[str, Array] | None:
+    """Inputs such as the warm-up's; None where memory would not hold a pair of them."""
     declared = declared_requests(version)
     like = declared[0] if declared else None
-    one = next(sized_requests(version, like), None)
-    if one is None or any(rows <= PAIR for rows in too_large(version, like)):
+    if any(rows <= PAIR for rows in too_large(version, like)):
         return None
+    return next(sized_requests(version, like)).inputs
+
+
+def _mixed_output(version: LoadedVersion, row: Mapping[str, Array], until: float, *, seed: int) -> str | None:
+    """The first output that shows it, with rows such as this one; None where none does, or nothing can be told."""
     random, on_cpu = np.random.default_rng(seed), version.backends[0].provider == ON_CPU
-    first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in one.inputs.items()} for _ in range(PAIR))
+    first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in row.items()} for _ in range(PAIR))
     together = {name: np.concatenate([first[name], second[name]]) for name in first}
     answers = [_answer(version, inputs, until) for inputs in (first, second, first, together)]
     if any(not answer for answer in answers):

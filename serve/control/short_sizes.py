@@ -13,7 +13,6 @@ from serve.engine.loaded_version import LoadedVersion
 from serve.engine.own_parameters import own_parameter
 from serve.engine.pauses import pause
 from serve.engine.short_batches import LONE_S
-from serve.engine.tensors import ANY_SIZE
 
 RUNS = 8
 
@@ -28,9 +27,10 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
         Seconds that a batch takes at best on the slowest copy, by rows. Nothing where requests may differ in shape or the time
         that they take, where batches run on a device, or where the model is not to be run before it serves.
     """
-    if own_parameter(version.config, "halfserve.warm_up") is False or not _has_one_shape(version):
+    if own_parameter(version.config, "halfserve.warm_up") is False:
         return {}
-    if version.interface.open_ended or any(backend.provider != ON_CPU for backend in version.backends):
+    steady = version.interface.is_steady(batched=version.config.max_batch_size > 0)
+    if not steady or any(backend.provider != ON_CPU for backend in version.backends):
         return {}
     declared = declared_requests(version)
     sizes = {}
@@ -41,11 +41,6 @@ def short_sizes(version: LoadedVersion) -> dict[int, float]:
         sizes[request.rows] = seconds
         pause()
     return sizes
-
-
-def _has_one_shape(version: LoadedVersion) -> bool:
-    batched = version.config.max_batch_size > 0
-    return not any(ANY_SIZE in spec.shape[1 if batched else 0 :] for spec in version.interface.inputs)
 
 
 def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> float:

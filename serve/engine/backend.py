@@ -10,7 +10,7 @@ import numpy as np
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.model_kinds import ONNX, ModelKind
-from serve.engine.tensors import Tensors, TensorSpec
+from serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # as backends report it who compute on the CPU
 
@@ -38,6 +38,11 @@ class ModelInterface:
     row_names: frozenset[str] = frozenset()
     data_files: frozenset[str] = frozenset()
     open_ended: bool = False
+
+    def is_steady(self, *, batched: bool) -> bool:
+        """Whether batches of as many rows take about as long as each other: neither shapes nor values differ in that."""
+        own = 1 if batched else 0
+        return not self.open_ended and not any(ANY_SIZE in spec.shape[own:] for spec in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.queue_policy import queue_policy
 from serve.engine.statistics import Statistics
 from serve.engine.supervision import Supervision
-from serve.engine.tensors import ANY_SIZE, TensorSpec
+from serve.engine.tensors import TensorSpec
 
 
 @dataclass(eq=False)
@@ -67,7 +67,8 @@ class Model:
             open_ended=self.interface.open_ended,
         )
         instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
-        limits, statistics, steady = self.limits, self.statistics, self._is_steady
+        limits, statistics = self.limits, self.statistics
+        steady = self.interface.is_steady(batched=self.max_batch_size > 0)
         self.batcher = Batcher(instances, limits, statistics, self.short_s, self.joining, is_steady=steady)
 
     @property
@@ -80,13 +81,6 @@ class Model:
         """Whether requests are likely to be answered: a copy is up, and the guard has nothing against it."""
         up = any(instance.is_up for instance in self.batcher.instances)
         return up and (self.guard is None or not self.guard.blocks_readiness)
-
-    @property
-    def _is_steady(self) -> bool:
-        """Whether its batches take about as long as each other, for as many rows: neither shapes nor values differ in that."""
-        own = 1 if self.max_batch_size else 0
-        one_shape = not any(ANY_SIZE in spec.shape[own:] for spec in self.interface.inputs)
-        return one_shape and not self.interface.open_ended
 
     @property
     def provider(self) -> str:

@@ -57,6 +57,7 @@ def test_samples_that_change_each_others_answers_are_refused(
         lambda x: x[x > 0],
         torch.rand_like,
         lambda x: x[:0],
+        lambda x: torch.full((len(x), 1), 1_000_000 + len(x)),
     ],
 )
 def test_others_are_not_suspected(formula: Callable[[Tensor], Tensor]) -> None:
@@ -69,7 +70,8 @@ def test_inputs_without_samples_are_the_same_for_all() -> None:
         check(lambda x, factor: (x - x.mean(0)) * factor, [X, torch.tensor(2.0)])
 
 
-def test_one_sample_tells_nothing() -> None:
+def test_one_sample_tells_nothing_nor_do_inputs_without_any() -> None:
+    check(lambda factor: factor * 2, [torch.tensor(2.0)])
     check(lambda x: x - x.mean(0), [X[:1]])
 
 
