@@ -21,8 +21,8 @@ from typing import IO, Annotated, cast
 import numpy as np
 import typer
 
-from serve.backends.onnx_interface import read_interface
-from serve.backends.onnxruntime_session import SessionOpener
+from serve.backends.onnx_runtime.onnx_interface import read_interface
+from serve.backends.onnx_runtime.session import SessionOpener
 from serve.benchmark.contestant import Contestant, RequestOptions
 from serve.benchmark.loads import Load
 from serve.benchmark.measurement import Measurement, measure

@@ -36,13 +36,13 @@ from rich.progress import track
 from rich.table import Table
 
 from protos.inference_pb2 import ModelInferRequest
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import Placement
-from serve.engine.batch import run_batch
-from serve.engine.config import Defaults
-from serve.engine.loaded_version import load_model
+from serve.engine.batches.batch import run_batch
+from serve.engine.configuration.config import Defaults
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from serve.engine.requests import InferRequest
 from serve.server import ServerOptions, serve
 

@@ -22,14 +22,14 @@ import typer
 from ngh2 import Connection, Role, StreamClosed
 
 from protos import inference_pb2 as pb
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.collector import seldom_collecting
 from serve.engine.backend import Placement
-from serve.engine.config import Defaults
+from serve.engine.configuration.config import Defaults
 from serve.engine.inference_core import InferenceCore
-from serve.engine.loaded_version import load_model
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from serve.protocol.service import INFER_PATH, Service
 from serve.transports.grpc_framing import frame
 from serve.transports.nghttp2.connection import GrpcConnection

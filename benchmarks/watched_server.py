@@ -22,7 +22,7 @@ import uvloop
 
 from benchmarks.request_cost import loaded, one_row
 from serve.engine.errors import ModelLoadError
-from serve.engine.histograms import StageHistograms
+from serve.engine.figures.histograms import StageHistograms
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.http.options import HttpOptions

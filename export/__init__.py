@@ -1,7 +1,7 @@
 """From a trained PyTorch model to an fp16 ONNX artefact whose numbers are proved.
 
-The names below are loaded when they are first used: models import `export.dtype_inheritance` (or its helpers from here) inside
-`forward`, and that must not pull in onnx or a runtime.
+The names below are loaded when they are first used: models use the helpers of `export.inheritance.dtype_inheritance` inside
+`forward`, imported from there or from here, and that must not pull in onnx or a runtime.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
     from export.certificate.embed import check_embedded, embed
     from export.certificate.html import certificate_page
-    from export.dtype_inheritance import (
+    from export.errors import ExportError
+    from export.halving.to_half import to_half
+    from export.inheritance.dtype_inheritance import (
         causal_mask,
         finfo,
         mask_value,
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
         new_tensor,
         new_zeros,
     )
-    from export.errors import ExportError
-    from export.halving.to_half import to_half
-    from export.inherit_dtype_mode import inherit_dtype
+    from export.inheritance.inherit_dtype_mode import inherit_dtype
     from export.leaks.finder import find_dtype_leaks
     from export.module_pipeline import export_module
     from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
@@ -82,7 +82,7 @@ _HOMES = {
     "errors": {"ExportError"},
     "module_pipeline": {"export_module"},
     "halving.to_half": {"to_half"},
-    "inherit_dtype_mode": {"inherit_dtype"},
+    "inheritance.inherit_dtype_mode": {"inherit_dtype"},
     "leaks.finder": {"find_dtype_leaks"},
     "onnx_fp16.convert_float_to_float16": {"convert_float_to_float16"},
     "onnx_fp16.model_files": {"convert_file"},
@@ -99,5 +99,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'export' has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "dtype_inheritance")
+    home = next((module for module, names in _HOMES.items() if name in names), "inheritance.dtype_inheritance")
     return getattr(import_module(f"export.{home}"), name)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from export.errors import ExportError
-from export.model_file import ModelFile, open_model
-from export.model_writer import StagedModel, superseded_files
+from export.files.model_file import ModelFile, open_model
+from export.files.model_writer import StagedModel, superseded_files
 from export.onnx_fp16.model_files import require_free
 from export.repository.model_version_writer import require_addable, write_model_version
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from export.conversion_targets import Target
 from export.errors import ExportError
-from export.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
-from export.model_writer import ExternalData
+from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
+from export.files.model_writer import ExternalData
 from export.onnx_fp16.model_files import StagedConversion, staged_conversion
 from export.onnx_fp16.report import ConversionReport
 from export.placement.audit import Placement, audit_placement

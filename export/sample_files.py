@@ -11,7 +11,7 @@ from export.errors import ExportError
 from export.verification.interface import Input, inputs_of
 
 if TYPE_CHECKING:
-    from export.model_file import ModelFile
+    from export.files.model_file import ModelFile
 
 Array = np.ndarray[Any, Any]
 

@@ -18,8 +18,8 @@ from serve.addresses import addresses
 from serve.control.options import ControlMode, ControlOptions
 from serve.departure import leave_at_once, leave_threads_behind
 from serve.engine.backend import Placement
-from serve.engine.batching import BatchingOptions
-from serve.engine.config import Defaults
+from serve.engine.configuration.batching import BatchingOptions
+from serve.engine.configuration.config import Defaults
 from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
 from serve.lost_device import LostDeviceError

@@ -18,8 +18,8 @@ from serve.control.loader import Loader
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlOptions
 from serve.engine.backend import Placement, Runtime
-from serve.engine.batching import BatchingOptions
-from serve.engine.config import Defaults
+from serve.engine.configuration.batching import BatchingOptions
+from serve.engine.configuration.config import Defaults
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.http.options import HttpOptions

@@ -12,7 +12,7 @@ import numpy as np
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.runtimes import probing_runtimes
 from serve.engine.backend import Backend, Placement
-from serve.engine.locked_memory import locked_buffer
+from serve.engine.batches.locked_memory import locked_buffer
 from serve.engine.tensors import Array, Tensors
 
 WARM_UPS = 3  # computes, makes the buffers of a recording and records

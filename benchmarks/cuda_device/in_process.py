@@ -10,13 +10,13 @@ import numpy as np
 
 from serve.backends.runtimes import probing_runtimes
 from serve.engine.backend import Placement
-from serve.engine.config import Defaults
+from serve.engine.batches.raw_inputs import RawInput, RawInputs, RawLayout
+from serve.engine.configuration.config import Defaults
 from serve.engine.errors import InferenceError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.loaded_version import load_model
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models
-from serve.engine.raw_inputs import RawInput, RawInputs, RawLayout
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors
 

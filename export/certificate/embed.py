@@ -16,11 +16,11 @@ from pathlib import Path
 
 import onnx
 
-from export.atomic_write import sync_folder
 from export.certificate.certificate import Certificate
 from export.errors import ExportError
-from export.model_file import ModelFile, ModelSource, open_model, serialize
-from export.tensor_outline import outlined
+from export.files.atomic_write import sync_folder
+from export.files.model_file import ModelFile, ModelSource, open_model, serialize
+from export.files.tensor_outline import outlined
 
 PREFIX = "halfserve.certificate"
 KEY = "halfserve.certificate_sha256"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from export.atomic_write import write_atomically
 from export.certificate.certificate import BudgetExceeded
 from export.certificate.table import certificate_table
 from export.conversion_table import conversion_table
 from export.file_conversion import Converted, SearchFailed
+from export.files.atomic_write import write_atomically
 from export.placement.table import placement_lines, placement_table
 
 if TYPE_CHECKING:

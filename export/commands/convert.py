@@ -18,12 +18,12 @@ from export.commands.output_files import page_beside, require_output
 from export.conversion_targets import FileTarget, RepositoryTarget, Target
 from export.errors import ExportError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
-from export.model_writer import ExternalData
+from export.files.model_writer import ExternalData
 from export.sample_files import load_samples
 from export.verification.budget import Budget
 
 if TYPE_CHECKING:
-    from export.model_file import ModelFile
+    from export.files.model_file import ModelFile
     from export.verification.metrics import Array
 
 MAX_BATCH_SIZE = 32

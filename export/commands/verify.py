@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from export.atomic_write import write_atomically
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.html import certificate_page
 from export.certificate.table import certificate_table
 from export.commands.made_up import NOTE, sizes_of, way_out
 from export.commands.output_files import require_output
 from export.errors import ExportError
-from export.model_file import ModelFile, open_model
+from export.files.atomic_write import write_atomically
+from export.files.model_file import ModelFile, open_model
 from export.sample_files import load_samples
 from export.verification.budget import Budget
 from export.verification.labels_file import load_labels

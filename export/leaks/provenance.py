@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from export.inheritance.torch_factories import FACTORIES, HELPERS
 from export.leaks.birth import FIXES, Birth, Kind, Origin, Written
 from export.leaks.operation import HALF, WIDE, Operation, results_of, short
 from export.leaks.places import Place
-from export.torch_factories import FACTORIES, HELPERS
 
 # These write values into a tensor whose dtype is the caller's choice: rounding is what was asked for.
 ASSIGNMENTS = frozenset({

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from types import CodeType
 
+from export.inheritance.torch_factories import HELPERS
 from export.leaks.constants import FP16_FIRST_INFINITE
 from export.leaks.log import Log
 from export.leaks.places import Place, Whereabouts
 from export.leaks.regions import parsed
-from export.torch_factories import HELPERS
 from export.weight_ledger import FP16_LARGEST_FLUSHED
 
 # Without a dtype these are float32, whatever their arguments are.

@@ -12,9 +12,9 @@ from export.onnx_fp16.cleanup import may_be_renamed
 from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_graphs, all_nodes, is_float
 from export.onnx_fp16.half_tensors import halved
 from export.onnx_fp16.names import FreshNames
-from export.onnx_fp16.node_places import TYPE_ATTRIBUTES
-from export.onnx_fp16.plan import Plan
-from export.onnx_fp16.weight_range import WeightRange, weight_of
+from export.onnx_fp16.planning.node_places import TYPE_ATTRIBUTES
+from export.onnx_fp16.planning.plan import Plan
+from export.onnx_fp16.planning.weight_range import WeightRange, weight_of
 
 _SUFFIX = {FLOAT: "float32", FLOAT16: "float16"}
 

@@ -9,22 +9,22 @@ import onnx
 import onnx_ir
 
 from export.errors import ExportError
-from export.format_opset import format_opset
-from export.onnx_fp16.block_lists import Known, require_known
+from export.files.format_opset import format_opset
 from export.onnx_fp16.casting import Caster
 from export.onnx_fp16.cleanup import drop_idle_casts
-from export.onnx_fp16.containers import settle_containers
+from export.onnx_fp16.element_types.value_types import declared_values, forget_inferred
 from export.onnx_fp16.graph_walk import all_nodes
-from export.onnx_fp16.islands import close_islands
 from export.onnx_fp16.mark import is_marked, mark
-from export.onnx_fp16.plan import Plan, blank_plan
+from export.onnx_fp16.planning.block_lists import Known, require_known
+from export.onnx_fp16.planning.containers import settle_containers
+from export.onnx_fp16.planning.islands import close_islands
+from export.onnx_fp16.planning.plan import Plan, blank_plan
+from export.onnx_fp16.planning.reasons import keep_nodes
+from export.onnx_fp16.planning.weight_range import WeightRange
 from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.reasons import keep_nodes
 from export.onnx_fp16.report import ConversionReport
 from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, report_of, report_unchanged
 from export.onnx_fp16.settings import settings_of
-from export.onnx_fp16.value_types import declared_values, forget_inferred
-from export.onnx_fp16.weight_range import WeightRange
 
 FIRST_OPSET_WITH_CASTS = 6  # that say types by number
 

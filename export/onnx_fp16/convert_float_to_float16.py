@@ -9,9 +9,9 @@ import onnx
 import onnx_ir
 
 from export.errors import ExportError
-from export.model_file import open_model
+from export.files.model_file import open_model
+from export.files.sparse_weights import densify
 from export.onnx_fp16.convert import convert
-from export.sparse_weights import densify
 
 
 def convert_float_to_float16(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import ExportError
-from export.model_file import ModelFile, open_model
-from export.model_writer import ExternalData, StagedModel, staged_model
+from export.files.model_file import ModelFile, open_model
+from export.files.model_writer import ExternalData, StagedModel, staged_model
 from export.onnx_fp16.convert import Conversion, convert
 
 _OF_CERTIFICATES = "halfserve.certificate"
@@ -53,7 +53,7 @@ def convert_file(
         op_block_list: Operators that stay float32.
         node_block_list: Nodes that stay float32.
         repair: Whether to rewrite what float16 could not hold.
-        external_data: See `export.model_writer.staged_model`.
+        external_data: See `export.files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.
 
     Returns:

@@ -6,16 +6,16 @@ import onnx_ir
 from onnx_ir.passes.common import InlinePass
 
 from export.errors import ExportError
-from export.onnx_fp16.block_lists import block_reason
 from export.onnx_fp16.constant_nodes import unify_constants
+from export.onnx_fp16.element_types.value_types import infer_types
 from export.onnx_fp16.graph_walk import all_nodes
 from export.onnx_fp16.names import name_nodes
 from export.onnx_fp16.passes import run_passes
-from export.onnx_fp16.reasons import KEEP
+from export.onnx_fp16.planning.block_lists import block_reason
+from export.onnx_fp16.planning.reasons import KEEP
 from export.onnx_fp16.repair import REPAIRS
 from export.onnx_fp16.report import Repair
 from export.onnx_fp16.settings import Settings
-from export.onnx_fp16.value_types import infer_types
 
 
 def repair_model(model: onnx_ir.Model, settings: Settings | None = None) -> tuple[Repair, ...]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir
 
+from export.onnx_fp16.element_types.value_types import infer_types
 from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_nodes
-from export.onnx_fp16.node_places import computes_on_floats
-from export.onnx_fp16.plan import Plan
+from export.onnx_fp16.planning.node_places import computes_on_floats
+from export.onnx_fp16.planning.plan import Plan
+from export.onnx_fp16.planning.weight_range import WeightRange
 from export.onnx_fp16.report import Action, ConversionReport, KeptNode, Repair, TensorLedger
-from export.onnx_fp16.value_types import infer_types
-from export.onnx_fp16.weight_range import WeightRange
 from export.weight_ledger import Ledger
 
 # They compute nothing.

@@ -17,10 +17,10 @@ import onnx
 import onnxruntime
 
 from export.errors import ExportError
-from export.model_file import ModelFile, ModelSource, open_model
+from export.files.model_file import ModelFile, ModelSource, open_model
+from export.files.proto_walk import all_nodes
 from export.placement.islands import Island, find_islands
 from export.placement.predict_cuda import CudaWarning, predict_cuda
-from export.proto_walk import all_nodes
 
 LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")
 CPU = "CPUExecutionProvider"

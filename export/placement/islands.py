@@ -12,7 +12,7 @@ import onnx
 from export.placement.value_types import typed_graphs
 
 if TYPE_CHECKING:
-    from export.model_file import ModelFile
+    from export.files.model_file import ModelFile
 
 _CONVERSIONS = frozenset({"Cast", "CastLike"})
 

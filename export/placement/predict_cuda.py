@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import onnx
 
-from export.model_file import ModelFile, ModelSource, open_model
+from export.files.model_file import ModelFile, ModelSource, open_model
 from export.placement.cuda_kernels import RUNTIME_VERSION, cuda_kernels
 from export.placement.kernel_registry import Kernel, Registry
 from export.placement.value_types import typed_graphs

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 if TYPE_CHECKING:
-    from export.model_file import ModelFile
+    from export.files.model_file import ModelFile
 
 
 def typed_graphs(model: ModelFile) -> Iterator[tuple[onnx.GraphProto, Mapping[str, int]]]:

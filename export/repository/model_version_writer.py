@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from export.atomic_write import sync_folder, write_and_sync
 from export.errors import ExportError
-from export.model_file import ModelFile, ModelSource, open_model
+from export.files.atomic_write import sync_folder, write_and_sync
+from export.files.model_file import ModelFile, ModelSource, open_model
 from export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
 from export.repository.version_files import FP32_TWIN, VersionFiles
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from export.atomic_write import sync_folder, write_and_sync
 from export.errors import ExportError
-from export.model_file import ModelFile, open_model
+from export.files.atomic_write import sync_folder, write_and_sync
+from export.files.model_file import ModelFile, open_model
 
 if TYPE_CHECKING:
     from export.certificate.certificate import Certificate

@@ -21,7 +21,7 @@ from typing import Literal
 import onnx
 from onnx import TensorProto, helper
 
-from export.onnx_fp16.op_sets import MOVERS
+from export.onnx_fp16.planning.op_sets import MOVERS
 from export.search.half_path import Pieces, captured, gathered, graphs_of, rename_captured, round_body
 from export.search.searched_model import SearchedModel
 

@@ -13,7 +13,7 @@ import onnxruntime
 from onnx import version_converter
 
 from export.errors import ExportError
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.search.half_path import BROKEN
 from export.search.instrumented_graph import RESULT, Probe, instrumented
 from export.search.searched_model import SearchedModel

@@ -10,7 +10,7 @@ import onnx_ir
 
 from export.certificate.certificate import OutputVerdict, anything_compared
 from export.errors import ExportError
-from export.model_file import ModelFile, open_model
+from export.files.model_file import ModelFile, open_model
 from export.onnx_fp16.convert import convert
 from export.onnx_fp16.report import ConversionReport
 from export.search.narrowing import OutOfRunsError

@@ -8,10 +8,10 @@ from pathlib import Path
 import onnx
 import onnx_ir
 
-from export.atomic_write import write_atomically
 from export.errors import ExportError
-from export.model_file import PROTOBUF_LIMIT_BYTES, serialize
-from export.model_writer import ExternalData, staged_model
+from export.files.atomic_write import write_atomically
+from export.files.model_file import PROTOBUF_LIMIT_BYTES, serialize
+from export.files.model_writer import ExternalData, staged_model
 from export.to_onnx.messages import one_line
 
 SIZES_ROUNDED = frozenset({"AveragePool", "MaxPool", "Resize"})

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from export.errors import ExportError
-from export.model_file import ModelFile, ModelSource, open_model
+from export.files.model_file import ModelFile, ModelSource, open_model
 from export.verification.adversarial import Case
 from export.verification.children import CUDA, Answer, Children, Feed, StagedFeed, Value
 from export.verification.data_dependence import data_dependent_values

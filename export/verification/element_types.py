@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import TensorProto
 
-from export.onnx_fp16.signatures import Signature, signature_named
+from export.onnx_fp16.element_types.signatures import Signature, signature_named
 
 FLOATS: dict[int, str] = {
     TensorProto.FLOAT16: "tensor(float16)",

@@ -14,8 +14,8 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from export.errors import ExportError
-from export.external_data import external_tensors, location_of
-from export.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
+from export.files.external_data import external_tensors, location_of
+from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
 from export.verification.accumulators import Risk, with_checks
 from export.verification.children import CPU, CUDA, Answer, Children, StagedFeed, Value
 from export.verification.simulate import round_every_node

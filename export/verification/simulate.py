@@ -20,8 +20,8 @@ import onnx
 from onnx import TensorProto, helper, inliner, shape_inference
 
 from export.errors import ExportError
-from export.format_opset import format_opset
-from export.onnx_fp16.node_places import TYPE_ATTRIBUTES
+from export.files.format_opset import format_opset
+from export.onnx_fp16.planning.node_places import TYPE_ATTRIBUTES
 from export.verification.cuda_reductions import taken_apart
 from export.verification.element_types import ElementTypes
 from export.verification.running_sums import constants_in, is_running_sum, running_sum

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 
 from export.errors import ExportError
-from export.model_file import ModelFile, ModelSource, open_model
+from export.files.model_file import ModelFile, ModelSource, open_model
 from export.verification.interface import Input, inputs_of
 from export.verification.metrics import Array
 

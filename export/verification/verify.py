@@ -12,7 +12,7 @@ import numpy as np
 from export.certificate.certificate import Accuracy, BudgetExceeded, Certificate
 from export.certificate.embed import graph_sha256
 from export.errors import ExportError
-from export.model_file import ModelFile, ModelSource, open_model
+from export.files.model_file import ModelFile, ModelSource, open_model
 from export.verification.accumulators import Risk
 from export.verification.adversarial import Case, adversarial_cases
 from export.verification.advice import advice

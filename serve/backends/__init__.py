@@ -1,1 +1,1 @@
-"""What runs a model: one file per runtime."""
+"""What runs a model: ONNX Runtime or PyTorch, told apart by the file."""

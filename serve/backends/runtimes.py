@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.crash_probe import CrashProbe
-from serve.backends.crash_verdicts import CrashVerdicts, default_folder
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
+from serve.backends.probe.crash_probe import CrashProbe
+from serve.backends.probe.crash_verdicts import CrashVerdicts, default_folder
 from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.errors import ModelLoadError
 

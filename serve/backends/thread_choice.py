@@ -13,7 +13,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from serve.backends.probe_child import ones
+from serve.backends.probe.probe_child import ones
 from serve.engine.backend import Placement
 
 QUICK_S = 200e-6

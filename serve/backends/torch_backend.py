@@ -15,8 +15,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.cuda_neighbours import TURNS, settle_thread
-from serve.backends.session_settings import read_settings
+from serve.backends.onnx_runtime.cuda_neighbours import TURNS, settle_thread
+from serve.backends.onnx_runtime.session_settings import read_settings
 from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
 from serve.backends.torch_upcast import can_upcast, half_dtypes, upcast_graph, upcast_tensor
 from serve.backends.torch_writes import written

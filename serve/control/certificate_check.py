@@ -66,7 +66,7 @@ def _look_into(model: Path) -> tuple[list[str], str | None]:
     """The data files that a model names, and the hash of the certificate that it names."""
     if model.suffix != ".onnx":
         return [], None
-    from serve.backends.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
+    from serve.backends.onnx_runtime.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
 
     with open_onnx(model) as opened:
         message = opened.model

@@ -12,12 +12,12 @@ from serve.control.neighbours import look_at_neighbours
 from serve.control.short_sizes import short_sizes
 from serve.control.warm_up import warm_up
 from serve.engine.backend import CPU_PROVIDERS, Placement, Runtime
-from serve.engine.config import Defaults
+from serve.engine.configuration.config import Defaults
+from serve.engine.configuration.ignored_settings import ignored_settings
 from serve.engine.errors import ModelLoadError
-from serve.engine.ignored_settings import ignored_settings
-from serve.engine.loaded_version import LoadedVersion, load_version
-from serve.engine.model_repository import ModelFiles
 from serve.engine.pauses import pause
+from serve.engine.repository.loaded_version import LoadedVersion, load_version
+from serve.engine.repository.model_repository import ModelFiles
 
 logger = logging.getLogger(__name__)
 

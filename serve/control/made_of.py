@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.control.fingerprint import Fingerprint, fingerprint
-from serve.engine.model_repository import ModelFiles
+from serve.engine.repository.model_repository import ModelFiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve.backends.onnx_file import SUFFIX, data_files, open_onnx
+from serve.backends.onnx_runtime.onnx_file import SUFFIX, data_files, open_onnx
 from serve.engine.errors import ModelLoadError
 
 MEMINFO = Path("/proc/meminfo")

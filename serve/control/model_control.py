@@ -16,7 +16,7 @@ from serve.control.names import check_name, write_upload
 from serve.control.options import ALL, ControlMode, ControlOptions
 from serve.control.switch import Switch
 from serve.control.watch import RepositoryWatch
-from serve.engine.config_override import config_from_json
+from serve.engine.configuration.config_override import config_from_json
 from serve.engine.errors import (
     FailedPreconditionError,
     InferenceError,
@@ -26,8 +26,8 @@ from serve.engine.errors import (
     UnavailableError,
 )
 from serve.engine.inference_core import InferenceCore
-from serve.engine.model_repository import find_models, model_names
-from serve.engine.temporary_folders import temporary_folder
+from serve.engine.repository.model_repository import find_models, model_names
+from serve.engine.repository.temporary_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 

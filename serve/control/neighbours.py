@@ -14,11 +14,11 @@ import numpy as np
 
 from serve.control.warm_up import run_alone
 from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests, too_large
-from serve.engine.batch import Answered
-from serve.engine.instance import ON_CPU
-from serve.engine.loaded_version import LoadedVersion
-from serve.engine.own_parameters import own_parameter
+from serve.engine.batches.batch import Answered
+from serve.engine.configuration.own_parameters import own_parameter
+from serve.engine.instances.instance import ON_CPU
 from serve.engine.pauses import pause
+from serve.engine.repository.loaded_version import LoadedVersion
 from serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ import time
 
 from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests
 from serve.engine.backend import Backend
-from serve.engine.batch import Answered, run_batch
-from serve.engine.instance import ON_CPU
-from serve.engine.loaded_version import LoadedVersion
-from serve.engine.own_parameters import own_parameter
+from serve.engine.batches.batch import Answered, run_batch
+from serve.engine.configuration.own_parameters import own_parameter
+from serve.engine.instances.instance import ON_CPU
+from serve.engine.instances.short_batches import LONE_S
 from serve.engine.pauses import pause
-from serve.engine.short_batches import LONE_S
+from serve.engine.repository.loaded_version import LoadedVersion
 
 RUNS = 8
 

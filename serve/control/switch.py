@@ -10,12 +10,12 @@ from pathlib import Path
 from serve.control.loader import Loader
 from serve.control.loader_thread import LoaderThread
 from serve.control.made_of import MadeOf, made_of
-from serve.engine.config import DeclaredConfig
+from serve.engine.configuration.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.model_repository import ModelFiles, find_model
-from serve.engine.version_states import State
+from serve.engine.repository.model_repository import ModelFiles, find_model
+from serve.engine.repository.version_states import State
 
 logger = logging.getLogger(__name__)
 

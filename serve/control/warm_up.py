@@ -7,12 +7,12 @@ import time
 
 from serve.control.warm_up_requests import WarmUpRequest, declared_requests, sized_requests, too_large, too_large_declared
 from serve.engine.backend import Backend
-from serve.engine.batch import Answered, Failed, run_batch
+from serve.engine.batches.batch import Answered, Failed, run_batch
+from serve.engine.configuration.own_parameters import own_parameter
 from serve.engine.device_faults import InstanceLostError
 from serve.engine.errors import ModelLoadError
-from serve.engine.loaded_version import LoadedVersion
-from serve.engine.own_parameters import own_parameter
 from serve.engine.pauses import pause
+from serve.engine.repository.loaded_version import LoadedVersion
 from serve.engine.tensors import ANY_SIZE, Tensors
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import numpy as np
 from protos.datatypes import BY_CONFIG
 from protos.model_config_pb2 import ModelWarmup
 from serve.control.memory_check import available_bytes
-from serve.engine.config import DeclaredConfig
+from serve.engine.configuration.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
-from serve.engine.loaded_version import LoadedVersion
-from serve.engine.named_files import named_file
+from serve.engine.repository.loaded_version import LoadedVersion
+from serve.engine.repository.named_files import named_file
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import ANY_SIZE, Array, TensorSpec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from serve.control.fingerprint import Fingerprint, fingerprint
 from serve.control.loader_thread import LoaderThread
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_repository import model_names
+from serve.engine.repository.model_repository import model_names
 
 logger = logging.getLogger(__name__)
 

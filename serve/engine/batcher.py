@@ -10,21 +10,21 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from serve.engine.batch_limits import BatchLimits
-from serve.engine.batch_queue import Batch, BatchQueue, FullError
-from serve.engine.company import Company
-from serve.engine.compute_slots import ComputeSlots, Share
 from serve.engine.delivery import Delivery
 from serve.engine.errors import UnavailableError
-from serve.engine.free_instances import FreeInstances
-from serve.engine.instance import Instance
-from serve.engine.joining import Joining
-from serve.engine.pace import Pace
+from serve.engine.figures.statistics import Statistics
+from serve.engine.instances.company import Company
+from serve.engine.instances.free_instances import FreeInstances
+from serve.engine.instances.instance import Instance
+from serve.engine.instances.short_batches import LONE_BYTES, LONE_REQUESTS, LONE_S, NOTHING_KNOWN, SHORT_S, ShortBatches
+from serve.engine.instances.supervision import Late, Results, seconds_of
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from serve.engine.queueing.compute_slots import ComputeSlots, Share
+from serve.engine.queueing.joining import Joining
+from serve.engine.queueing.pace import Pace
+from serve.engine.queueing.shedding import Running, Shedding, full_error, late_error
 from serve.engine.requests import InferRequest
-from serve.engine.shedding import Running, Shedding, full_error, late_error
-from serve.engine.short_batches import LONE_BYTES, LONE_REQUESTS, LONE_S, NOTHING_KNOWN, SHORT_S, ShortBatches
-from serve.engine.statistics import Statistics
-from serve.engine.supervision import Late, Results, seconds_of
 
 # A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
 # longer: else a flood would leave no time to answer.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from serve.engine.batch import Answered, Failed
-from serve.engine.batch_queue import BatchQueue, FullError
+from serve.engine.batches.batch import Answered, Failed
 from serve.engine.errors import InferenceError
+from serve.engine.figures.statistics import Statistics
+from serve.engine.instances.supervision import Lost, Results
+from serve.engine.queueing.batch_queue import BatchQueue, FullError
 from serve.engine.requests import InferRequest
-from serve.engine.statistics import Statistics
-from serve.engine.supervision import Lost, Results
 
 
 class Delivery:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from serve.engine.backend import CPU_PROVIDERS
-from serve.engine.company import Company
-from serve.engine.compute_slots import ComputeSlots
 from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from serve.engine.figures.server_figures import ServerFigures
+from serve.engine.instances.company import Company
 from serve.engine.model import Model
+from serve.engine.queueing.compute_slots import ComputeSlots
+from serve.engine.repository.version_states import State, VersionStates, VersionStatus, in_order
 from serve.engine.requests import InferRequest
-from serve.engine.server_figures import ServerFigures
-from serve.engine.version_states import State, VersionStates, VersionStatus, in_order
 
 logger = logging.getLogger(__name__)
 

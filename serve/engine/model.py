@@ -8,15 +8,15 @@ from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import Backend, ModelInterface
-from serve.engine.batch_limits import BatchLimits
 from serve.engine.batcher import Batcher
-from serve.engine.instance import Instance
-from serve.engine.joining import Joining
-from serve.engine.own_parameters import own_parameter
+from serve.engine.configuration.own_parameters import own_parameter
+from serve.engine.configuration.queue_policy import queue_policy
+from serve.engine.figures.statistics import Statistics
+from serve.engine.instances.instance import Instance
+from serve.engine.instances.supervision import Supervision
 from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.queue_policy import queue_policy
-from serve.engine.statistics import Statistics
-from serve.engine.supervision import Supervision
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.joining import Joining
 from serve.engine.tensors import TensorSpec
 
 

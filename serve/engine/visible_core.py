@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from serve.engine.errors import NotFoundError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
+from serve.engine.repository.version_states import VersionStatus
 from serve.engine.requests import InferRequest
-from serve.engine.version_states import VersionStatus
 
 
 class VisibleCore(InferenceCore):

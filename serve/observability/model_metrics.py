@@ -7,9 +7,9 @@ from itertools import accumulate
 
 from prometheus_client.metrics_core import Metric
 
-from serve.engine.histograms import EDGES_NS, Histogram
+from serve.engine.figures.histograms import EDGES_NS, Histogram
 from serve.engine.model import Model
-from serve.engine.version_states import State, VersionStatus
+from serve.engine.repository.version_states import State, VersionStatus
 from serve.observability.text_format import number
 from serve.observability.triton_metrics import labels_of
 

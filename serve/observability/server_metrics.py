@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from serve.engine.server_figures import ServerFigures
+from serve.engine.figures.server_figures import ServerFigures
 
 # Figures that other rooms tell when they are asked: (type, name, text).
 READINGS = {

@@ -11,9 +11,9 @@ import numpy as np
 
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferRequest
+from serve.engine.batches.raw_inputs import RawInput, RawLayout
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
-from serve.engine.raw_inputs import RawInput, RawLayout
 from serve.engine.tensors import Array, TensorSpec
 from serve.protocol.raw_tensors import from_raw
 from serve.protocol.shared_memory import Place, SharedMemory

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Protocol
 
 from protos.inference_pb2 import ModelInferRequest
+from serve.engine.batches.raw_inputs import RawInputs, RawLayout
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.raw_inputs import RawInputs, RawLayout
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
 from serve.protocol.codec import decode_inputs, input_places, raw_layout

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from protos import inference_pb2 as pb
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.version_states import State
+from serve.engine.repository.version_states import State
 
 M = TypeVar("M", bound=Message)
 Answer = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.model_file import serialize
+from export.files.model_file import serialize
 
 
 def sums(

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from export.errors import ExportError
-from export.model_file import ModelFile, open_model
+from export.files.model_file import ModelFile, open_model
 from export.sample_files import load_samples
 from tests.export.onnx_files import sums
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.collector import NEW_OBJECTS, seldom_collecting
 from serve.engine.backend import Placement
 from serve.server import Ready, ServerOptions, serve

@@ -43,7 +43,7 @@ def test_a_thread_inside_a_runtime_does_not_make_the_end_a_crash(tmp_path: Path,
 LOADING = """
 import sys, threading
 from pathlib import Path
-from serve.backends.onnx_preparation import prepared
+from serve.backends.onnx_runtime.onnx_preparation import prepared
 from serve.departure import leave_threads_behind
 begun = threading.Event()
 def load():

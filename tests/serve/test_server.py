@@ -160,7 +160,7 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(mlp: Path) -> None:
     program = (
-        "import sys; import serve.cli, serve.server, serve.backends.onnxruntime_backend as b; from pathlib import Path; "
+        "import sys; import serve.cli, serve.server, serve.backends.onnx_runtime.backend as b; from pathlib import Path; "
         "from serve.engine.backend import Placement; from protos.model_config_pb2 import ModelConfig; "
         "runtime, path = b.OnnxRuntime(), Path(sys.argv[1]); "
         "runtime.load(path, runtime.describe(path), Placement(use_gpu=False), ModelConfig()); "

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import FLOAT, constant_of
-from export.onnx_fp16.reasons import KEEP
+from export.onnx_fp16.planning.reasons import KEEP
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import constant_of, is_float
-from export.onnx_fp16.op_sets import MOVERS, operators
+from export.onnx_fp16.planning.op_sets import MOVERS, operators
 from export.onnx_fp16.repair.edits import is_op, number_of, other_input, readers
 from export.weight_ledger import FP16_MAX
 

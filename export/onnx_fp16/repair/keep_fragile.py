@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import all_nodes, constant_of, is_float
-from export.onnx_fp16.op_sets import MOVERS, PERIODIC, operators
-from export.onnx_fp16.reasons import KEEP
+from export.onnx_fp16.planning.op_sets import MOVERS, PERIODIC, operators
+from export.onnx_fp16.planning.reasons import KEEP
 from export.onnx_fp16.repair.edits import is_op, readers
 from export.onnx_fp16.repair.fragile_chains import (
     CLOSERS,

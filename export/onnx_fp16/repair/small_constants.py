@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import constant_of
-from export.onnx_fp16.op_sets import MOVERS
+from export.onnx_fp16.planning.op_sets import MOVERS
 from export.onnx_fp16.repair.edits import is_op
 
 MOST_PRODUCTS = 4

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir
 
 from export.onnx_fp16.graph_walk import FLOAT, all_nodes
-from export.onnx_fp16.op_sets import MOVERS
-from export.onnx_fp16.reasons import KEEP
+from export.onnx_fp16.planning.op_sets import MOVERS
+from export.onnx_fp16.planning.reasons import KEEP
 from export.onnx_fp16.repair.edits import Array, Maker, array_of, drop_constant, is_kept, is_op, opset_of, readers
 from export.onnx_fp16.repair.fragile_chains import factor_of
 from export.onnx_fp16.report import Repair

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.own_parameters import own_parameter
+from serve.engine.configuration.own_parameters import own_parameter
 
 # Parameters that say how answers are compared with the fp32 twin's, and those that need the twin itself.
 COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")

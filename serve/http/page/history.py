@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 
-from serve.engine.histograms import EDGES_NS, Histogram
+from serve.engine.figures.histograms import EDGES_NS, Histogram
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from serve.engine.inference_core import InferenceCore
-from serve.engine.instance import Instance
+from serve.engine.instances.instance import Instance
 from serve.engine.model import Model
 from serve.engine.tensors import TensorSpec
 from serve.http.page.certificates import Certificates, summary

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from export.certificate.certificate import Certificate, read_certificate
 from export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
 from export.errors import ExportError
-from export.model_file import open_model, serialize
+from export.files.model_file import open_model, serialize
 from tests.export.onnx_files import sums
 
 Certify = Callable[[onnx.ModelProto], Certificate]

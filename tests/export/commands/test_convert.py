@@ -19,7 +19,7 @@ from export.certificate.embed import check_embedded
 from export.commands.convert import EXIT_CODES, convert
 from export.errors import ExportError
 from export.file_conversion import SearchFailed
-from export.model_file import open_model
+from export.files.model_file import open_model
 from tests.export.onnx_files import in_one_file, sums, with_data_files
 
 Run = Callable[..., Result]

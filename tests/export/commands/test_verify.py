@@ -10,7 +10,7 @@ from onnx import parser
 
 import halfserve
 from export.certificate.certificate import read_certificate
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.verification.metrics import Array
 
 NET = """

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from export.errors import ExportError
-from export.model_file import open_model
+from export.files.model_file import open_model
 from export.onnx_fp16.model_files import convert_file, staged_conversion
 from tests.export.onnx_files import in_one_file, sums, with_data_files
 

@@ -8,11 +8,11 @@ import onnx_ir
 import pytest
 
 from export.errors import ExportError
+from export.files.sparse_weights import densify
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.onnx_fp16.model_files import convert_file
 from export.onnx_fp16.passes import PassError, run_passes
 from export.onnx_fp16.report import Repair
-from export.sparse_weights import densify
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, normal, ops, parse, reasons, run
 
 FUNCTIONS = """

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from export.model_file import open_model
+from export.files.model_file import open_model
 from export.placement.islands import find_islands
 from tests.export.onnx_files import sums, with_a_body
 from tests.export.placement.half_models import half_model

@@ -12,11 +12,11 @@ from google.protobuf import text_format
 
 from export.certificate.certificate import Certificate
 from export.errors import ExportError
-from export.model_file import open_model
+from export.files.model_file import open_model
 from export.repository.model_version_writer import write_model_version
 from export.repository.version_files import FP32_TWIN
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.model_repository import find_models
+from serve.engine.repository.model_repository import find_models
 from tests.export.onnx_files import in_one_file, sums, with_data_files
 
 Certify = Callable[[onnx.ModelProto], Certificate]

@@ -6,7 +6,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from export.certificate.certificate import BudgetExceeded
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.verification.accumulators import Checks, Risk, with_checks
 from export.verification.metrics import Array
 from export.verification.simulate import round_every_node

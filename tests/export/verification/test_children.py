@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from export.errors import ExportError
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.verification.children import CPU, WORKER, Children
 from tests.export.verification.workers import misbehaving_worker
 

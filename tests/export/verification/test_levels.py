@@ -8,7 +8,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from export.errors import ExportError
-from export.model_file import open_model, serialize
+from export.files.model_file import open_model, serialize
 from export.verification.budget import Budget
 from export.verification.children import WORKER, Children
 from export.verification.comparison import Comparison

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 
 from export.certificate.certificate import BudgetExceeded
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.verification.executions import gpu_is_there
 from export.verification.metrics import Array
 from export.verification.simulate import round_every_node

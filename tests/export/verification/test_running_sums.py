@@ -5,7 +5,7 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.verification.metrics import Array
 from export.verification.simulate import round_every_node
 from tests.export.sessions import open_session, run_session

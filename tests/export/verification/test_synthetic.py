@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from export.errors import ExportError
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.verification.synthetic import synthesize
 from tests.export.sessions import open_session, run_session
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from export.certificate.certificate import BudgetExceeded
-from export.model_file import serialize
+from export.files.model_file import serialize
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.verification.metrics import Array
 from export.verification.simulate import round_every_node

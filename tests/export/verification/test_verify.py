@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.embed import graph_sha256
 from export.errors import ExportError
+from export.files.model_file import ModelFile, serialize
 from export.halving.to_half import to_half
-from export.model_file import ModelFile, serialize
 from export.to_onnx.export_onnx import export_onnx
 from export.verification import executions
 from export.verification.budget import Budget

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnxruntime_backend import OnnxRuntime, OnnxRuntimeBackend
-from serve.backends.onnxruntime_session import OpenSession, SessionOpener
+from serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from serve.backends.onnx_runtime.session import OpenSession, SessionOpener
 from serve.engine.backend import Placement
 
 

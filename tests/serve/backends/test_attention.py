@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from export import export_onnx, to_half
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import Placement
 from tests.serve.backends.loading import load_backend
 

@@ -12,10 +12,10 @@ import torch
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.runtimes import Runtimes
 from serve.engine.backend import Backend, ModelInterface, Placement
-from serve.engine.config import Defaults
+from serve.engine.configuration.config import Defaults
 from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.loaded_version import load_model
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from serve.engine.tensors import Array
 from tests.models import mlp_weights
 
@@ -155,7 +155,7 @@ def test_a_file_that_is_not_there_is_named(runtimes: Runtimes, tmp_path: Path) -
 def test_a_gpu_that_is_not_there_is_refused(
     runtimes: Runtimes, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("serve.backends.onnxruntime_session.device_count", lambda: 0)
+    monkeypatch.setattr("serve.backends.onnx_runtime.session.device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (path,) = (folders[kind] / "mlp" / "1").iterdir()
     with pytest.raises(ModelLoadError, match="a GPU is required, but .*CUDA device 0"):

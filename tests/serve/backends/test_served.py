@@ -13,10 +13,10 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 
 from serve.backends.runtimes import Runtimes
 from serve.engine.backend import Placement
-from serve.engine.config import Defaults
-from serve.engine.loaded_version import load_model
+from serve.engine.configuration.config import Defaults
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from serve.engine.tensors import Array
 from tests.serve.running_server import running_server
 

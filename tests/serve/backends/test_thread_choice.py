@@ -8,9 +8,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends import onnxruntime_session, thread_choice
-from serve.backends.onnxruntime_session import SessionOpener
-from serve.backends.session_settings import SessionSettings
+from serve.backends import thread_choice
+from serve.backends.onnx_runtime import session as onnxruntime_session
+from serve.backends.onnx_runtime.session import SessionOpener
+from serve.backends.onnx_runtime.session_settings import SessionSettings
 from serve.backends.thread_choice import is_quick, may_be_quick
 from serve.engine.backend import Placement
 from tests.models import save_mlp, save_model, save_picky, save_unbatched

@@ -19,12 +19,12 @@ from serve.backends.runtimes import Runtimes
 from serve.backends.torch_backend import TorchBackend, TorchRuntime
 from serve.control.loader import Loader
 from serve.engine.backend import ModelInterface, Placement
-from serve.engine.compute_slots import ComputeSlots
-from serve.engine.config import DeclaredConfig, Defaults, complete_config
+from serve.engine.configuration.config import DeclaredConfig, Defaults, complete_config
 from serve.engine.errors import InvalidArgumentError, ModelLoadError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.loaded_version import load_model
-from serve.engine.model_repository import find_models
+from serve.engine.queueing.compute_slots import ComputeSlots
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from tests.serve.backends.torch_programs import BATCH, Twice, save_program
 
 ON_CPU = Placement(use_gpu=False)

@@ -11,7 +11,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import Placement
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE

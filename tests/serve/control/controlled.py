@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.control.loader import Loader
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlMode, ControlOptions
 from serve.engine.backend import Placement
-from serve.engine.config import Defaults
+from serve.engine.configuration.config import Defaults
 from serve.engine.inference_core import InferenceCore
 from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.running_server import MakeTransport, RunningServer, running_server

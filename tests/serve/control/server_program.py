@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.control.options import ControlOptions
 from serve.engine.backend import Placement
 from serve.engine.tensors import Tensors

@@ -22,7 +22,7 @@ from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import available_bytes, require_memory
 from serve.control.options import ControlMode
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_repository import find_model, find_models, model_names
+from serve.engine.repository.model_repository import find_model, find_models, model_names
 from tests.models import save_mlp
 from tests.serve.control.controlled import controlled_server, lines, loader
 

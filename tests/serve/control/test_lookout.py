@@ -8,12 +8,12 @@ from pathlib import Path
 import tritonclient.grpc as triton
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnxruntime_backend import OnnxRuntime, OnnxRuntimeBackend
+from serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
 from serve.control.loader import Loader
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlMode, ControlOptions
 from serve.engine.backend import ModelInterface, Placement
-from serve.engine.config import Defaults
+from serve.engine.configuration.config import Defaults
 from tests.models import save_mlp
 from tests.serve.running_server import running_server
 

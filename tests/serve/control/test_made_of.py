@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from serve.control.made_of import MadeOf, made_of
-from serve.engine.model_repository import find_model
+from serve.engine.repository.model_repository import find_model
 from tests.models import save_mlp
 
 

@@ -20,13 +20,13 @@ from onnx import NodeProto, TensorProto, helper
 from serve.control import neighbours, warm_up_requests
 from serve.control.neighbours import ALIKE, _differ, look_at_neighbours
 from serve.control.warm_up import run_alone
-from serve.engine.batch import Answered, Failed
-from serve.engine.loaded_version import LoadedVersion
-from serve.engine.model_repository import find_models
+from serve.engine.batches.batch import Answered, Failed
+from serve.engine.repository.loaded_version import LoadedVersion
+from serve.engine.repository.model_repository import find_models
 from serve.engine.tensors import Array
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.control.controlled import loader
-from tests.serve.engine.test_joining import WAITS, loaded
+from tests.serve.engine.queueing.test_joining import WAITS, loaded
 from tests.serve.running_server import running_server
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64

@@ -19,10 +19,10 @@ from serve.control import short_sizes as short_sizes_module
 from serve.control.short_sizes import short_sizes
 from serve.engine.backend import Backend
 from serve.engine.errors import BackendError
-from serve.engine.loaded_version import LoadedVersion
-from serve.engine.model_repository import find_models
+from serve.engine.instances.short_batches import LONE_S
+from serve.engine.repository.loaded_version import LoadedVersion
+from serve.engine.repository.model_repository import find_models
 from serve.engine.requests import InferRequest
-from serve.engine.short_batches import LONE_S
 from serve.engine.tensors import Tensors
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.control.controlled import loader

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.control import warm_up_requests
 from serve.control.warm_up import warm_up
 from serve.engine.backend import Backend, Placement
-from serve.engine.config import Defaults
+from serve.engine.configuration.config import Defaults
 from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.loaded_version import LoadedVersion, load_version
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import LoadedVersion, load_version
+from serve.engine.repository.model_repository import find_models
 from serve.engine.tensors import Tensors
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.control.controlled import loader

@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnxruntime_backend import OnnxRuntimeBackend
+from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
 from serve.engine.backend import Placement
 from serve.engine.tensors import Array
 from tests.serve.backends.loading import load_backend

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnxruntime_backend import OnnxRuntimeBackend
-from serve.engine.assembly import assemble
+from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
 from serve.engine.backend import Placement
-from serve.engine.batch import Answered, run_batch
-from serve.engine.raw_inputs import RawInput, RawInputs, RawLayout
+from serve.engine.batches.assembly import assemble
+from serve.engine.batches.batch import Answered, run_batch
+from serve.engine.batches.raw_inputs import RawInput, RawInputs, RawLayout
 from serve.engine.requests import InferRequest
 from tests.serve.backends.loading import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.cuda_neighbours import TURNS
+from serve.backends.onnx_runtime.cuda_neighbours import TURNS
 from serve.engine.backend import Placement
 from serve.engine.device_faults import is_device_lost
 from serve.engine.errors import BackendError, ModelLoadError

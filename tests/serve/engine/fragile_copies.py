@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from serve.engine.backend import Backend
-from serve.engine.batch_limits import BatchLimits
 from serve.engine.batcher import Batcher
 from serve.engine.errors import InferenceError
-from serve.engine.instance import Instance
+from serve.engine.figures.statistics import Statistics
+from serve.engine.instances.instance import Instance
+from serve.engine.instances.short_batches import NOTHING_KNOWN
+from serve.engine.instances.supervision import Supervision
+from serve.engine.queueing.batch_limits import BatchLimits
 from serve.engine.requests import InferRequest
-from serve.engine.short_batches import NOTHING_KNOWN
-from serve.engine.statistics import Statistics
-from serve.engine.supervision import Supervision
 from serve.engine.tensors import Tensors
 
 WAIT_S = 20.0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import Placement
-from serve.engine.config import Defaults
-from serve.engine.loaded_version import load_model
+from serve.engine.configuration.config import Defaults
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from tests.models import save_mlp
 
 

@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from serve.engine.batch_limits import BatchLimits
-from serve.engine.batch_queue import Batch, BatchQueue, FullError
 from serve.engine.errors import InferenceError
-from serve.engine.pace import Pace
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from serve.engine.queueing.pace import Pace
+from serve.engine.queueing.shedding import Running, Shedding
 from serve.engine.requests import InferRequest
-from serve.engine.shedding import Running, Shedding
 
 Cost = Callable[[int, float], float]  # seconds of a batch, from its rows and the time
 

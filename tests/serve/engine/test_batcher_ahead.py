@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.compute_slots import ComputeSlots
-from serve.engine.free_instances import AHEAD_S
+from serve.engine.instances.free_instances import AHEAD_S
+from serve.engine.instances.short_batches import SHORT_S
 from serve.engine.model import Model
-from serve.engine.short_batches import SHORT_S
+from serve.engine.queueing.compute_slots import ComputeSlots
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, hold_first, run
 

@@ -12,11 +12,11 @@ from google.protobuf import text_format
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine import batcher as batcher_module
-from serve.engine.company import ALONE_AFTER_S
 from serve.engine.errors import InferenceError
+from serve.engine.instances.company import ALONE_AFTER_S
+from serve.engine.instances.short_batches import LONE_BYTES, LONE_REQUESTS, SHORT_S
 from serve.engine.model import Model
 from serve.engine.requests import Done
-from serve.engine.short_batches import LONE_BYTES, LONE_REQUESTS, SHORT_S
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, QuickBackend, run

@@ -8,14 +8,14 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from serve.engine.batch_limits import BatchLimits
 from serve.engine.batcher import Batcher
-from serve.engine.instance import Instance
-from serve.engine.joining import Joining
-from serve.engine.latency_model import CONFIDENT
-from serve.engine.pace import Pace
-from serve.engine.statistics import Statistics
-from serve.engine.supervision import Supervision
+from serve.engine.figures.statistics import Statistics
+from serve.engine.instances.instance import Instance
+from serve.engine.instances.supervision import Supervision
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.joining import Joining
+from serve.engine.queueing.latency_model import CONFIDENT
+from serve.engine.queueing.pace import Pace
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.scene import Answers, run

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from serve.engine.compute_slots import ComputeSlots
 from serve.engine.errors import InferenceError
 from serve.engine.inference_core import InferenceCore
+from serve.engine.queueing.compute_slots import ComputeSlots
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, QuickBackend, hold_first, run

@@ -6,14 +6,14 @@ import weakref
 import numpy as np
 import pytest
 
-from serve.engine.batch import Answered, Failed
-from serve.engine.batch_limits import BatchLimits
-from serve.engine.batch_queue import BatchQueue
+from serve.engine.batches.batch import Answered, Failed
 from serve.engine.delivery import Delivery
 from serve.engine.errors import BackendError, InferenceError, UnavailableError
+from serve.engine.figures.statistics import BatchTimes, Statistics
+from serve.engine.instances.supervision import Lost
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.batch_queue import BatchQueue
 from serve.engine.requests import InferRequest
-from serve.engine.statistics import BatchTimes, Statistics
-from serve.engine.supervision import Lost
 from serve.engine.tensors import Tensors
 
 TIMES = BatchTimes(started=1, assembled=2, computed=3, split=4)

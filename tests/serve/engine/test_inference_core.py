@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from serve.engine.compute_slots import ComputeSlots
 from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.version_states import State
+from serve.engine.queueing.compute_slots import ComputeSlots
+from serve.engine.repository.version_states import State
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers
 

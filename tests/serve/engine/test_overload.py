@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.batch_limits import BatchLimits
 from serve.engine.errors import DeadlineExceededError, OverloadedError
+from serve.engine.queueing.batch_limits import BatchLimits
 from tests.serve.engine.simulation import Client, Simulation, goodput, linear, percentile, poisson
 
 FIXED, PER_ROW, MAX_ROWS = 0.004, 0.0005, 16

@@ -9,7 +9,7 @@ import pytest
 
 from serve.engine.errors import InferenceError, InvalidArgumentError, NotFoundError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.version_states import State
+from serve.engine.repository.version_states import State
 from serve.engine.visible_core import VisibleCore
 from tests.serve.engine.test_inference_core import on_loop, version
 

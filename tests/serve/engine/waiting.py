@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from serve.engine.batch_limits import BatchLimits
-from serve.engine.batch_queue import Batch, BatchQueue
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.batch_queue import Batch, BatchQueue
 
 
 @dataclass(eq=False)

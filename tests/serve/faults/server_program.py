@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.control.options import ALL, ControlMode, ControlOptions
 from serve.departure import leave_threads_behind
 from serve.engine.backend import Backend, Placement

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from serve.addresses import addresses
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.departure import leave_at_once
 from serve.engine.backend import Backend, Placement
 from serve.engine.tensors import Tensors

@@ -11,9 +11,9 @@ from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferRequest
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
-from serve.engine.batch_limits import BatchLimits
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
+from serve.engine.queueing.batch_limits import BatchLimits
 from serve.engine.tensors import TensorSpec
 from serve.protocol.codec import decode_inputs, raw_layout
 from serve.protocol.shared_memory import SharedMemory

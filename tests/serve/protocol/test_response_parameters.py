@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from protos.inference_pb2 import InferParameter, ModelInferResponse
-from serve.engine.answer import RemarkedAnswer
+from serve.engine.batches.answer import RemarkedAnswer
 from serve.protocol.response_parameters import parameters_of
 
 Y = {"y": np.zeros((1, 2), np.float16)}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import ModelInterface, Placement
 from serve.http.options import HttpOptions
 from serve.security.errors import SecurityError

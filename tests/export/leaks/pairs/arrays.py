@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from export.dtype_inheritance import new_tensor
+from export.inheritance.dtype_inheritance import new_tensor
 from tests.export.leaks.pairs.projected import Case, Projected
 
 

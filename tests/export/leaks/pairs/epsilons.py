@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from export.dtype_inheritance import finfo, new_tensor
+from export.inheritance.dtype_inheritance import finfo, new_tensor
 from tests.export.leaks.pairs.projected import Case, Projected
 
 

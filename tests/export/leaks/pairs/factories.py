@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from export.dtype_inheritance import new_zeros
-from export.inherit_dtype_mode import inherit_dtype
+from export.inheritance.dtype_inheritance import new_zeros
+from export.inheritance.inherit_dtype_mode import inherit_dtype
 from tests.export.leaks.pairs.projected import Case, Projected
 
 

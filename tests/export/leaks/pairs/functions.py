@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from export.dtype_inheritance import new_eye, new_zeros
+from export.inheritance.dtype_inheritance import new_eye, new_zeros
 from tests.export.leaks.pairs.projected import Case
 
 

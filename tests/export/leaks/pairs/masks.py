@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from export.dtype_inheritance import finfo, mask_value
+from export.inheritance.dtype_inheritance import finfo, mask_value
 from tests.export.leaks.pairs.projected import Case, Projected
 
 

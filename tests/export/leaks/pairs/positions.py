@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from export.dtype_inheritance import new_arange, new_tensor
+from export.inheritance.dtype_inheritance import new_arange, new_tensor
 from tests.export.leaks.pairs.projected import Case, Projected
 
 

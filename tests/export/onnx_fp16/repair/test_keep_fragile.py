@@ -8,8 +8,8 @@ import onnx_ir
 import pytest
 
 from export.onnx_fp16.passes import run_passes
+from export.onnx_fp16.planning.reasons import KEEP
 from export.onnx_fp16.prepare import prepare
-from export.onnx_fp16.reasons import KEEP
 from export.onnx_fp16.repair.keep_fragile import KeepFragile
 from export.onnx_fp16.settings import Settings
 from tests.export.onnx_fp16.models import parse

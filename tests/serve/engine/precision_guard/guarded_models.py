@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from serve.backends.onnxruntime_backend import OnnxRuntime
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import Placement
-from serve.engine.config import Defaults
-from serve.engine.loaded_version import load_model
+from serve.engine.configuration.config import Defaults
 from serve.engine.model import Model
-from serve.engine.model_repository import find_models
+from serve.engine.repository.loaded_version import load_model
+from serve.engine.repository.model_repository import find_models
 from tests.models import save_table, save_thousandfold
 
 TWIN = Path("1/fp32/model.onnx")

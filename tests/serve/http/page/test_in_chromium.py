@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.engine.version_states import State
+from serve.engine.repository.version_states import State
 from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
 from tests.models import save_mlp, save_picky

@@ -1,0 +1,1 @@
+"""Tensors made inside `forward` that take dtype and device from a tensor already there."""

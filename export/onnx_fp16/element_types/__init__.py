@@ -1,0 +1,1 @@
+"""The element type of every value, and which values must have the same."""

@@ -1,0 +1,156 @@
+"""Integers carried in floats: positions, counts and indices, exact in float32 up to 2**24 and in float16 up to 2048 only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import onnx_ir
+
+from export.onnx_fp16.graph_walk import all_nodes, constant_of, is_float
+from export.onnx_fp16.planning.op_sets import (
+    COMPARISONS,
+    ELEMENTWISE,
+    INDEX_SOURCES,
+    LINEAR,
+    MOVERS,
+    PERIODIC,
+    REDUCTIONS,
+    ROUNDINGS,
+)
+
+INDEX_REASON = "index arithmetic: float16 holds whole numbers up to 2048 only"
+POSITION_REASON = "positions up to their sine or cosine"
+COUNT_REASON = "a product of sizes can be over 65504"
+
+_TRACKED = ELEMENTWISE | MOVERS | REDUCTIONS | {"Range"}
+_LARGEST_TABLE = 1 << 22
+_SHRINKING = frozenset({"Exp", "Log", "Reciprocal", "Sqrt"})
+
+
+class IndexChains:
+    """Follows numbers that come from integers and constants alone.
+
+    A value is *born* when it is computed from integers, place by place. Born nodes that touch each other form a component; it
+    stays float32 as a whole when it is about indices: when its integers are places or counts, or when something in it rounds,
+    compares, or turns back into integers. A mask made from zeros and ones is born too, but none of these.
+    """
+
+    def __init__(self, model: onnx_ir.Model) -> None:
+        self._model = model
+        self._born: dict[onnx_ir.Value, onnx_ir.Node] = {}
+        self._positions: set[onnx_ir.Value] = set()
+        self._indices: set[onnx_ir.Value] = set()
+        self._unbounded: set[onnx_ir.Value] = set()
+        self._tables: dict[onnx_ir.Value, bool] = {}
+        self._parent: dict[onnx_ir.Node, onnx_ir.Node] = {}
+        self._marked: set[onnx_ir.Node] = set()
+        self.reasons: dict[onnx_ir.Node, str] = {}
+
+    def find(self) -> dict[onnx_ir.Node, str]:
+        """Nodes that must stay float32, with the reason."""
+        nodes = [node for node in all_nodes(self._model) if not node.domain]
+        for node in nodes:
+            self._visit(node)
+        members: dict[onnx_ir.Node, list[onnx_ir.Node]] = defaultdict(list)
+        for node in self._parent:
+            members[self._root(node)].append(node)
+        for node in self._marked:
+            for member in members[self._root(node)]:
+                self.reasons[member] = INDEX_REASON
+        for node in nodes:
+            self._visit_reader(node)
+        return self.reasons
+
+    def _visit(self, node: onnx_ir.Node) -> None:
+        self._follow_integers(node)
+        self._follow_products(node)
+        sources = [value for value in node.inputs if is_float(value)]
+        starts = (node.op_type == "Cast" and _is_integer(node.inputs[0])) or (node.op_type == "Range" and bool(sources))
+        if starts or self._goes_on(node, sources):
+            self._add(node)
+        if self._is_position(node, sources):
+            self._positions.update(value for value in node.outputs if is_float(value))
+
+    def _goes_on(self, node: onnx_ir.Node, sources: list[onnx_ir.Value | None]) -> bool:
+        born = [value in self._born for value in sources]
+        pure = all(is_born or constant_of(value) is not None for is_born, value in zip(born, sources, strict=True))
+        return any(born) and pure and node.op_type in _TRACKED | COMPARISONS
+
+    def _add(self, node: onnx_ir.Node) -> None:
+        self._parent.setdefault(node, node)
+        for value in node.inputs:
+            if value is not None and value in self._born:
+                self._parent[self._root(self._born[value])] = self._root(node)
+        if self._concerns_indices(node):
+            self._marked.add(node)
+        for value in node.outputs:
+            if is_float(value):
+                self._born[value] = node
+                self._positions.add(value)
+                if value.is_graph_output() and value.graph is self._model.graph:
+                    self._marked.add(node)
+
+    def _concerns_indices(self, node: onnx_ir.Node) -> bool:
+        if node.op_type in ROUNDINGS | COMPARISONS | {"Range"}:
+            return True
+        if node.op_type == "Cast":
+            return _is_integer(node.outputs[0]) or node.inputs[0] in self._indices
+        return False
+
+    def _is_position(self, node: onnx_ir.Node, sources: list[onnx_ir.Value | None]) -> bool:
+        if node.op_type not in _TRACKED | LINEAR or not sources:
+            return False
+        known = [value in self._positions or self._is_table(value) for value in sources]
+        fixed = [constant_of(value) is not None for value in sources]
+        return any(known) and all(a or b for a, b in zip(known, fixed, strict=True))
+
+    def _is_table(self, value: onnx_ir.Value | None) -> bool:
+        """Whether a constant is a table of positions: whole numbers, some of which float16 does not have."""
+        tensor = constant_of(value)
+        if value is None or tensor is None or tensor.size > _LARGEST_TABLE:
+            return False
+        if value not in self._tables:
+            numbers = tensor.numpy()
+            self._tables[value] = bool(np.all(numbers == np.round(numbers)) and np.max(np.abs(numbers), initial=0) > 2048)
+        return self._tables[value]
+
+    def _follow_integers(self, node: onnx_ir.Node) -> None:
+        data = node.inputs[:1] if node.op_type.startswith("Gather") else node.inputs
+        places = node.outputs[1:2] if node.op_type == "TopK" else node.outputs
+        if node.op_type in INDEX_SOURCES or any(value in self._indices for value in data):
+            self._indices.update(value for value in places if _is_integer(value))
+
+    def _follow_products(self, node: onnx_ir.Node) -> None:
+        moving = [value for value in node.inputs if value is not None and constant_of(value) is None]
+        product = node.op_type == "Mul" and len(moving) > 1 and all(v in self._indices or v in self._born for v in moving)
+        counted = node.op_type == "ReduceProd" and any(v in self._indices or v in self._born for v in moving)
+        handed_on = any(value in self._unbounded for value in moving) and node.op_type in _TRACKED - _SHRINKING
+        if node.op_type == "Size" or product or counted or handed_on:
+            self._unbounded.update(value for value in node.outputs if _is_integer(value) or is_float(value))
+
+    def _visit_reader(self, node: onnx_ir.Node) -> None:
+        if node.op_type in PERIODIC and node.inputs[0] in self._positions:
+            self._keep_back_from(node)
+        elif node not in self.reasons and any(value in self._unbounded and value in self._born for value in node.inputs):
+            self.reasons[node] = COUNT_REASON
+
+    def _keep_back_from(self, node: onnx_ir.Node) -> None:
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if self.reasons.get(current) == POSITION_REASON:
+                continue
+            self.reasons[current] = POSITION_REASON
+            makers = (value.producer() for value in current.inputs if value is not None and value in self._positions)
+            stack += [maker for maker in makers if maker is not None]
+
+    def _root(self, node: onnx_ir.Node) -> onnx_ir.Node:
+        while (parent := self._parent[node]) is not node:
+            self._parent[node] = self._parent[parent]
+            node = parent
+        return node
+
+
+def _is_integer(value: onnx_ir.Value | None) -> bool:
+    return value is not None and value.dtype is not None and value.dtype.is_integer()

@@ -1,0 +1,1 @@
+"""ONNX files on ONNX Runtime: fp16 on CUDA, upcast to fp32 on the CPU."""

@@ -1,0 +1,1 @@
+"""Models on trial in a child process, which may die of them."""

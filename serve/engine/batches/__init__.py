@@ -1,0 +1,1 @@
+"""From requests to arrays and back: what runs on a worker thread."""

@@ -1,0 +1,1 @@
+"""What a config.pbtxt says, completed and checked."""

@@ -1,0 +1,209 @@
+"""Refuse at the door what could not be answered in time: to compute it would only take the time from others. Pure.
+
+A request's end is foretold from the batches that run, the rows that wait before it and what batches cost (see `pace`). Nothing
+is refused as long as that would be a guess, nor while nobody else waits or runs: an idle model always computes, and so
+learns when batches have become faster again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
+from serve.engine.figures.statistics import Statistics
+from serve.engine.queueing.batch_queue import BatchQueue, FullError
+from serve.engine.queueing.pace import Pace
+from serve.engine.requests import InferRequest
+
+# Parts of the time that a request has: kept, at most, for a batch that takes longer than it should; and kept, where it would
+# not be in the very next batch, for its way to the server and back, of which the server knows nothing. A longer queue would
+# answer no more requests, but all of them at the last moment, and so too late.
+CARE, SPARE = 0.25, 0.2
+SHORT_S, SAMPLE = 0.001, 4  # of batches as short as that, one in so many is learned from: to learn takes time too
+PLENTY = 4.0  # times of what everybody would take who may be waiting, each alone
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A batch that is being computed.
+
+    Attributes:
+        bucket: of its requests.
+        rows: in it.
+        started_s: when it was handed to its instance.
+        likely_end_s: when it should be done; `started_s` as long as that is a guess.
+    """
+
+    bucket: Hashable
+    rows: int
+    started_s: float
+    likely_end_s: float
+
+    def free_s(self, now: float) -> float:
+        """When its instance should be free. What is overdue is expected to take as long again as it is overdue."""
+        return now + abs(self.likely_end_s - now)
+
+
+class Shedding:
+    """Foretells when requests of one model would be answered.
+
+    Attributes:
+        running: the batches that are being computed.
+    """
+
+    def __init__(self, queue: BatchQueue[InferRequest], pace: Pace, instances: int) -> None:
+        self._queue = queue
+        self._pace = pace
+        self._instances = instances
+        self._target_s = pace.limits.latency_target_s
+        self.running: set[Running] = set()
+        # Whoever has so much time, while so few wait, is let in without a closer look; set anew after each batch.
+        self._longest_s = self._plenty_s = 0.0
+        self._batches = 0
+        self._has_refused = False  # since the last batch: then each is learned from, in case that is not needed any more
+        self._plenty_waiting = 0
+
+    def free_s(self, now: float) -> float:
+        """When an instance should be free."""
+        behind = len(self.running) - self._instances  # batches that wait behind another one
+        return now if behind < 0 else sorted([batch.free_s(now) for batch in self.running])[behind]
+
+    def started(self, bucket: Hashable, rows: int, now: float) -> Running:
+        """Note a batch that starts."""
+        batch = Running(bucket, rows, now, now + self._pace.likely_s(bucket, rows))
+        self.running.add(batch)
+        return batch
+
+    def finished(self, batch: Running, now: float, took_s: float | None) -> None:
+        """Note that a batch is done.
+
+        Args:
+            batch: from `started`.
+            now: in seconds.
+            took_s: seconds that it was computed; None for one that did not go through as a whole: it says nothing of others.
+        """
+        self.running.discard(batch)
+        self._batches += 1
+        if took_s is not None and (took_s > SHORT_S or self._has_refused or self._batches % SAMPLE == 0):
+            self._pace.observe(batch.bucket, batch.rows, took_s)
+        self._has_refused = False
+        self._longest_s = max(now - batch.started_s, 0.95 * self._longest_s)
+        self._plenty_waiting = 2 * len(self._queue) + self._pace.limits.max_rows
+        self._plenty_s = PLENTY * self._longest_s * (1 + self._plenty_waiting)
+
+    def admit(self, request: InferRequest, now: float) -> InferenceError | None:
+        """Note a request that arrives, and give its deadline the model's target as a bound.
+
+        Returns:
+            Why it is not to be taken; None when it is.
+        """
+        is_confident = self._pace.arrive(request.bucket, now)
+        target = self._target_s
+        if target is not None:
+            within = request.arrived_ns / 1e9 + target
+            request.deadline = within if request.deadline is None else min(request.deadline, within)
+        deadline = request.deadline
+        if deadline is None or not is_confident or not (self.running or self._queue):
+            return None
+        if deadline - now > self._plenty_s and len(self._queue) < self._plenty_waiting:
+            return None
+        end = self.end_s(request, now)
+        if end <= deadline:
+            return None
+        self._has_refused = True
+        return self.refusal(request, end)
+
+    def end_s(self, request: InferRequest, now: float) -> float:
+        """When a request that arrives at `now` can count on its answer.
+
+        That is foretold but for one batch in a hundred as long as this costs no more than a part of the time that the request
+        has; where some batches take many times as long as the others, such care would refuse nearly all.
+        """
+        pace, bucket = self._pace, request.bucket
+        start = self.free_s(now)
+        most = pace.most_rows(bucket)
+        full, before = divmod(self._queue.rows_before(bucket), most)
+        before_s = full * pace.likely_s(bucket, most) + self._others_s(bucket)
+        if before_s:
+            start += before_s * self._share_before(request.priority) / self._instances
+        rows = min(most, before + request.rows + pace.expected(bucket, start - now))
+        has_s = (request.deadline or start) - now
+        likely_s = pace.likely_s(bucket, rows)
+        takes_s = min(pace.at_most_s(bucket, rows), max(pace.mostly_s(bucket, rows), likely_s + CARE * has_s))
+        return start + (max(takes_s, likely_s + SPARE * has_s) if full else takes_s)
+
+    def refusal(self, request: InferRequest, end_s: float) -> InferenceError:
+        """The error of a request that would be answered at `end_s`."""
+        deadline = request.deadline or 0.0
+        late_s = max(0.001, end_s - deadline)
+        given_s = deadline - request.arrived_ns / 1e9
+        if self._is_target(request):
+            return OverloadedError(
+                f"the model's queue is too long to answer within its target of {given_s * 1e3:.0f} ms; retry with back-off",
+                retry_after_s=late_s,
+            )
+        if given_s < self._pace.likely_s(request.bucket, request.rows):
+            return DeadlineExceededError(
+                f"the deadline leaves {max(0.0, given_s) * 1e3:.1f} ms, less than the model takes for this request alone; "
+                "it was not computed: give it more time"
+            )
+        return OverloadedError(
+            f"the model's queue is too long to answer before the deadline, {given_s * 1e3:.0f} ms away; retry with back-off "
+            "or give it more time",
+            retry_after_s=late_s,
+        )
+
+    def too_late(self, request: InferRequest, now: float) -> InferenceError:
+        """The error of a request that was taken and cannot be answered in time any more."""
+        if self._is_target(request) and not _has_waited_out(request, now):
+            return OverloadedError(
+                "the model fell behind and cannot answer within its latency target; the request was not computed: retry with "
+                "back-off",
+                retry_after_s=max(0.001, self._pace.likely_s(request.bucket, self._pace.most_rows(request.bucket))),
+            )
+        return late_error(request, now)
+
+    def _is_target(self, request: InferRequest) -> bool:
+        """Whether the model's target, not the client, set the deadline."""
+        target = self._target_s
+        return target is not None and request.deadline == request.arrived_ns / 1e9 + target
+
+    def _others_s(self, bucket: Hashable) -> float:
+        pace, seconds = self._pace, 0.0
+        for line in self._queue.lines():
+            if line.bucket != bucket:
+                most = pace.most_rows(line.bucket)
+                full, rest = divmod(line.rows, most)
+                seconds += full * pace.likely_s(line.bucket, most) + (pace.likely_s(line.bucket, rest) if rest else 0.0)
+        return seconds
+
+    def _share_before(self, level: int) -> float:
+        return self._queue.waiting_before(level) / max(1, len(self._queue))
+
+
+def late_error(request: InferRequest, now: float) -> DeadlineExceededError:
+    """The error of a request that waited for as long as it may, or whose deadline has passed, or will before its answer."""
+    if _has_waited_out(request, now):
+        waited_s = now - request.arrived_ns / 1e9
+        return DeadlineExceededError(
+            f"the request waited {waited_s * 1e3:.1f} ms in the queue, longer than its timeout allows; it was not computed: "
+            "send it again later, or with a longer timeout"
+        )
+    when = "passed" if request.deadline is None or request.deadline <= now else "would pass"
+    while_ = "while the request waited in the queue" if when == "passed" else "before the model could answer"
+    return DeadlineExceededError(f"the deadline {when} {while_}; it was not computed")
+
+
+def _has_waited_out(request: InferRequest, now: float) -> bool:
+    """Whether a request had to leave the queue by now."""
+    return request.leave_by is not None and request.leave_by <= now
+
+
+def full_error(full: FullError, waiting: int, statistics: Statistics) -> QueueFullError:
+    """The error of a request that the queue has no place for: to come back when the queue is empty, at the pace so far."""
+    computing_ns = sum(size.compute_infer.ns for size in statistics.totals.by_batch_size.values())
+    return QueueFullError(
+        f"the model's queue is full ({full}); retry with back-off",
+        retry_after_s=max(0.001, computing_ns / 1e9 / max(1, statistics.totals.rows) * waiting),
+    )

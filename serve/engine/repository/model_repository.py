@@ -1,0 +1,184 @@
+"""Find the models below a path, in Triton's layout or as a bare model file.
+
+<repository>/<model>/config.pbtxt            optional
+<repository>/<model>/<version>/model.onnx    version: a positive integer; model.pt2 for an exported torch program; or a folder
+                                             of that name, with a model.onnx and its data files
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.configuration.config import (
+    DeclaredConfig,
+    read_config,
+    require_served,
+)
+from serve.engine.errors import ModelLoadError
+from serve.engine.model_kinds import KINDS, ONNX, asked_kinds
+from serve.engine.repository.named_files import require_file_name, require_inside
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.pbtxt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """One model version on disk.
+
+    Attributes:
+        name: the model folder's name, or the bare file's without its ending.
+        version: the version folder's name; 1 for a bare file.
+        model: the ONNX file.
+        config: what the model folder's config.pbtxt says.
+    """
+
+    name: str
+    version: int
+    model: Path
+    config: DeclaredConfig
+
+    @property
+    def root(self) -> Path:
+        """The folder in which all that belongs to it lies: the repository, or that of a bare file."""
+        source = self.config.source
+        return self.model.parent if source == self.model or not source.parent.is_dir() else source.parent.parent
+
+
+def find_models(path: Path) -> list[ModelFiles]:
+    """The model versions that should be served from `path`, by name and version.
+
+    Args:
+        path: a repository folder, or an .onnx file.
+
+    Raises:
+        ModelLoadError: there is nothing to serve at `path`, or a configuration cannot be read.
+    """
+    found = [files for name in model_names(path) for files in find_model(path, name)]
+    if not found:
+        raise ModelLoadError(
+            f"{path}: no models in it; expected <model>/<version>/{KINDS[0].file_name}, with a version such as 1{_hint(path)}"
+        )
+    return found
+
+
+def model_names(path: Path) -> list[str]:
+    """The models that a repository folder holds, or the one that a bare model file is, whether they can be loaded or not.
+
+    Raises:
+        ModelLoadError: there is nothing at `path`, or it cannot be read.
+    """
+    if path.is_file():
+        return [path.stem]
+    if not path.is_dir():
+        raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
+    try:
+        folders = sorted(path.iterdir())
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+    return [folder.name for folder in folders if _is_model_folder(folder)]
+
+
+def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
+    """The versions of one model that should be served, oldest first.
+
+    Args:
+        path: a repository folder, or a bare model file.
+        name: one of `model_names`.
+        declared: a configuration to use in place of the model folder's config.pbtxt.
+
+    Raises:
+        ModelLoadError: no version is to be served, a configuration cannot be read, or something lies outside the repository.
+    """
+    if path.is_file():
+        empty = DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
+        return [ModelFiles(name=path.stem, version=1, model=path, config=declared or empty)]
+    folder = path / name
+    require_inside(path, folder)
+    require_inside(path, folder / CONFIG_FILE)
+    try:
+        versions = _versions(folder, declared or read_config(folder / CONFIG_FILE))
+    except OSError as error:
+        raise ModelLoadError(f"{folder}: cannot be read: {error.strerror}") from None
+    for files in versions:
+        require_inside(path, files.model)
+    return versions
+
+
+def _hint(path: Path) -> str:
+    if _version_folders(path):
+        return f"; it looks like one model's own folder: serve {path.parent}"
+    if any((path / kind.file_name).is_file() for kind in KINDS):
+        return f"; it looks like one version's own folder: serve {path.parent.parent}"
+    return ""
+
+
+def _is_model_folder(folder: Path) -> bool:
+    # A leading dot marks what a writer has not finished. What cannot be looked into is a model that is refused with the reason,
+    # as is one that has a configuration and no version.
+    try:
+        if folder.name.startswith(".") or not folder.is_dir():
+            return False
+        return bool(_version_folders(folder)) or (folder / CONFIG_FILE).is_file()
+    except OSError:
+        return True
+
+
+def _version_folders(folder: Path) -> dict[int, Path]:
+    numbered = sorted((f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit()), key=lambda f: -len(f.name))
+    return {int(f.name): f for f in numbered if int(f.name) > 0 and f.is_dir()}  # of 1 and 01 the former counts
+
+
+def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
+    names = _file_names(declared)
+    present = {
+        version: found
+        for version, path in _version_folders(folder).items()
+        if (found := next((file for name in names for file in _places(path / name) if file.is_file()), None)) is not None
+    }
+    chosen = _chosen(declared.message, sorted(present))
+    missing = sorted(set(declared.message.version_policy.specific.versions) - present.keys())
+    if missing and chosen:
+        logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
+    if not chosen:
+        require_served(declared)  # what is there is of another server's kind
+    if not _version_folders(folder):
+        raise ModelLoadError(f"{folder}: has no version; expected a folder with a number for a name, such as {folder / '1'}")
+    if present and not chosen and not _version_folders(folder).keys() & set(missing):
+        raise ModelLoadError(
+            f"{folder}: version_policy asks for {', '.join(map(str, missing)) or 'no version'}, expected one of those that are "
+            f"there: {', '.join(map(str, sorted(present)))}"
+        )
+    if not chosen:
+        raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
+    return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]
+
+
+def _places(path: Path) -> tuple[Path, ...]:
+    """Where a model file may lie: Triton also takes a folder of its name, which holds its data files, too."""
+    return path, path / ONNX.file_name
+
+
+def _file_names(declared: DeclaredConfig) -> list[str]:
+    """What the model file of a version may be called, the first that is there counts."""
+    name = declared.message.default_model_filename
+    require_file_name(name, f"{declared.source}: default_model_filename is")
+    # A configuration that asks for what is not served is refused with a better text, also where there is such a file.
+    return [name] if name else [kind.file_name for kind in asked_kinds(declared.message) or KINDS]
+
+
+def _chosen(config: ModelConfig, versions: Sequence[int]) -> Sequence[int]:
+    """What the version policy picks: the latest one unless it says otherwise."""
+    policy = config.version_policy
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            return versions
+        case "specific":
+            return [v for v in versions if v in policy.specific.versions]
+        case _:
+            return versions[-max(1, policy.latest.num_versions) :]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from export.errors import ExportError
+from export.files.external_data import data_files, external_tensors, stored_at
+from tests.export.onnx_files import sums, with_data_files
+
+Refer = Callable[..., onnx.TensorProto]
+
+
+@pytest.fixture
+def tensor(tmp_path: Path) -> Refer:
+    """A tensor of 256 float32 values in `data.bin`, with entries changed as asked."""
+    (tmp_path / "data.bin").write_bytes(np.arange(256, dtype=np.float32).tobytes())
+
+    def referring(**entries: str) -> onnx.TensorProto:
+        proto = onnx.TensorProto(name="w", data_type=1, dims=[256], data_location=onnx.TensorProto.EXTERNAL)
+        for key, value in {"location": "data.bin", **entries}.items():
+            proto.external_data.add(key=key, value=value)
+        return proto
+
+    return referring
+
+
+def test_a_reference_says_where_the_bytes_lie(tensor: Refer, tmp_path: Path) -> None:
+    stored = stored_at(tensor(), tmp_path, "m.onnx")
+    assert (stored.location, stored.offset, stored.length) == ("data.bin", 0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"location": "none.bin"}, r"m.onnx: the external data of tensor 'w' should be in .*none.bin: No such file"),
+        ({"location": ""}, "has the location ''; expected a file in the model's folder"),
+        ({"location": "../data.bin"}, "has the location '../data.bin'; expected a file in the model's folder"),
+        ({"location": "a/../../data.bin"}, "expected a file in the model's folder"),
+        ({"location": "/etc/passwd"}, "has the location '/etc/passwd'; expected"),
+        ({"offset": "4"}, r"ends at byte 1,028 of data.bin, which has 1,024; the file is cut short or of another model"),
+        ({"offset": str(2**70)}, "the file is cut short"),
+        ({"offset": "-4"}, "says offset -4 and length 1024"),
+        ({"length": "512"}, "says offset 0 and length 512; the tensor has 1024 bytes"),
+        ({"length": "many"}, "has an offset or length that is no number"),
+    ],
+)
+def test_references_that_lead_nowhere_are_refused(entries: dict[str, str], message: str, tensor: Refer, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        stored_at(tensor(**entries), tmp_path, "m.onnx")
+
+
+def test_a_link_out_of_the_folder_is_refused(tensor: Refer, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "data.bin").symlink_to(tmp_path / "data.bin")
+    with pytest.raises(ExportError, match="is a link out of the model's folder, to .*data.bin; copy the files instead"):
+        stored_at(tensor(), folder, "m.onnx")
+
+
+def test_links_within_the_folder_and_hard_links_are_fine(tensor: Refer, tmp_path: Path) -> None:
+    (tmp_path / "soft.bin").symlink_to("data.bin")
+    os.link(tmp_path / "data.bin", tmp_path / "hard.bin")
+    assert stored_at(tensor(location="soft.bin"), tmp_path, "m.onnx").length == 1024
+    assert stored_at(tensor(location="hard.bin"), tmp_path, "m.onnx").length == 1024
+
+
+def test_data_files_are_listed_once_in_their_order(tmp_path: Path) -> None:
+    path = with_data_files(sums(), tmp_path / "m.onnx", files=2)
+    model = onnx.load(path, load_external_data=False)
+    assert data_files(model) == ("m.0.bin", "m.1.bin")
+    assert len(list(external_tensors(model))) == 4

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from protos.model_config_pb2 import ModelConfig
+from serve.backends.onnx_runtime.accelerators import CUDA_DEFAULTS, CUDA_PARAMETERS
+from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
+from serve.backends.onnx_runtime.session_settings import SESSION_KEYS, SessionSettings, read_settings
+from serve.engine.backend import Placement
+from serve.engine.configuration.ignored_settings import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
+from serve.engine.errors import ModelLoadError
+from serve.engine.model_kinds import ONNX
+from tests.models import save_mlp
+from tests.serve.backends.loading import load_backend
+
+MODEL = Path("m.onnx")
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
+def accelerator(text: str) -> str:
+    return f"optimization {{ execution_accelerators {{ {text} }} }}"
+
+
+def settings(text: str) -> SessionSettings:
+    config = text_format.Parse(text, ModelConfig())
+    assert ignored_settings(config, ONNX, on_device=True) == [], "what is read is not called ignored"
+    return read_settings(config, MODEL)
+
+
+def test_what_a_session_takes_is_known_to_be_onnx_runtimes_own() -> None:
+    assert ONNX_ONLY_PREFIXES == SESSION_KEYS
+    assert CUDA_PARAMETERS.keys() <= ONNX_ONLY_PARAMETERS
+
+
+def test_an_empty_configuration_leaves_everything_to_the_server() -> None:
+    assert settings("") == SessionSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("optimization { graph { level: 0 } }", None),
+        ("optimization { graph { level: 1 } }", OptimizationLevel.EXTENDED),
+        ("optimization { graph { level: -1 } }", OptimizationLevel.BASIC),
+        ("optimization { graph { level: 2 } }", OptimizationLevel.DISABLED),
+        (parameter("halfserve.optimization_level", "all"), OptimizationLevel.ALL),
+        (
+            f"optimization {{ graph {{ level: 1 }} }} {parameter('halfserve.optimization_level', 'basic')}",
+            OptimizationLevel.BASIC,
+        ),
+    ],
+)
+def test_the_optimization_level(text: str, level: OptimizationLevel | None) -> None:
+    assert settings(text).level is level
+
+
+def test_threads_memory_and_the_runtimes_own_keys() -> None:
+    read = settings(
+        "\n".join(
+            parameter(key, value)
+            for key, value in {
+                "intra_op_thread_count": "2",
+                "inter_op_thread_count": "3",
+                "execution_mode": "1",
+                "enable_mem_arena": "0",
+                "enable_mem_pattern": "false",
+                "memory.enable_memory_arena_shrinkage": "cpu:0",
+                "session.set_denormal_as_zero": "1",
+                "somebody.elses": "x",
+            }.items()
+        )
+    )
+    assert read == SessionSettings(
+        intra_op_threads=2,
+        inter_op_threads=3,
+        parallel=True,
+        memory_arena=False,
+        memory_pattern=False,
+        arena_shrinkage="cpu:0",
+        session_entries={"session.set_denormal_as_zero": "1"},
+    )
+
+
+def test_a_session_opens_with_all_of_them(tmp_path: Path) -> None:
+    config = ModelConfig()
+    for key in ("intra_op_thread_count", "inter_op_thread_count", "execution_mode", "session.set_denormal_as_zero"):
+        config.parameters[key].string_value = "1"
+    config.parameters["enable_mem_arena"].string_value = "1"
+    config.parameters["memory.enable_memory_arena_shrinkage"].string_value = "cpu:0"
+    config.optimization.graph.level = -1
+    backend = load_backend(save_mlp(tmp_path / "m.onnx"), Placement(use_gpu=False), config)
+    assert backend.provider == "CPUExecutionProvider"
+    assert config.parameters["halfserve.optimization_level"].string_value == "basic"
+
+
+def graphs_by_option(value: str) -> str:
+    return accelerator(
+        f'gpu_execution_accelerator {{ name: "cuda" parameters {{ key: "enable_cuda_graph" value: "{value}" }} }}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("", False),
+        ("optimization { cuda { graphs: true } }", True),
+        (graphs_by_option("1"), True),
+        (graphs_by_option("True"), True),
+        (graphs_by_option("0"), False),
+        (parameter("halfserve.cuda_graphs", "off") + graphs_by_option("1"), False),
+        (parameter("halfserve.cuda_graphs", "on") + graphs_by_option("0"), True),
+    ],
+)
+def test_cuda_graphs_are_ours_to_switch_on(text: str, *, on: bool) -> None:
+    read = settings(text)
+    assert read.cuda_graphs is on
+    assert "enable_cuda_graph" not in read.accelerators.cuda
+
+
+def test_accelerators_by_tritons_names() -> None:
+    text = """
+      gpu_execution_accelerator {
+        name: "tensorrt"
+        parameters { key: "precision_mode" value: "FP16" }
+        parameters { key: "max_workspace_size_bytes" value: "1073741824" }
+        parameters { key: "trt_engine_cache_enable" value: "true" }
+      }
+      gpu_execution_accelerator { name: "cuda" parameters { key: "prefer_nhwc" value: "1" } }
+    """
+    read = settings(accelerator(text)).accelerators
+    assert read.tensorrt == {
+        "trt_fp16_enable": "1",
+        "trt_max_workspace_size": "1073741824",
+        "trt_engine_cache_enable": "1",
+    }
+    assert read.cuda == {**CUDA_DEFAULTS, "prefer_nhwc": "1"}
+
+
+def test_cuda_options_among_the_parameters_as_in_older_configurations() -> None:
+    text = (
+        parameter("cudnn_conv_algo_search", "0") + parameter("gpu_mem_limit", "1000") + parameter("arena_extend_strategy", "1")
+    )
+    assert settings(text).accelerators.cuda == {
+        "cudnn_conv_algo_search": "EXHAUSTIVE",
+        "gpu_mem_limit": "1000",
+        "arena_extend_strategy": "kSameAsRequested",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "graphs"),
+    [
+        ("optimization { cuda { graphs: true } }", True),
+        (parameter("halfserve.cuda_graphs", "on"), True),
+        ("optimization { cuda { graphs: true } }" + parameter("halfserve.cuda_graphs", "off"), False),
+    ],
+)
+def test_cuda_graphs(text: str, graphs: bool) -> None:
+    assert settings(text).cuda_graphs is graphs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (parameter("intra_op_thread_count", "-1"), "'intra_op_thread_count' is '-1', expected a whole number of 0"),
+        (
+            parameter("intra_op_thread_count", "1025"),
+            "'intra_op_thread_count' is '1025', expected a whole number of 0 .* to 1024",
+        ),
+        (parameter("inter_op_thread_count", "9" * 5000), "expected a whole number of 0 .* to 1024"),
+        (parameter("inter_op_thread_count", "two"), "'inter_op_thread_count' is 'two', expected a whole number of 0"),
+        (parameter("execution_mode", "parallel"), "'execution_mode' is 'parallel', expected '0' or '1'"),
+        (parameter("halfserve.optimization_level", "most"), "'most', expected one of 'all', 'extended', 'basic', 'disabled'"),
+        ("optimization { graph { level: 7 } }", r"level is 7, expected 0 \(all\), 1 \(extended\), -1 \(basic\) or 2"),
+        (
+            accelerator(
+                'gpu_execution_accelerator { name: "tensorrt" parameters { key: "trt_cuda_graph_enable" value: "1" } }'
+            ),
+            "tensorrt's trt_cuda_graph_enable is on, which would answer from an earlier batch; remove it",
+        ),
+        (accelerator('gpu_execution_accelerator { name: "tpu" }'), "'tpu' is not known, expected 'tensorrt' or 'cuda'"),
+        (
+            accelerator('cpu_execution_accelerator { name: "openvino" }'),
+            "cpu_execution_accelerator 'openvino' is not supported",
+        ),
+        (
+            accelerator('gpu_execution_accelerator { name: "tensorrt" parameters { key: "precision_mode" value: "FP8" } }'),
+            "precision_mode is 'FP8', expected one of FP32, FP16, INT8",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_file(text: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"^m.onnx: .*{message}"):
+        settings(text)

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.engine.batches.batch import Answered, Failed, run_batch
+from serve.engine.batches.memory_limit import FIRST_WAIT_S, LONGEST_WAIT_S, MemoryLimit, is_out_of_memory
+from serve.engine.errors import BackendError, OutOfMemoryError
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Tensors
+
+
+class Cramped:
+    """Doubles x where there is memory for so many rows.
+
+    Attributes:
+        room: rows that fit.
+        runs: rows of each run that was tried.
+    """
+
+    provider = "test"
+    precision = "fp32"
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.runs: list[int] = []
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def give_up(self) -> None:
+        """Nothing."""
+
+    def run(self, inputs: Tensors) -> Tensors:
+        rows = len(inputs["x"])
+        self.runs.append(rows)
+        if rows > self.room:
+            raise RuntimeError("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 4096")
+        return {"y": inputs["x"] * 2}
+
+
+class Scene:
+    """A limit with a clock that stands still until it is moved."""
+
+    def __init__(self, room: int) -> None:
+        self.now = 1000.0
+        self.backend = Cramped(room)
+        self.limit = MemoryLimit("m/1 instance 0", lambda: self.now)
+
+    def run(self, rows: int) -> list[int]:
+        """Compute so many rows; the sizes of the runs that it took."""
+        self.backend.runs.clear()
+        x = np.arange(rows, dtype=np.float32).reshape(-1, 1)
+        assert (self.limit.run(self.backend, {"x": x}, rows)["y"] == 2 * x).all()
+        return list(self.backend.runs)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (np.exceptions.AxisError("axis 3"), False),
+        (RuntimeError("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"), True),
+        (RuntimeError("CUDA failure 2: out of memory ; GPU=0"), True),
+        (RuntimeError("CUDNN failure 4004: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ; GPU=0"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (ValueError("indices out of bounds"), False),
+    ],
+    ids=["python", "numpy", "bad_alloc", "cuda", "cudnn", "torch", "cublas", "bounds"],
+)
+def test_what_means_that_memory_ran_out(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+    wrapped = BackendError("the model failed on this request")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) is expected
+
+
+def test_numpys_own_error_counts() -> None:
+    with pytest.raises(MemoryError) as failed:
+        np.empty(2**56)
+    assert is_out_of_memory(failed.value)
+
+
+def test_a_batch_that_does_not_fit_is_computed_in_pieces_and_so_are_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(room=5)
+    assert scene.run(16) == [16, 8, 4, 4, 4, 4]
+    assert scene.limit.rows == 4
+    assert scene.run(6) == [4, 2]
+    assert scene.run(3) == [3]
+    assert scene.limit.times_shrunk == 1
+    assert caplog.messages == [
+        "m/1 instance 0: out of memory with 8 rows at once; it computes at most 4 now, and tries more in 10 s"
+    ]
+
+
+def test_it_grows_again_where_there_is_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scene = Scene(room=4)
+    scene.run(16)
+    scene.backend.room = 100
+    assert scene.run(16) == [4] * 4
+    scene.now += FIRST_WAIT_S
+    assert scene.run(16) == [8, 8]
+    scene.now += FIRST_WAIT_S
+    assert scene.run(16) == [16]
+    assert scene.limit.rows is None
+    assert scene.run(20) == [20]
+    assert caplog.messages[-1] == "m/1 instance 0: it computes batches of any size again"
+
+
+def test_it_does_not_grow_for_batches_that_fit() -> None:
+    scene = Scene(room=4)
+    scene.run(16)
+    scene.now += FIRST_WAIT_S
+    assert scene.run(4) == [4]
+    assert scene.limit.rows == 4
+
+
+def test_growing_in_vain_makes_it_wait_longer() -> None:
+    scene = Scene(room=4)
+    scene.run(16)
+    waits = []
+    for _ in range(8):
+        start = scene.now
+        while scene.run(16) == [4] * 4:
+            scene.now += FIRST_WAIT_S
+        waits.append(scene.now - start)
+        assert scene.limit.rows == 4
+    assert waits == [10, 20, 40, 80, 160, 320, LONGEST_WAIT_S, LONGEST_WAIT_S]
+
+
+def test_one_row_that_does_not_fit_is_an_error_that_says_so() -> None:
+    scene = Scene(room=0)
+    with pytest.raises(OutOfMemoryError, match="the server's memory does not suffice for this request"):
+        scene.run(4)
+    assert scene.backend.runs == [4, 2, 1]
+    assert (scene.limit.rows, scene.limit.times_shrunk) == (None, 0), "others' batches are not to suffer for it"
+
+
+def test_other_errors_are_not_touched() -> None:
+    scene = Scene(room=8)
+    with pytest.raises(KeyError):
+        scene.limit.run(scene.backend, {"z": np.zeros((2, 1))}, 2)
+    assert scene.limit.rows is None
+
+
+@settings(max_examples=40)
+@given(room=st.integers(1, 40), batches=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.0, 3.0, 11.0])), max_size=30))
+def test_whatever_fits_row_by_row_is_answered(room: int, batches: list[tuple[int, float]]) -> None:
+    scene = Scene(room)
+    for rows, pause in batches:
+        scene.run(rows)
+        scene.now += pause
+        assert scene.limit.rows is None or 1 <= scene.limit.rows <= 2 * room
+
+
+def test_in_a_batch_nobody_notices() -> None:
+    scene = Scene(room=3)
+    requests = [
+        InferRequest({"x": np.full((rows, 1), rows, np.float32)}, ("y",), rows, (1,), None, lambda _: None)
+        for rows in (1, 5, 2)
+    ]
+    (answered,) = run_batch(scene.backend, requests, memory=scene.limit)
+    assert isinstance(answered, Answered)
+    assert [answer["y"].ravel().tolist() for answer in answered.answers] == [[2], [10] * 5, [4, 4]]
+    scene.backend.room = 0
+    assert all(
+        isinstance(result, Failed) and isinstance(result.error, OutOfMemoryError)
+        for result in run_batch(scene.backend, requests, memory=scene.limit)
+    )

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.batch_queue import BatchQueue
+from serve.engine.queueing.latency_model import CONFIDENT
+from serve.engine.queueing.pace import Pace
+from serve.engine.queueing.shedding import Shedding
+from serve.engine.requests import InferRequest
+
+BATCH_S = 0.1
+
+
+def shedding(instances: int) -> Shedding:
+    """Of a model whose batches are known to take BATCH_S."""
+    limits = BatchLimits(max_rows=4)
+    queue: BatchQueue[InferRequest] = BatchQueue(limits)
+    queue.pace = Pace(limits)
+    for _ in range(CONFIDENT):
+        queue.pace.observe("a", 4, BATCH_S)
+    return Shedding(queue, queue.pace, instances)
+
+
+@pytest.mark.parametrize(
+    ("instances", "begun", "free"),
+    [
+        (1, [], 0.05),
+        (1, [0.0], 0.1),
+        (1, [0.0, 0.1], 0.2),  # the second stands behind the first
+        (2, [0.0], 0.05),
+        (2, [0.0, 0.02], 0.1),
+        (2, [0.0, 0.02, 0.1], 0.12),
+        (2, [0.0, 0.02, 0.1, 0.12], 0.2),
+    ],
+)
+def test_an_instance_is_free_when_all_that_it_was_given_is_done(instances: int, begun: list[float], free: float) -> None:
+    shed = shedding(instances)
+    for at in begun:
+        shed.started("a", 4, at)
+    assert shed.free_s(0.05) == pytest.approx(free)

@@ -1,0 +1,132 @@
+"""Which models and versions a path holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+
+from serve.engine.errors import ModelLoadError
+from serve.engine.repository.model_repository import find_models
+from tests.models import save_mlp
+from tests.serve.engine.model_folders import found, load, write_versions
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (None, [10]),
+        ("version_policy { latest { num_versions: 2 } }", [2, 10]),
+        ("version_policy { all {} }", [1, 2, 10]),
+        ("version_policy { specific { versions: [1, 2, 7] } }", [1, 2]),
+    ],
+)
+def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected: list[int]) -> None:
+    root = write_versions(tmp_path, "1", "2", "10", config=policy)
+    assert found(root) == [("mlp", version) for version in expected]
+
+
+def test_a_version_is_what_its_plain_number_names(tmp_path: Path) -> None:
+    """In whatever order the file system lists the folders."""
+    root = write_versions(tmp_path, "1", *("0" * zeros + "1" for zeros in range(1, 41)), "02")
+    assert [(files.version, files.model.parent.name) for files in find_models(root)] == [(2, "02")]
+    (root / "mlp" / "config.pbtxt").write_text("version_policy { all {} }")
+    assert [files.model.parent.name for files in find_models(root)] == ["1", "02"]
+
+
+def test_versions_that_are_asked_for_and_missing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_versions(tmp_path, "1", config="version_policy { specific { versions: [9, 1, 7] } }")
+    assert found(root) == [("mlp", 1)]
+    assert caplog.messages == [f"{root / 'mlp'}: version_policy asks for versions that are not there: 7, 9"]
+
+
+def test_what_is_no_model_is_passed_over(tmp_path: Path) -> None:
+    write_versions(tmp_path, "1", name=".half-written")
+    write_versions(tmp_path, "1", "0", "draft", name="good")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "README.md").write_text("hello")
+    (tmp_path / "good" / "2").mkdir()
+    assert found(tmp_path) == [("good", 1)]
+
+
+def test_a_model_may_lie_in_a_folder_that_is_called_as_its_file(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx" / "model.onnx")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    assert found(tmp_path) == [("mlp", 1)]
+    assert load(tmp_path).path == path
+    renamed = write_versions(tmp_path / "other", "1", config='default_model_filename: "net"')
+    (renamed / "mlp" / "1" / "net").mkdir()
+    (renamed / "mlp" / "1" / "model.onnx").rename(renamed / "mlp" / "1" / "net" / "model.onnx")
+    assert found(renamed) == [("mlp", 1)]
+
+
+def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "net.v2.onnx")
+    (tmp_path / "config.pbtxt").write_text("this is not about the file beside it")
+    model = load(tmp_path / "net.v2.onnx")
+    assert (model.name, model.version, model.max_batch_size) == ("net.v2", 1, 32)
+
+
+def foreign(root: Path, config: str) -> Path:
+    """A model of which this server could read no file."""
+    (root / "mlp" / "1").mkdir(parents=True)
+    (root / "mlp" / "1" / "model.py").touch()
+    (root / "mlp" / "config.pbtxt").write_text(config)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root / "absent", "absent: not found; expected a model repository folder or an .onnx file"),
+        (lambda root: root, "no models in it; expected <model>/<version>/model.onnx"),
+        (lambda root: write_versions(root, "1") / "mlp", "it looks like one model's own folder: serve .*"),
+        (lambda root: write_versions(root, "1") / "mlp" / "1", "it looks like one version's own folder: serve .*"),
+        (lambda root: write_versions(root, "v1", config=""), "mlp: has no version; expected a folder with a number for a name"),
+        (
+            lambda root: write_versions(root, "1", config='default_model_filename: "../../etc/passwd"'),
+            "a file name without folders",
+        ),
+        (
+            lambda root: write_versions(root, "1", config='default_model_filename: "a\\000b"'),
+            "without folders or NUL characters",
+        ),
+        (lambda root: write_versions(root, "1", config='default_model_filename: "other.onnx"'), "none of its version folders"),
+        (
+            lambda root: write_versions(root, "1", "2", config="version_policy { specific { versions: [4, 5] } }"),
+            "mlp: version_policy asks for 4, 5, expected one of those that are there: 1, 2",
+        ),
+        (
+            lambda root: write_versions(root, "1", config="version_policy { specific { } }"),
+            "mlp: version_policy asks for no version, expected one of those that are there: 1",
+        ),
+        (
+            lambda root: foreign(root, 'platform: "ensemble" ensemble_scheduling {}'),
+            "'ensemble' models are not supported, expected platform 'onnxruntime_onnx' or backend 'onnxruntime', or platform ",
+        ),
+        (lambda root: foreign(root, 'backend: "python"'), "mlp/config.pbtxt: 'python' models are not supported"),
+        (
+            lambda root: foreign(root, 'platform: "onnxruntime_onnx" backend: "dali"'),
+            "mlp/config.pbtxt: 'dali' models are not supported",
+        ),
+        (lambda root: foreign(root, "ensemble_scheduling {}"), "mlp/config.pbtxt: ensemble_scheduling is not supported"),
+    ],
+)
+def test_a_path_without_models_is_refused(tmp_path: Path, make: object, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        find_models(make(tmp_path))  # type: ignore[operator]  # a lambda of the list above
+
+
+def test_a_version_that_is_asked_for_and_has_no_file_is_refused_for_that(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1", config="version_policy { specific { versions: [2] } }")
+    (root / "mlp" / "2").mkdir()
+    with pytest.raises(ModelLoadError, match="none of its version folders to be served holds model.onnx"):
+        find_models(root)
+
+
+def test_a_configuration_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    root = write_versions(tmp_path, "1")
+    (root / "mlp" / "config.pbtxt").symlink_to("config.pbtxt")
+    with pytest.raises(ModelLoadError, match="config.pbtxt: (is a link that leads to itself|cannot be read)"):
+        find_models(root)
