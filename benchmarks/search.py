@@ -14,11 +14,11 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
+from export.certificate.budget import Budget
 from export.onnx_fp16.settings import Settings
 from export.search.searched_model import SearchedModel, searched_model
 from export.search.smallest_fp32_set import find_fp32_nodes
 from export.search.trials import Trials
-from export.verification.budget import Budget
 from export.verification.children import Children
 from tests.export.search.nets import planted, samples
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from export.certificate.budget import Budget
     from export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
     from export.certificate.embed import check_embedded, embed
     from export.certificate.html import certificate_page
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from export.repository.model_version_writer import write_model_version
     from export.search.smallest_fp32_set import find_fp32_nodes
     from export.to_onnx.export_onnx import export_onnx
-    from export.verification.budget import Budget
     from export.verification.verify import verify
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "certificate.budget": {"Budget"},
     "certificate.certificate": {"BudgetExceeded", "Certificate", "read_certificate"},
     "certificate.embed": {"check_embedded", "embed"},
     "certificate.html": {"certificate_page"},
@@ -91,7 +92,6 @@ _HOMES = {
     "repository.model_version_writer": {"write_model_version"},
     "search.smallest_fp32_set": {"find_fp32_nodes"},
     "to_onnx.export_onnx": {"export_onnx"},
-    "verification.budget": {"Budget"},
     "verification.verify": {"verify"},
 }
 

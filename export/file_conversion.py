@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amp_core.recorder.record import Record
+    from export.certificate.budget import Budget
     from export.search.result import SearchResult
-    from export.verification.budget import Budget
     from export.verification.metrics import Array
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from amp_core.calling import arguments_of
 from amp_core.policy import Policy
+from export.certificate.budget import Budget
 from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Accumulators, Converted, Options, Verification, convert_verified
@@ -23,7 +24,6 @@ from export.to_onnx.capture import FlatModel
 from export.to_onnx.dimensions import BATCH
 from export.to_onnx.traced import traced_model
 from export.to_onnx.write_onnx import write_onnx
-from export.verification.budget import Budget
 from export.verification.own_rows import require_own_rows
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing 
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every absolute module name that a file imports, wherever in the file."""
+    """Every absolute module name that a file imports, wherever in the file; names that it takes from them look like modules."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -56,12 +56,18 @@ def imported(path: Path) -> Iterator[str]:
             assert node.level == 0, f"{path}: relative imports hide the arrows"
             assert node.module is not None
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # which may be modules as well
 
 
 def files(room: str) -> list[Path]:
     found = sorted((ROOT / room).rglob("*.py"))
     assert found, f"{room} is empty"
     return found
+
+
+# What each module imports of our modules, by its name; a package stands for its `__init__`.
+MODULES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for stage in STAGES for p in files(stage)}
+ARROWS = {name: {m for m in imported(path) if m in MODULES and m != name} for name, path in MODULES.items()}
 
 
 def under(module: str, roots: set[str]) -> bool:
@@ -97,17 +103,33 @@ def test_torch_stays_where_it_belongs() -> None:
             assert allowed or not any(under(m, {"torch"}) for m in imported(path)), path
 
 
-def test_there_are_no_import_cycles() -> None:
-    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for stage in STAGES for p in files(stage)}
-    arrows = {name: {m for m in imported(path) if m in modules and m != name} for name, path in modules.items()}
+def first_cycle(arrows: dict[str, set[str]]) -> str:
+    """One of the ways that lead back to where they began, or nothing."""
     done: set[str] = set()
 
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
-        if name not in done:
-            for target in sorted(arrows[name]):
-                visit(target, (*trail, name))
-            done.add(name)
+    def visit(name: str, trail: tuple[str, ...]) -> str:
+        if name in trail:
+            return " -> ".join((*trail[trail.index(name) :], name))
+        found = "" if name in done else next(filter(None, (visit(t, (*trail, name)) for t in sorted(arrows.get(name, ())))), "")
+        done.add(name)
+        return found
 
-    for name in sorted(modules):
-        visit(name, ())
+    return next(filter(None, (visit(name, ()) for name in sorted(arrows))), "")
+
+
+def test_there_are_no_import_cycles_between_modules() -> None:
+    assert first_cycle(ARROWS) == ""
+
+
+@pytest.mark.parametrize("folder", sorted({name.rpartition(".")[0] for name in ARROWS} - {""}))
+def test_there_are_no_import_cycles_between_the_rooms_of_a_folder(folder: str) -> None:
+    """A file or a folder in it is a room; what a package's `__init__` shows to the outside is the house's front."""
+
+    def room(module: str) -> str:
+        return module.removeprefix(f"{folder}.").split(".")[0] if module.startswith(f"{folder}.") else ""
+
+    rooms: dict[str, set[str]] = {}
+    for module, targets in ARROWS.items():
+        rooms.setdefault(room(module), set()).update({room(target) for target in targets} - {room(module), ""})
+    rooms.pop("", None)
+    assert first_cycle(rooms) == ""

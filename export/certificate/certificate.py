@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from export.certificate.budget import NO_HEADROOM, Budget
+from export.certificate.figures import Figures
+from export.certificate.probe import Probe
+from export.certificate.risk import Risk
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict, Plot
 from export.errors import ExportError
-from export.verification.accumulators import Risk
-from export.verification.budget import NO_HEADROOM, Budget
-from export.verification.metrics import Figures
-from export.verification.probe import Probe
 
 SCHEMA = "halfserve.certificate"
 SCHEMA_VERSION = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from export.verification.metrics import Figures
+from export.certificate.figures import Figures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
 from export.commands.made_up import NOTE, sizes_of, way_out
@@ -20,7 +21,6 @@ from export.errors import ExportError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
 from export.files.model_writer import ExternalData
 from export.sample_files import load_samples
-from export.verification.budget import Budget
 
 if TYPE_CHECKING:
     from export.files.model_file import ModelFile

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from amp_core.checkpoint import CheckpointError
+from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
 from export.checkpoint_pipeline import export_checkpoint
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
@@ -19,7 +20,6 @@ from export.commands.output_files import page_beside, require_output
 from export.errors import ExportError
 from export.file_conversion import Accumulators
 from export.module_pipeline import Wishes
-from export.verification.budget import Budget
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1, CheckpointError: 1}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.html import certificate_page
 from export.certificate.table import certificate_table
@@ -19,7 +20,6 @@ from export.errors import ExportError
 from export.files.atomic_write import write_atomically
 from export.files.model_file import ModelFile, open_model
 from export.sample_files import load_samples
-from export.verification.budget import Budget
 from export.verification.labels_file import load_labels
 from export.verification.synthetic import synthesize
 from export.verification.verify import verify as verify_models

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import onnx
 import onnx_ir
 
+from export.certificate.budget import Budget
 from export.errors import ExportError
 from export.onnx_fp16.settings import settings_of
 from export.search.blame import Edge, blamed_edges
@@ -26,7 +27,6 @@ from export.search.result import Cost, KeptNodeCost, SearchResult
 from export.search.searched_model import SearchedModel, searched_model
 from export.search.seeds import seeds_of
 from export.search.trials import Trial, Trials
-from export.verification.budget import Budget
 from export.verification.children import Children
 from export.verification.feeds import Inputs
 

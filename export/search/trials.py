@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import OutputVerdict, anything_compared
 from export.errors import ExportError
 from export.files.model_file import ModelFile, open_model
@@ -16,7 +17,6 @@ from export.onnx_fp16.report import ConversionReport
 from export.search.narrowing import OutOfRunsError
 from export.search.searched_model import SearchedModel
 from export.verification.adversarial import adversarial_cases
-from export.verification.budget import Budget
 from export.verification.children import Children, Feed, Value
 from export.verification.data_dependence import data_dependent_values
 from export.verification.edge_cases import judge_cases

@@ -19,35 +19,11 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
+from export.certificate.risk import Risk
 from export.verification.simulate import BEFORE_ROUNDING, bodies_of, simulated_node
 from export.weight_ledger import FP16_MAX
 
 PREFIX = "halfserve/reach/"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Risk:
-    """A node in which a sum outgrows float16.
-
-    Attributes:
-        node: Its name.
-        op_type: Its operator.
-        what: What is summed, in words.
-        reach: The largest value that the sum can reach on the samples.
-        module: The torch module it came from, where known.
-    """
-
-    node: str
-    op_type: str
-    what: str
-    reach: float
-    module: str | None = None
-
-    def __str__(self) -> str:
-        place = f" ({self.module})" if self.module else ""
-        return (
-            f"{self.op_type} {self.node!r}{place}: its {self.what} reaches {self.reach:.3g} inside, over float16's {FP16_MAX:g}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from export.certificate.budget import NO_HEADROOM, NOTHING_FINITE
 from export.certificate.certificate import Certificate
-from export.verification.budget import NO_HEADROOM, NOTHING_FINITE
 from export.verification.steepness import Steepness
 
 MEANS = "--block-node, --block-op of halfserve convert, --keep-fp32 of halfserve export"

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from export.certificate.budget import Budget, adversarial_violations
 from export.certificate.certificate import OutputVerdict
 from export.certificate.verdicts import AdversarialVerdict
 from export.verification.adversarial import Case
-from export.verification.budget import Budget, adversarial_violations
 from export.verification.children import Value
 from export.verification.judging import Output
 from export.verification.metrics import Array, compare

@@ -13,10 +13,11 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
+from export.certificate.risk import Risk
 from export.errors import ExportError
 from export.files.external_data import external_tensors, location_of
 from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
-from export.verification.accumulators import Risk, with_checks
+from export.verification.accumulators import with_checks
 from export.verification.children import CPU, CUDA, Answer, Children, StagedFeed, Value
 from export.verification.simulate import round_every_node
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from export.certificate.budget import Budget, violations
 from export.certificate.certificate import OutputVerdict
+from export.certificate.figures import Figures
 from export.certificate.verdicts import Plot
 from export.errors import ExportError
-from export.verification.budget import Budget, violations
 from export.verification.children import Value
-from export.verification.metrics import FP16_SMALLEST_NORMAL, Array, Figures, compare_parts
+from export.verification.metrics import Array, compare_parts
+from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 PLOT_POINTS = 300
 PLOT_EDGES = tuple(-7 + 0.25 * step for step in range(33))  # errors of 1e-7 to 10 times the output's scale

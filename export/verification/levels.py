@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import onnxruntime
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import OutputVerdict
+from export.certificate.probe import Probe
 from export.certificate.verdicts import LevelVerdict
 from export.errors import ExportError
-from export.verification.budget import Budget
 from export.verification.children import CPU, Answer, Children
 from export.verification.comparison import Comparison
 from export.verification.executions import INLINE_LIMIT_BYTES, LEVELS
 from export.verification.judging import judge
-from export.verification.probe import Probe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import OutputVerdict
 from export.errors import ExportError
-from export.verification.budget import Budget
 from export.verification.comparison import Comparison
 from export.verification.interface import inputs_of
 from export.verification.judging import judge

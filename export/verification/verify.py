@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import Accuracy, BudgetExceeded, Certificate
 from export.certificate.embed import graph_sha256
+from export.certificate.risk import Risk
 from export.errors import ExportError
 from export.files.model_file import ModelFile, ModelSource, open_model
-from export.verification.accumulators import Risk
 from export.verification.adversarial import Case, adversarial_cases
 from export.verification.advice import advice
-from export.verification.budget import Budget
 from export.verification.children import Answer, Children, Value
 from export.verification.comparison import Comparison
 from export.verification.edge_cases import headroom, judge_cases

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.probe.crash_probe import CrashProbe
-from serve.backends.probe.crash_verdicts import CrashVerdicts, default_folder
+from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
+from serve.backends.onnx_runtime.probe.crash_verdicts import CrashVerdicts, default_folder
 from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.errors import ModelLoadError
 

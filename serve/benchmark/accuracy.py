@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.client.messages import output_arrays
-from serve.client.tensors import Array
+from serve.client.exchanges.messages import output_arrays
+from serve.client.values.tensors import Array
 
 if TYPE_CHECKING:
     from protos.inference_pb2 import ModelInferRequest

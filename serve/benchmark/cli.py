@@ -39,8 +39,8 @@ from serve.client.commands.connection_options import (
     TokenFile,
     UseTls,
 )
-from serve.client.console import PipedConsole
-from serve.client.input_arguments import InputArgumentError, read_inputs
+from serve.client.commands.console import PipedConsole
+from serve.client.commands.input_arguments import InputArgumentError, read_inputs
 
 EXIT_CODES: dict[type[Exception], int] = {
     BenchmarkArgumentError: 2,

@@ -16,12 +16,12 @@ from serve.benchmark.request_inputs import RequestPlan
 from serve.benchmark.server_statistics import ServerTotals
 from serve.benchmark.shared_memory import shared_requests
 from serve.client import InferenceClient, InferenceClientError
-from serve.client.channel import method_path
-from serve.client.display import provider_of
-from serve.client.headers import bearer
-from serve.client.input_arguments import fitted_inputs
-from serve.client.parameters import Parameter
-from serve.client.tls import Tls
+from serve.client.commands.display import provider_of
+from serve.client.commands.input_arguments import fitted_inputs
+from serve.client.connection.channel import method_path
+from serve.client.connection.headers import bearer
+from serve.client.connection.tls import Tls
+from serve.client.values.parameters import Parameter
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -13,9 +13,9 @@ import numpy as np
 
 from protos.datatypes import Datatype
 from serve.benchmark.errors import BenchmarkArgumentError
-from serve.client.messages import infer_request
-from serve.client.parameters import Parameter
-from serve.client.tensors import Array, converted, datatype_named
+from serve.client.exchanges.messages import infer_request
+from serve.client.values.parameters import Parameter
+from serve.client.values.tensors import Array, converted, datatype_named
 
 if TYPE_CHECKING:
     from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
@@ -75,7 +75,7 @@ class RequestPlan:
         max_batch_size: from the model's configuration; 0 for a model that has no batch dimension.
         batch_size: rows per request.
         shapes: sizes for inputs that have variable ones, by name, without the batch dimension.
-        given: arrays that fit the model (`serve.client.input_arguments.fitted_inputs`); inputs missing here are random.
+        given: arrays that fit the model (see `fitted_inputs`); inputs missing here are random.
         version: the model's version; empty for the server's choice.
         zeros: inputs that are not given are zeros (empty strings) instead of random.
         parameters: of every request.

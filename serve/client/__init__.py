@@ -1,9 +1,8 @@
 """Ask a running server: numpy arrays in, numpy arrays out, synchronously or with asyncio."""
 
-from serve.client.answer import InferAnswer
 from serve.client.async_client import AsyncInferenceClient
 from serve.client.bound_exchange import BoundModel
-from serve.client.classes import Class, classes_of
+from serve.client.connection.tls import Tls
 from serve.client.errors import (
     AccessDenied,
     AlreadyExists,
@@ -16,13 +15,14 @@ from serve.client.errors import (
     ServerUnavailable,
     Unsupported,
 )
+from serve.client.exchanges.model_description import TensorInfo
+from serve.client.exchanges.retry import RetryPolicy
 from serve.client.inference_client import InferenceClient
-from serve.client.model_description import TensorInfo
 from serve.client.model_handles import AsyncModel, Model
-from serve.client.retry import RetryPolicy
 from serve.client.sharing.shared_region import SharedRegion
 from serve.client.streaming.stream_order import StreamAnswer
-from serve.client.tls import Tls
+from serve.client.values.answer import InferAnswer
+from serve.client.values.classes import Class, classes_of
 
 __all__ = [
     "AccessDenied",

@@ -18,24 +18,24 @@ from protos.inference_pb2 import (
     ServerMetadataResponse,
     SystemSharedMemoryStatusResponse,
 )
-from serve.client import control, exchanges
 from serve.client.async_driver import AsyncDriver
 from serve.client.bound_exchange import BoundModel, bind
-from serve.client.channel import method_path
 from serve.client.client_base import CLOSING_S
+from serve.client.connection.channel import method_path
+from serve.client.exchanges import control, inquiries
 from serve.client.infer_exchange import infer_message
 from serve.client.model_handles import AsyncModel
-from serve.client.sharing.region_exchange import close_region, open_region
+from serve.client.region_exchange import close_region, open_region
 from serve.client.streaming.async_stream import AsyncStream, Source
 from serve.client.streaming.stream_order import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 if TYPE_CHECKING:
     from protos.model_config_pb2 import ModelConfig
-    from serve.client.answer import InferAnswer
-    from serve.client.control import LogSetting, TraceSetting
+    from serve.client.exchanges.control import LogSetting, TraceSetting
     from serve.client.options import BoundInferOptions, InferOptions, RequestOptions, SendOptions
     from serve.client.sharing.shared_region import SharedRegion
-    from serve.client.tensors import Array
+    from serve.client.values.answer import InferAnswer
+    from serve.client.values.tensors import Array
 
 
 class AsyncInferenceClient(AsyncDriver):
@@ -110,20 +110,20 @@ class AsyncInferenceClient(AsyncDriver):
 
     async def models(self, *, only_ready: bool = False) -> list[RepositoryIndexResponse.ModelIndex]:
         """What the repository holds, loaded or not: entries with name, version, state and reason."""
-        return await self._carry_out(exchanges.models(only_ready=only_ready))
+        return await self._carry_out(inquiries.models(only_ready=only_ready))
 
     async def model_metadata(self, name: str, version: str = "") -> ModelMetadataResponse:
         """Versions, platform, and name, datatype and shape of each input and output (-1: any size)."""
-        return await self._carry_out(exchanges.model_metadata(name, version))
+        return await self._carry_out(inquiries.model_metadata(name, version))
 
     async def model_config(self, name: str, version: str = "") -> ModelConfig:
         """The configuration that the model is served with, completed by the server."""
-        config: ModelConfig = await self._carry_out(exchanges.model_config(name, version))
+        config: ModelConfig = await self._carry_out(inquiries.model_config(name, version))
         return config
 
     async def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         """Counters and times since each model was loaded, in nanoseconds; of all models when the name is empty."""
-        return await self._carry_out(exchanges.statistics(name, version))
+        return await self._carry_out(inquiries.statistics(name, version))
 
     async def load_model(
         self,
@@ -150,17 +150,17 @@ class AsyncInferenceClient(AsyncDriver):
 
     async def is_live(self) -> bool:
         """Whether a server answers at the address."""
-        return await self._carry_out(exchanges.server_live(), retry=False)
+        return await self._carry_out(inquiries.server_live(), retry=False)
 
     async def is_ready(self, model: str | None = None, version: str = "") -> bool:
         """Whether the server, or one model, takes requests now; an unknown model is not ready."""
-        return await self._carry_out(exchanges.ready(model, version), retry=False)
+        return await self._carry_out(inquiries.ready(model, version), retry=False)
 
     async def wait_until_ready(self, model: str | None = None, version: str = "", *, timeout_s: float | None = None) -> None:
         """Wait until the server, or one model, takes requests; see `InferenceClient.wait_until_ready`."""
         sending = self._sending(timeout_s)
-        await self._carry_out(exchanges.wait_until_ready(model, version, sending.deadline), sending, retry=False)
+        await self._carry_out(inquiries.wait_until_ready(model, version, sending.deadline), sending, retry=False)
 
     async def server_metadata(self) -> ServerMetadataResponse:
         """The server's name, version and protocol extensions."""
-        return await self._carry_out(exchanges.server_metadata())
+        return await self._carry_out(inquiries.server_metadata())

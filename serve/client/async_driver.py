@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 
-from serve.client.calls import Answer, Call, Exchange, Pause
-from serve.client.cancellation import is_cancelled
-from serve.client.channel import method_path
 from serve.client.client_base import CLOSING_S, ClientBase, Sending
+from serve.client.connection.cancellation import is_cancelled
+from serve.client.connection.channel import method_path
 from serve.client.errors import InferenceClientError
-from serve.client.sharing.region_exchange import take_back
+from serve.client.exchanges.calls import Answer, Call, Exchange, Pause
+from serve.client.region_exchange import take_back
 
 if TYPE_CHECKING:
     from types import TracebackType

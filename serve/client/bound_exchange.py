@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from serve.client.answer import InferAnswer
-from serve.client.calls import Exchange
 from serve.client.errors import InvalidRequest
+from serve.client.exchanges.calls import Exchange
+from serve.client.exchanges.model_description import ModelDescription, TensorInfo, describe_model
 from serve.client.infer_exchange import InferState, infer, remember
-from serve.client.model_description import ModelDescription, TensorInfo, describe_model
+from serve.client.values.answer import InferAnswer
 
 
 class BoundModel:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from serve.client.commands.infer import infer
+from serve.client.commands.input_files import InputArgumentError
 from serve.client.commands.models import models
 from serve.client.errors import InferenceClientError
-from serve.client.input_files import InputArgumentError
 
 __all__ = ["EXIT_CODES", "infer", "models"]
 

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve.client.address import Balancing, checked_balancing, target_of
-from serve.client.answer import InferAnswer
 from serve.client.bound_exchange import BoundModel, bound_infer
-from serve.client.calls import Answer, Exchange
-from serve.client.channel import ChannelSettings, Compression, compression_named
-from serve.client.deadline import DEFAULT_TIMEOUT_S, Deadline, checked_timeout
+from serve.client.connection.address import Balancing, checked_balancing, target_of
+from serve.client.connection.channel import ChannelSettings, Compression, compression_named
+from serve.client.connection.headers import Headers, HeaderValue, Token, bearer, headers_of
+from serve.client.connection.rpc_errors import from_rpc_error
+from serve.client.connection.tls import Tls
 from serve.client.errors import Cancelled, InferenceClientError, InvalidRequest
-from serve.client.headers import Headers, HeaderValue, Token, bearer, headers_of
+from serve.client.exchanges.calls import Answer, Exchange
+from serve.client.exchanges.deadline import DEFAULT_TIMEOUT_S, Deadline, checked_timeout
+from serve.client.exchanges.retry import RetryBudget, RetryPolicy, retried
 from serve.client.infer_exchange import InferState, infer
 from serve.client.options import SEND_OPTIONS
-from serve.client.retry import RetryBudget, RetryPolicy, retried
-from serve.client.rpc_errors import from_rpc_error
-from serve.client.tls import Tls
+from serve.client.values.answer import InferAnswer
 
 CLOSING_S = 5.0  # what a server may take that is asked to forget shared memory
 

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any
 
 from protos import inference_pb2 as pb
-from serve.client.answer import InferAnswer, answer_of
-from serve.client.calls import Call, Exchange
 from serve.client.checks import check_named
 from serve.client.errors import AccessDenied, InvalidRequest, ModelNotFound, Unsupported
-from serve.client.exchanges import model_config, model_metadata
-from serve.client.messages import check_answer, infer_request, output_arrays
-from serve.client.parameters import is_stateful
+from serve.client.exchanges.calls import Call, Exchange
+from serve.client.exchanges.inquiries import model_config, model_metadata
+from serve.client.exchanges.messages import check_answer, infer_request, output_arrays
 from serve.client.sharing.shared_exchange import SharingRefused, ask_sharing, settle
 from serve.client.sharing.shared_region import SharedRegion
 from serve.client.sharing.shared_tensors import SharedTensors, SlabPool
-from serve.client.tensors import Array
+from serve.client.values.answer import InferAnswer, answer_of
+from serve.client.values.parameters import is_stateful
+from serve.client.values.tensors import Array
 
 MetadataCache = dict[tuple[str, str], pb.ModelMetadataResponse]
 
@@ -107,7 +107,7 @@ def infer(
         version: empty for the one that the model's policy chooses.
         into: arrays in shared memory for outputs, by name.
         idempotent: whether the request may be made twice.
-        options: those of `serve.client.messages.infer_request`.
+        options: those of `serve.client.exchanges.messages.infer_request`.
     """
     check_named(inputs)
     key = (model, version)

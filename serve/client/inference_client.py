@@ -18,24 +18,24 @@ from protos.inference_pb2 import (
     ServerMetadataResponse,
     SystemSharedMemoryStatusResponse,
 )
-from serve.client import control, exchanges
 from serve.client.bound_exchange import BoundModel, bind
-from serve.client.channel import method_path
 from serve.client.client_base import CLOSING_S
+from serve.client.connection.channel import method_path
+from serve.client.exchanges import control, inquiries
 from serve.client.infer_exchange import infer_message
 from serve.client.model_handles import Model
-from serve.client.sharing.region_exchange import close_region, open_region
+from serve.client.region_exchange import close_region, open_region
 from serve.client.streaming.stream_order import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 from serve.client.streaming.sync_stream import SyncStream
 from serve.client.sync_driver import SyncDriver
 
 if TYPE_CHECKING:
     from protos.model_config_pb2 import ModelConfig
-    from serve.client.answer import InferAnswer
-    from serve.client.control import LogSetting, TraceSetting
+    from serve.client.exchanges.control import LogSetting, TraceSetting
     from serve.client.options import BoundInferOptions, InferOptions, RequestOptions, SendOptions
     from serve.client.sharing.shared_region import SharedRegion
-    from serve.client.tensors import Array
+    from serve.client.values.answer import InferAnswer
+    from serve.client.values.tensors import Array
 
 
 class InferenceClient(SyncDriver):
@@ -148,20 +148,20 @@ class InferenceClient(SyncDriver):
 
     def models(self, *, only_ready: bool = False) -> list[RepositoryIndexResponse.ModelIndex]:
         """What the repository holds, loaded or not: entries with name, version, state and reason."""
-        return self._carry_out(exchanges.models(only_ready=only_ready))
+        return self._carry_out(inquiries.models(only_ready=only_ready))
 
     def model_metadata(self, name: str, version: str = "") -> ModelMetadataResponse:
         """Versions, platform, and name, datatype and shape of each input and output (-1: any size)."""
-        return self._carry_out(exchanges.model_metadata(name, version))
+        return self._carry_out(inquiries.model_metadata(name, version))
 
     def model_config(self, name: str, version: str = "") -> ModelConfig:
         """The configuration that the model is served with, completed by the server."""
-        config: ModelConfig = self._carry_out(exchanges.model_config(name, version))
+        config: ModelConfig = self._carry_out(inquiries.model_config(name, version))
         return config
 
     def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
         """Counters and times since each model was loaded, in nanoseconds; of all models when the name is empty."""
-        return self._carry_out(exchanges.statistics(name, version))
+        return self._carry_out(inquiries.statistics(name, version))
 
     def load_model(
         self,
@@ -200,11 +200,11 @@ class InferenceClient(SyncDriver):
 
     def is_live(self) -> bool:
         """Whether a server answers at the address."""
-        return self._carry_out(exchanges.server_live(), retry=False)
+        return self._carry_out(inquiries.server_live(), retry=False)
 
     def is_ready(self, model: str | None = None, version: str = "") -> bool:
         """Whether the server, or one model, takes requests now; an unknown model is not ready."""
-        return self._carry_out(exchanges.ready(model, version), retry=False)
+        return self._carry_out(inquiries.ready(model, version), retry=False)
 
     def wait_until_ready(self, model: str | None = None, version: str = "", *, timeout_s: float | None = None) -> None:
         """Wait until the server, or one model, takes requests.
@@ -213,8 +213,8 @@ class InferenceClient(SyncDriver):
             DeadlineExceeded: it does not within `timeout_s` (None for the client's own); the text says what it lacks.
         """
         sending = self._sending(timeout_s)
-        self._carry_out(exchanges.wait_until_ready(model, version, sending.deadline), sending, retry=False)
+        self._carry_out(inquiries.wait_until_ready(model, version, sending.deadline), sending, retry=False)
 
     def server_metadata(self) -> ServerMetadataResponse:
         """The server's name, version and protocol extensions."""
-        return self._carry_out(exchanges.server_metadata())
+        return self._carry_out(inquiries.server_metadata())

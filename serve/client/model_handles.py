@@ -9,11 +9,11 @@ from serve.client.bound_exchange import BoundModel
 from serve.client.streaming.stream_order import DEFAULT_IN_FLIGHT
 
 if TYPE_CHECKING:
-    from serve.client.model_description import ModelDescription
+    from serve.client.exchanges.model_description import ModelDescription
     from serve.client.options import BoundInferOptions, RequestOptions
     from serve.client.streaming.async_stream import Source
     from serve.client.streaming.stream_order import StreamAnswer
-    from serve.client.tensors import Array
+    from serve.client.values.tensors import Array
 
 
 class _Client(Protocol):

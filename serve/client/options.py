@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from serve.client.channel import Compression
-from serve.client.headers import HeaderValue
-from serve.client.parameters import Parameter
-from serve.client.tensors import Array
+from serve.client.connection.channel import Compression
+from serve.client.connection.headers import HeaderValue
+from serve.client.values.parameters import Parameter
+from serve.client.values.tensors import Array
 
 
 class SendOptions(TypedDict, total=False):
@@ -38,7 +38,7 @@ class RequestOptions(TypedDict, total=False):
         priority: 1 is the most urgent; 0 (the default) is the model's default level.
         queue_timeout_s: seconds that the request may wait in the server's queue, where the model allows to choose.
         top_k: ask for the names of the best classes instead of the numbers: how many, for all outputs or by output name. Such
-            an output comes as BYTES "value:index[:label]"; `serve.client.classes` reads it.
+            an output comes as BYTES "value:index[:label]"; `serve.client.values.classes` reads it.
         cast: convert arrays of another dtype to the model's, such as float32 to FP16; a value that would overflow is an error.
     """
 

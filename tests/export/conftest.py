@@ -8,11 +8,11 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import Certificate, OutputVerdict
+from export.certificate.probe import Probe
 from export.to_onnx.export_onnx import serialize
-from export.verification.budget import Budget
 from export.verification.metrics import compare
-from export.verification.probe import Probe
 from tests.export.chain import chain
 from tests.export.torch_operators import made_once
 

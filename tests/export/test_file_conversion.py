@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
 from export.conversion_targets import FileTarget, RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Options, SearchFailed, Verification, convert_verified
 from export.files.model_file import ModelFile, open_model
-from export.verification.budget import Budget
 from export.verification.metrics import Array
 from tests.export.onnx_files import in_one_file, sums
 

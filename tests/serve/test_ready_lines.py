@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.client.address import target_of
+from serve.client.connection.address import target_of
 from serve.ready_lines import print_text
 from serve.server import Ready
 

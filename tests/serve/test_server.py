@@ -21,7 +21,7 @@ import trustme
 
 from protos import inference_pb2 as pb
 from serve.client import InferenceClient, InferenceClientError
-from serve.client.tls import Tls
+from serve.client.connection.tls import Tls
 from tests.models import save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]

@@ -18,9 +18,9 @@ from serve.backends.onnx_runtime.denormals import warn_if_in_vain
 from serve.backends.onnx_runtime.node_placement import nodes_by_provider
 from serve.backends.onnx_runtime.onnx_interface import read_interface
 from serve.backends.onnx_runtime.optimization_level import KEY, OptimizationLevel
+from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
 from serve.backends.onnx_runtime.session import CPU, OpenSession, SessionOpener
 from serve.backends.onnx_runtime.session_settings import read_settings
-from serve.backends.probe.crash_probe import CrashProbe
 from serve.backends.runtime_errors import reason_of
 from serve.engine.backend import ModelInterface, Placement
 from serve.engine.errors import BackendError, InvalidArgumentError

@@ -21,10 +21,10 @@ from serve.backends.onnx_runtime.denormals import keep_to_own_threads
 from serve.backends.onnx_runtime.node_placement import RECORD_ENTRY
 from serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
+from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe, Trial
 from serve.backends.onnx_runtime.session_settings import SessionSettings
-from serve.backends.probe.crash_probe import CrashProbe, Trial
+from serve.backends.onnx_runtime.thread_choice import is_quick, may_be_quick
 from serve.backends.runtime_errors import is_about_an_option, reason_of
-from serve.backends.thread_choice import is_quick, may_be_quick
 from serve.engine.backend import Placement
 from serve.engine.cuda_driver import device_count
 from serve.engine.device_faults import is_device_lost

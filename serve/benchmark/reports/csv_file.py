@@ -10,7 +10,7 @@ from typing import Any
 
 from serve.benchmark.level import Level
 from serve.benchmark.reports.report import Report
-from serve.client.atomic_file import written_whole
+from serve.client.commands.atomic_file import written_whole
 
 
 def write_csv(path: Path, report: Report) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from serve.benchmark.reports.figures import curves_of, latency_percentiles, over_time, server_split, throughput_latency
 from serve.benchmark.reports.report import Report
 from serve.benchmark.reports.tables import percentiles_table, tables
-from serve.client.atomic_file import written_whole
+from serve.client.commands.atomic_file import written_whole
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 56rem; margin: 2rem auto; padding: 0 1rem }

@@ -10,7 +10,7 @@ from hdrh.histogram import HdrHistogram  # type: ignore[import-untyped]  # (the 
 from serve.benchmark.level import Level
 from serve.benchmark.load.histogram import LatencyHistogram
 from serve.benchmark.reports.report import Report
-from serve.client.atomic_file import written_whole
+from serve.client.commands.atomic_file import written_whole
 
 SIGNIFICANT_DIGITS = 3
 TICKS_PER_HALF_DISTANCE = 5

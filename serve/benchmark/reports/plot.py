@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from serve.benchmark.reports.report import Report
-from serve.client.atomic_file import written_whole
+from serve.client.commands.atomic_file import written_whole
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"

@@ -44,7 +44,7 @@ from serve.benchmark.accuracy import Difference
 from serve.benchmark.comparison import ComparedLevel
 from serve.benchmark.level import Level
 from serve.benchmark.sweep import Goal, best_of
-from serve.client.atomic_file import written_whole
+from serve.client.commands.atomic_file import written_whole
 
 
 @dataclass(frozen=True, kw_only=True)

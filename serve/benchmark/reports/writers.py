@@ -9,7 +9,7 @@ from pathlib import Path
 from serve.benchmark.errors import BenchmarkArgumentError
 from serve.benchmark.reports.csv_file import write_csv
 from serve.benchmark.reports.report import Report, write_json
-from serve.client.atomic_file import checked_output
+from serve.client.commands.atomic_file import checked_output
 
 Writer = Callable[[Report], None]
 WriteFile = Callable[[Path, Report], None]

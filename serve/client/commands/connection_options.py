@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from serve.client.connection.tls import Tls
 from serve.client.errors import InvalidRequest
 from serve.client.inference_client import InferenceClient
-from serve.client.tls import Tls
 
 _connection = partial(typer.Option, rich_help_panel="Connection")
 

@@ -29,13 +29,13 @@ from serve.client.commands.connection_options import (
     UseTls,
     connect,
 )
+from serve.client.commands.console import PipedConsole
+from serve.client.commands.display import answer_json, outputs_json, outputs_table
+from serve.client.commands.input_arguments import fitted_inputs, read_inputs
 from serve.client.commands.output_files import checked_output_file, write_answer
 from serve.client.commands.request_stream import requests_of
-from serve.client.console import PipedConsole
-from serve.client.display import answer_json, outputs_json, outputs_table
 from serve.client.errors import InvalidRequest
 from serve.client.inference_client import InferenceClient
-from serve.client.input_arguments import fitted_inputs, read_inputs
 from serve.client.options import RequestOptions
 
 _streaming = partial(typer.Option, rich_help_panel="Many requests over one call")

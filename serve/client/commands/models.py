@@ -30,9 +30,9 @@ from serve.client.commands.connection_options import (
     UseTls,
     connect,
 )
+from serve.client.commands.console import PipedConsole
+from serve.client.commands.display import models_table, provider_of, tensors_json
 from serve.client.commands.watch import Look, looked_at, looks_json, looks_table
-from serve.client.console import PipedConsole
-from serve.client.display import models_table, provider_of, tensors_json
 from serve.client.errors import InvalidRequest, ModelNotFound
 from serve.client.inference_client import InferenceClient
 

@@ -9,11 +9,11 @@ from zipfile import ZipFile
 
 import numpy as np
 
-from serve.client.answer import InferAnswer
-from serve.client.atomic_file import checked_output, written_whole
-from serve.client.display import answer_json
+from serve.client.commands.atomic_file import checked_output, written_whole
+from serve.client.commands.display import answer_json
 from serve.client.errors import InferenceClientError, InvalidRequest
-from serve.client.tensors import Array
+from serve.client.values.answer import InferAnswer
+from serve.client.values.tensors import Array
 
 SUFFIXES = (".npz", ".json")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from serve.client.commands.input_arguments import fitted_inputs, read_inputs
+from serve.client.commands.input_files import STDIN, InputArgumentError, parsed_json, tensors_of_json
 from serve.client.errors import InvalidRequest
-from serve.client.input_arguments import fitted_inputs, read_inputs
-from serve.client.input_files import STDIN, InputArgumentError, parsed_json, tensors_of_json
 
 if TYPE_CHECKING:
     from protos.inference_pb2 import ModelMetadataResponse

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferResponse
-from serve.client.answer import InferAnswer, answer_of
-from serve.client.calls import Call, Exchange
-from serve.client.control import register_region, unregister_region
 from serve.client.errors import AlreadyExists, InferenceClientError, ModelNotFound, Repeat
-from serve.client.messages import array_of, output_arrays
+from serve.client.exchanges.calls import Call, Exchange
+from serve.client.exchanges.control import register_region, unregister_region
+from serve.client.exchanges.messages import array_of, output_arrays
 from serve.client.sharing.shared_region import SharedRegion
 from serve.client.sharing.shared_tensors import SharedTensors, SlabPool
-from serve.client.tensors import Array, datatype_named
+from serve.client.values.answer import InferAnswer, answer_of
+from serve.client.values.tensors import Array, datatype_named
 
 # After these nobody knows whether the server still reads and writes the request's memory.
 MAY_STILL_RUN = ("DEADLINE_EXCEEDED", "CANCELLED", "UNAVAILABLE", "UNKNOWN", "INTERNAL")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from serve.client.errors import InferenceClientError, InvalidRequest
-from serve.client.sharing.places import Place
-from serve.client.tensors import Array
+from serve.client.values.places import Place
+from serve.client.values.tensors import Array
 
 FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
 ALIGNMENT = 64  # bytes; what vector instructions like best

@@ -11,9 +11,9 @@ import numpy as np
 
 from protos.datatypes import BY_WIRE, Datatype
 from serve.client.errors import InferenceClientError, InvalidRequest
-from serve.client.sharing.places import Place
 from serve.client.sharing.shared_region import SharedRegion
-from serve.client.tensors import Array, datatype_named
+from serve.client.values.places import Place
+from serve.client.values.tensors import Array, datatype_named
 
 if TYPE_CHECKING:
     from protos.inference_pb2 import ModelMetadataResponse

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
-from serve.client.cancellation import is_cancelled
+from serve.client.connection.cancellation import is_cancelled
 from serve.client.errors import InferenceClientError
 from serve.client.streaming.stream_order import StreamAnswer, StreamOrder
 

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 
 from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
-from serve.client.calls import Exchange
 from serve.client.errors import (
     RETRY_HINT_KEY,
     DeadlineExceeded,
@@ -19,9 +18,10 @@ from serve.client.errors import (
     ServerUnavailable,
     error_of_code,
 )
+from serve.client.exchanges.calls import Exchange
+from serve.client.exchanges.messages import check_answer, infer_request, output_arrays
 from serve.client.infer_exchange import InferState, fresh_metadata
-from serve.client.messages import check_answer, infer_request, output_arrays
-from serve.client.tensors import Array
+from serve.client.values.tensors import Array
 
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
@@ -74,7 +74,7 @@ class StreamOrder:
 
         Args:
             metadata: the model's.
-            options: those of `serve.client.messages.infer_request`.
+            options: those of `serve.client.exchanges.messages.infer_request`.
             address: for error texts.
         """
         self._metadata = metadata

@@ -11,14 +11,14 @@ import onnx
 import pytest
 from rich.console import Console
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import Accuracy, Certificate, read_certificate
+from export.certificate.probe import Probe
+from export.certificate.risk import Risk
 from export.certificate.table import certificate_table
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict
 from export.errors import ExportError
-from export.verification.accumulators import Risk
-from export.verification.budget import Budget
 from export.verification.metrics import compare
-from export.verification.probe import Probe
 
 Certify = Callable[[onnx.ModelProto], Certificate]
 

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import pytest
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import Accuracy, Certificate, OutputVerdict
 from export.certificate.html import certificate_page
+from export.certificate.risk import Risk
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict
-from export.verification.accumulators import Risk
-from export.verification.budget import Budget
 from export.verification.judging import plot_of
 from export.verification.metrics import compare
 

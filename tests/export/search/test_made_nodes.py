@@ -6,11 +6,11 @@ import onnx
 import onnx_ir
 import pytest
 
+from export.certificate.budget import Budget
 from export.onnx_fp16.convert import convert
 from export.onnx_fp16.settings import Settings
 from export.search.searched_model import searched_model
 from export.search.smallest_fp32_set import find_fp32_nodes
-from export.verification.budget import Budget
 from tests.export.onnx_fp16.models import normal, parse
 
 X = normal(8, 16)

@@ -3,11 +3,11 @@ from __future__ import annotations
 import itertools
 
 from amp_core.recorder import Entry, Magnitudes, Record
+from export.certificate.budget import Budget
 from export.onnx_fp16.settings import Settings
 from export.search.searched_model import searched_model
 from export.search.seeds import seeds_of
 from export.search.smallest_fp32_set import find_fp32_nodes
-from export.verification.budget import Budget
 from tests.export.search.nets import Net, planted, samples
 
 

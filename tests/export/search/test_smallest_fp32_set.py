@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from export.certificate.budget import Budget
 from export.errors import ExportError
 from export.onnx_fp16.convert import convert
 from export.search.result import SearchResult
 from export.search.smallest_fp32_set import find_fp32_nodes
-from export.verification.budget import Budget
 from export.verification.metrics import compare
 from export.verification.simulate import round_every_node
 from tests.export.onnx_fp16.models import parse

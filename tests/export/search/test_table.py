@@ -5,9 +5,9 @@ import json
 
 from rich.console import Console
 
+from export.certificate.budget import Budget
 from export.search.smallest_fp32_set import find_fp32_nodes
 from export.search.table import search_table
-from export.verification.budget import Budget
 from tests.export.search.nets import planted, samples
 
 

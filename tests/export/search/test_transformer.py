@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.certificate.budget import Budget
 from export.onnx_fp16.convert import convert
 from export.search.smallest_fp32_set import find_fp32_nodes
 from export.to_onnx.export_onnx import export_onnx
-from export.verification.budget import Budget
 
 DIM = 32
 

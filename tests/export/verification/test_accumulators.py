@@ -6,8 +6,9 @@ import pytest
 from onnx import numpy_helper, parser
 
 from export.certificate.certificate import BudgetExceeded
+from export.certificate.risk import Risk
 from export.files.model_file import serialize
-from export.verification.accumulators import Checks, Risk, with_checks
+from export.verification.accumulators import Checks, with_checks
 from export.verification.metrics import Array
 from export.verification.simulate import round_every_node
 from export.verification.verify import verify

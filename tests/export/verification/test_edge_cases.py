@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import OutputVerdict
 from export.certificate.verdicts import AdversarialVerdict
 from export.verification.adversarial import Case
-from export.verification.budget import Budget
 from export.verification.children import Value
 from export.verification.edge_cases import headroom, judge_cases
 from export.verification.judging import Output

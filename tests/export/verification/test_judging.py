@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from onnx import parser
 
+from export.certificate.budget import Budget
 from export.errors import ExportError
-from export.verification.budget import Budget
 from export.verification.children import Value
 from export.verification.data_dependence import data_dependent_values
 from export.verification.judging import PLOT_POINTS, Output, judge, plot_of

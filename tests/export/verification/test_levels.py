@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from export.certificate.budget import Budget
 from export.errors import ExportError
 from export.files.model_file import open_model, serialize
-from export.verification.budget import Budget
 from export.verification.children import WORKER, Children
 from export.verification.comparison import Comparison
 from export.verification.executions import LEVELS

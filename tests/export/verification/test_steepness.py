@@ -5,8 +5,8 @@ import onnx
 import pytest
 from torch import Tensor, nn
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded, Certificate
-from export.verification.budget import Budget
 from export.verification.comparison import rounded_to_half
 from export.verification.metrics import Array
 from export.verification.verify import verify

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.embed import graph_sha256
 from export.errors import ExportError
@@ -16,7 +17,6 @@ from export.files.model_file import ModelFile, serialize
 from export.halving.to_half import to_half
 from export.to_onnx.export_onnx import export_onnx
 from export.verification import executions
-from export.verification.budget import Budget
 from export.verification.verify import verify
 from tests.export import models
 from tests.export.chain import chain

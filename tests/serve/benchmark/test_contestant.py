@@ -21,8 +21,8 @@ from serve.benchmark.loads import Load
 from serve.benchmark.measurement import Measurement, measure
 from serve.benchmark.server_statistics import ServerTotals
 from serve.client import InferenceClient, InferenceClientError
+from serve.client.connection.tls import Tls
 from serve.client.errors import DeadlineExceeded
-from serve.client.tls import Tls
 from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.conftest import load_repository

@@ -29,7 +29,7 @@ from serve.client import (
     ServerUnavailable,
     Tls,
 )
-from serve.client.tls import GRPC_ROOTS
+from serve.client.connection.tls import GRPC_ROOTS
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer

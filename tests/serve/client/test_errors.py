@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from serve.client import errors
+from serve.client.connection.rpc_errors import WRITE_FAILED, from_rpc_error
 from serve.client.errors import InferenceClientError, Repeat
-from serve.client.rpc_errors import WRITE_FAILED, from_rpc_error
 
 
 class FailedCall:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from protos import inference_pb2 as pb
-from serve.client.calls import Call, Exchange
 from serve.client.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -20,6 +19,7 @@ from serve.client.errors import (
     ServerUnavailable,
     Unsupported,
 )
+from serve.client.exchanges.calls import Call, Exchange
 from serve.client.infer_exchange import InferState, infer
 from serve.client.sharing.shared_region import SharedRegion
 from tests.serve.client.driving import drive, metadata

@@ -9,7 +9,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from serve.client import InvalidRequest, ModelNotFound
-from serve.client.model_description import ModelDescription, TensorInfo
+from serve.client.exchanges.model_description import ModelDescription, TensorInfo
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer

@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import pytest
 
+from export.certificate.budget import Budget
 from export.certificate.certificate import Certificate
 from export.certificate.embed import embed_in_file
-from export.verification.budget import Budget
-from export.verification.probe import Probe
+from export.certificate.probe import Probe
 from serve.control import memory_check
 from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import available_bytes, require_memory

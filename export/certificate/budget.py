@@ -1,0 +1,102 @@
+"""How much an fp16 model may differ from its reference, and where it differs by more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from export.errors import ExportError
+from export.weight_ledger import FP16_SMALLEST_NORMAL
+
+if TYPE_CHECKING:
+    from export.certificate.figures import Figures
+
+NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
+NO_HEADROOM = "headroom was not measured, as no floating input could be made larger: give other samples, or ask for none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Limits for every output. A figure that is NaN is over its limit.
+
+    Attributes:
+        max_scaled_error: Largest error in units of the reference's largest magnitude (see `Figures`). The default, 0.01, is
+            twenty float16 roundings (2**-11 each) of the output's scale; sound conversions measure 0.0004 to 0.0015.
+        max_abs_error: Largest error in the output's own unit; when given, it replaces `max_scaled_error`.
+        min_agreement: Least share of rows with the reference's argmax (of equal elements for integer outputs), 0 to 1.
+        max_non_finite: How many NaN or infinite values may appear that the reference does not have.
+        adversarial_factor: How many times `max_scaled_error` or `max_abs_error` is allowed on the samples of
+            `export.verification.adversarial`, which lie at the edge of what the user's samples are, or beyond.
+        min_headroom: How many times larger than the user's samples inputs must be able to grow; 1 asks for nothing.
+    """
+
+    max_scaled_error: float = 0.01
+    max_abs_error: float | None = None
+    min_agreement: float = 0.995
+    max_non_finite: int = 0
+    adversarial_factor: float = 5.0
+    min_headroom: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_scaled_error", "max_abs_error", "max_non_finite", "adversarial_factor", "min_headroom"):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ExportError(f"{name} is {value}; expected a number of at least 0")
+        if not 0 <= self.min_agreement <= 1:
+            raise ExportError(f"min_agreement is {self.min_agreement}; expected a share from 0 to 1")
+
+
+def violations(figures: Figures, budget: Budget) -> list[str]:
+    """What is over budget, each in words with its value and its limit; empty when all is within.
+
+    Of integers, booleans and texts only the agreement is judged, unless `max_abs_error` is given. An output without elements is
+    within every budget; that some output has elements is asked of the certificate.
+    """
+    broken: list[str] = []
+    if figures.elements == 0:
+        return broken
+    if not figures.non_finite <= budget.max_non_finite:
+        broken.append(f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})")
+    if math.isnan(figures.max_abs_error):
+        broken.append(NOTHING_FINITE)
+    elif budget.max_abs_error is not None:
+        if not figures.max_abs_error <= budget.max_abs_error:
+            broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {budget.max_abs_error:.3g})")
+    elif figures.floating and not figures.max_scaled_error <= budget.max_scaled_error:
+        broken.append(
+            f"max error {figures.max_scaled_error:.3g} of the output's scale {figures.scale:.3g} "
+            f"(limit {budget.max_scaled_error:.3g})"
+        )
+    if figures.agreement is not None and not figures.agreement >= budget.min_agreement:
+        broken.append(f"agreement {figures.agreement:.4f} (limit {budget.min_agreement:.4f})")
+    return broken
+
+
+def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget) -> list[str]:
+    """What is over budget on an adversarial sample, in words.
+
+    Judged are non-finite values that the reference does not have, and errors, `adversarial_factor` times larger ones allowed.
+    Agreement is not: classes of such samples mean nothing.
+
+    Args:
+        figures: The figures on that sample.
+        usual_scale: The output's scale on the user's samples. Errors count in units of the larger of the two scales: where
+            an input makes the reference's answer vanish, any rounding would be large beside it.
+        budget: The limits.
+    """
+    broken: list[str] = []
+    if not figures.non_finite <= budget.max_non_finite:
+        broken.append(f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})")
+    if not figures.floating or not math.isfinite(figures.max_abs_error):
+        return broken
+    if budget.max_abs_error is not None:
+        limit = budget.max_abs_error * budget.adversarial_factor
+        if figures.max_abs_error > limit:
+            broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {limit:.3g})")
+        return broken
+    scale = max(s for s in (FP16_SMALLEST_NORMAL, figures.scale, usual_scale) if math.isfinite(s))
+    limit = budget.max_scaled_error * budget.adversarial_factor
+    if figures.max_abs_error > limit * scale:
+        broken.append(f"max error {figures.max_abs_error:.3g} at the output's scale {scale:.3g} (limit {limit:.3g} of it)")
+    return broken

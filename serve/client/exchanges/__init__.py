@@ -1,0 +1,1 @@
+"""What is asked and in which order, free of any input or output."""

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from serve.client.commands.atomic_file import checked_output, written_whole
+
+
+def test_replaces_the_file_when_done(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with written_whole(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(("old", "umask", "expected"), [(None, 0o022, 0o644), (None, 0o077, 0o600), (0o640, 0o022, 0o640)])
+def test_permissions_are_those_of_any_file(tmp_path: Path, old: int | None, umask: int, expected: int) -> None:
+    path = tmp_path / "a.bin"
+    if old is not None:
+        path.touch()
+        path.chmod(old)
+    before = os.umask(umask)
+    try:
+        with written_whole(path) as file:
+            file.write(b"new")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == expected
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.bin", tmp_path / "elsewhere" / "a.bin"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for text in (b"first", b"second"):
+        with written_whole(checked_output(link, "--output")) as file:
+            file.write(text)
+        assert link.is_symlink()
+        assert target.read_bytes() == text
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(pipe.read_bytes)
+        with written_whole(checked_output(pipe, "--output")) as file:
+            file.write(b"text")
+        assert read.result(20) == b"text"
+    assert pipe.is_fifo()
+
+
+def test_leaves_what_was_there_when_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError, match="division"), written_whole(path) as file:
+        file.write(b"half%d" % (1 // 0))
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_is_checked_before_there_is_anything_to_write(tmp_path: Path) -> None:
+    assert checked_output(tmp_path / "new.json", "--output") == tmp_path / "new.json"
+    with pytest.raises(IsADirectoryError, match="--output .*: is a folder, expected the name of a file"):
+        checked_output(tmp_path, "--output")
+    with pytest.raises(FileNotFoundError, match="--plot .*: there is no folder .*nowhere; make it first"):
+        checked_output(tmp_path / "nowhere" / "x.png", "--plot")

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from serve.client.errors import InferenceClientError, InvalidRequest, Overloaded, Repeat, ServerUnavailable
+from serve.client.exchanges.calls import Call, Exchange, Pause
+from serve.client.exchanges.deadline import Deadline
+from serve.client.exchanges.retry import RetryBudget, RetryPolicy, is_safe, retried
+
+NEVER = Deadline.after(None)
+REFUSED = Overloaded("full", retry_after_s=0.5, repeat=Repeat.SAFE)
+LOST = ServerUnavailable("lost", repeat=Repeat.IF_IDEMPOTENT)
+
+
+def ask(*, idempotent: bool = True) -> Exchange[str]:
+    request = pb.ModelInferRequest()
+    answer = yield Call(method="ModelInfer", request=request, answer=pb.ModelInferResponse, idempotent=idempotent)
+    return str(answer)
+
+
+def run(exchange: Exchange[Any], answers: list[Any]) -> tuple[int, list[float], Any]:
+    """Answer the calls in turn; returns how many there were, the pauses between them, and the result."""
+    calls, pauses = 0, []
+    try:
+        step = next(exchange)
+        while True:
+            if isinstance(step, Pause):
+                pauses.append(step.seconds)
+                step = exchange.send(None)
+                continue
+            calls += 1
+            answer = answers.pop(0)
+            step = exchange.throw(answer) if isinstance(answer, Exception) else exchange.send(answer)
+    except StopIteration as finished:
+        return calls, pauses, finished.value
+
+
+def test_asks_again_after_a_pause_and_the_servers_hint() -> None:
+    calls, pauses, result = run(retried(ask(), RetryPolicy(retries=2), RetryBudget(), NEVER), [REFUSED, LOST, "yes"])
+    assert (calls, result) == (3, "yes")
+    assert 0.5 <= pauses[0] <= 0.6
+    assert 0 <= pauses[1] <= 0.2
+
+
+def test_gives_up_with_the_last_error() -> None:
+    with pytest.raises(ServerUnavailable, match="lost"):
+        run(retried(ask(), RetryPolicy(retries=1), RetryBudget(), NEVER), [REFUSED, LOST, "too late"])
+
+
+@pytest.mark.parametrize(
+    ("repeat", "idempotent", "expected"),
+    [
+        (Repeat.SAFE, True, True),
+        (Repeat.SAFE, False, True),
+        (Repeat.IF_IDEMPOTENT, True, True),
+        (Repeat.IF_IDEMPOTENT, False, False),
+        (Repeat.NO, True, False),
+    ],
+)
+def test_only_what_is_safe_is_repeated(repeat: Repeat, idempotent: bool, expected: bool) -> None:
+    error = InferenceClientError("e", repeat=repeat)
+    assert is_safe(error, idempotent=idempotent) is expected
+    exchange = retried(ask(idempotent=idempotent), RetryPolicy(retries=1), RetryBudget(), NEVER)
+    if expected:
+        assert run(exchange, [error, "yes"])[0] == 2
+    else:
+        with pytest.raises(InferenceClientError, match="^e$"):
+            run(exchange, [error, "yes"])
+
+
+def test_does_not_wait_past_the_deadline() -> None:
+    hint = Overloaded("full", retry_after_s=60, repeat=Repeat.SAFE)
+    with pytest.raises(Overloaded, match="full"):
+        run(retried(ask(), RetryPolicy(retries=3), RetryBudget(), Deadline.after(30)), [hint, "too late"])
+
+
+def test_the_budget_bounds_the_repetitions_of_a_client() -> None:
+    budget, policy = RetryBudget(), RetryPolicy(retries=10)
+    for _ in range(10):
+        with pytest.raises(Overloaded):
+            run(retried(ask(), policy, budget, NEVER), [REFUSED] * 11)
+    with pytest.raises(Overloaded):
+        run(retried(ask(), policy, budget, NEVER), [REFUSED, "never asked"])
+    for _ in range(11):
+        run(retried(ask(), policy, budget, NEVER), ["yes"])
+    assert run(retried(ask(), policy, budget, NEVER), [REFUSED, "yes"])[0] == 2
+
+
+def test_attempts_that_reach_nobody_cost_no_budget() -> None:
+    budget, gone = RetryBudget(), ServerUnavailable("gone", repeat=Repeat.SAFE)
+    while budget.take():
+        pass
+    assert run(retried(ask(), RetryPolicy(retries=3), budget, NEVER), [gone, gone, gone, "yes"])[0] == 4
+
+
+def test_waits_for_a_server_as_long_as_there_is_time() -> None:
+    gone, policy = ServerUnavailable("gone", repeat=Repeat.SAFE), RetryPolicy(retries=0, wait_for_server=True)
+    assert run(retried(ask(), policy, RetryBudget(), NEVER), [gone] * 50 + ["yes"])[0] == 51
+    with pytest.raises(ServerUnavailable, match="gone"):
+        run(retried(ask(), policy, RetryBudget(), Deadline.after(1e-6)), [gone, "too late"])
+    with pytest.raises(ServerUnavailable, match="lost"):
+        run(retried(ask(), policy, RetryBudget(), NEVER), [LOST, "never asked"])
+
+
+@pytest.mark.parametrize("error", [REFUSED, LOST])
+def test_waiting_for_a_server_leaves_the_retries(error: InferenceClientError) -> None:
+    gone, policy = ServerUnavailable("gone", repeat=Repeat.SAFE), RetryPolicy(retries=2, wait_for_server=True)
+    assert run(retried(ask(), policy, RetryBudget(), NEVER), [*[gone] * 5, error, gone, error, "yes"])[0] == 9
+    with pytest.raises(type(error)):
+        run(retried(ask(), policy, RetryBudget(), NEVER), [*[gone] * 5, *[error] * 3, "too late"])
+
+
+def test_pauses_of_an_exchange_stay() -> None:
+    def waiting() -> Exchange[int]:
+        yield Pause(7)
+        return 1
+
+    assert run(retried(waiting(), RetryPolicy(), RetryBudget(), NEVER), []) == (0, [7], 1)
+
+
+@given(st.integers(0, 10), st.one_of(st.none(), st.floats(0, 100)))
+def test_a_pause_keeps_its_bounds(attempt: int, hint_s: float | None) -> None:
+    policy = RetryPolicy(initial_backoff_s=0.1, max_backoff_s=1, multiplier=3)
+    pause_s = policy.pause_s(attempt, hint_s) - (hint_s or 0)
+    assert -1e-9 <= pause_s <= min(1, 0.1 * 3**attempt) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"retries": -1}, "retries must be 0 to 10, not -1"),
+        ({"retries": True}, "retries must be 0 to 10, not True"),
+        ({"initial_backoff_s": 0}, "needs 0 < initial_backoff_s <= max_backoff_s"),
+        ({"initial_backoff_s": 3}, "needs 0 < initial_backoff_s <= max_backoff_s"),
+        ({"multiplier": 0.5}, "and multiplier >= 1"),
+    ],
+)
+def test_policies_that_are_none(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        RetryPolicy(**values)
