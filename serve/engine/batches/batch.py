@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from serve.engine.backend import Backend
 from serve.engine.batches.answer import Answer, BatchOutputs, RemarkedAnswer
 from serve.engine.batches.assembly import assemble
+from serve.engine.batches.first_look import may_share
 from serve.engine.batches.memory_limit import MemoryLimit
 from serve.engine.device_faults import InstanceLostError, is_device_lost
 from serve.engine.errors import BackendError, InferenceError
@@ -65,6 +66,11 @@ def run_batch(
     Raises:
         InstanceLostError: this copy of the model will not compute any more; none of the requests has an answer.
     """
+    if len(requests) > 1 and joining is not None and joining.is_doubtful and not may_share(backend, requests, joining):
+        apart = [
+            run_batch(backend, [one], guard, memory=memory, padded_sizes=padded_sizes, joining=joining) for one in requests
+        ]
+        return [result for results in apart for result in results]
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
         return _run_together(backend, some, guard, memory, padded_sizes, joining)

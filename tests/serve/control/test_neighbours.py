@@ -18,9 +18,10 @@ from hypothesis.extra import numpy as hnp
 from onnx import NodeProto, TensorProto, helper
 
 from serve.control import neighbours, warm_up_requests
-from serve.control.neighbours import ALIKE, _differ, look_at_neighbours
+from serve.control.neighbours import look_at_neighbours
 from serve.control.warm_up import run_alone
 from serve.engine.batches.batch import Answered, Failed
+from serve.engine.batches.likeness import ALIKE, differ
 from serve.engine.repository.loaded_version import LoadedVersion
 from serve.engine.repository.model_repository import find_models
 from serve.engine.tensors import Array
@@ -29,6 +30,7 @@ from tests.serve.control.controlled import loader
 from tests.serve.engine.queueing.test_joining import WAITS, loaded
 from tests.serve.running_server import running_server
 
+NOT_TRIED_OUT = 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 node = helper.make_node
 
@@ -100,6 +102,11 @@ def joins(version: LoadedVersion) -> bool:
     return version.joining.is_safe
 
 
+def is_in_doubt(version: LoadedVersion) -> bool:
+    assert version.joining is not None
+    return version.joining.is_doubtful
+
+
 @pytest.mark.parametrize("name", MIXING)
 def test_rows_that_depend_on_each_other_are_not_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     assert not joins(looked_at(MIXING[name].save(tmp_path)))
@@ -128,7 +135,7 @@ def test_a_batch_size_that_somebody_wrote_holds(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.parametrize(
     "config",
-    ["max_batch_size: 0", "max_batch_size: 1", 'parameters { key: "halfserve.warm_up" value { string_value: "off" } }'],
+    ["max_batch_size: 0", "max_batch_size: 1", NOT_TRIED_OUT],
 )
 def test_where_nothing_is_joined_or_tried_out_nothing_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: str
@@ -139,7 +146,27 @@ def test_where_nothing_is_joined_or_tried_out_nothing_is_said(
 
 def test_nothing_is_run_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up_requests, "available_bytes", lambda: 1)
-    assert joins(looked_at(CENTRED.save(tmp_path)))
+    version = looked_at(CENTRED.save(tmp_path))
+    assert joins(version)
+    assert is_in_doubt(version)
+
+
+@pytest.mark.parametrize(
+    ("config", "doubt"), [(NOT_TRIED_OUT, True), (f"max_batch_size: 8 {NOT_TRIED_OUT}", False), ("", False)]
+)
+def test_only_what_nobody_knows_of_a_model_is_in_doubt(tmp_path: Path, config: str, doubt: bool) -> None:
+    save_mlp(tmp_path / "m" / "1" / "model.onnx")
+    version = looked_at(tmp_path, config)
+    assert joins(version)
+    assert is_in_doubt(version) is doubt
+
+
+def test_where_a_look_could_take_a_copy_down_requests_stay_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given_up = 'parameters { key: "halfserve.max_compute_s" value { string_value: "2" } }'
+    version = looked_at(CENTRED.save(tmp_path), NOT_TRIED_OUT + given_up)
+    assert not joins(version)
+    (message,) = caplog.messages
+    assert "was not found out (halfserve.warm_up is off); its requests are computed one by one" in message
 
 
 def test_a_model_that_takes_long_is_not_run_for_longer_than_there_is_time(
@@ -159,11 +186,13 @@ def test_a_model_that_takes_long_is_not_run_for_longer_than_there_is_time(
     look_at_neighbours(version, budget_s=15)
     assert ran == [10, 20]
     assert joins(version)
-    assert "m/1: whether rows of a batch depend on each other was not found out in 15 s" in caplog.text
+    assert is_in_doubt(version)
+    assert not caplog.messages
 
 
-def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
-    (CENTRED.save(tmp_path) / "m" / "config.pbtxt").write_text(WAITS)
+@pytest.mark.parametrize("config", [WAITS, WAITS + NOT_TRIED_OUT])
+def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path, config: str) -> None:
+    (CENTRED.save(tmp_path) / "m" / "config.pbtxt").write_text(config)
     (files,) = find_models(tmp_path)
     answers: list[list[list[float]]] = []
 
@@ -186,12 +215,12 @@ def test_clients_that_ask_at_once_get_what_each_gets_alone(tmp_path: Path) -> No
     st.floats(-ALIKE / 2, ALIKE / 2),
 )
 def test_roundings_are_no_difference(array: Array, share: float) -> None:
-    assert not _differ(array, array * np.float32(1 + share))
+    assert not differ(array, array * np.float32(1 + share))
 
 
 def test_what_cannot_be_compared_does_not_differ() -> None:
-    assert not _differ(np.array([np.nan, np.inf]), np.array([1.0, 2.0]))
-    assert not _differ(np.zeros((0, 3)), np.zeros((0, 3)))
-    assert not _differ(np.array([b"a"], object), np.array([b"b"], object))
-    assert not _differ(np.zeros(2), np.zeros(3))
-    assert _differ(np.array([np.nan, 1.0]), np.array([np.nan, 2.0]))
+    assert not differ(np.array([np.nan, np.inf]), np.array([1.0, 2.0]))
+    assert not differ(np.zeros((0, 3)), np.zeros((0, 3)))
+    assert not differ(np.array([b"a"], object), np.array([b"b"], object))
+    assert not differ(np.zeros(2), np.zeros(3))
+    assert differ(np.array([np.nan, 1.0]), np.array([np.nan, 2.0]))
