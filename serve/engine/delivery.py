@@ -51,9 +51,13 @@ class Delivery:
 
     def _answer(self, computed: Answered, rows: int) -> None:
         requests = computed.requests
-        self._statistics.batch_done(computed.times, [request.arrived_ns for request in requests], rows)
+        arrivals_ns = [request.arrived_ns for request in requests if not request.cancelled]
+        self._statistics.batch_done(computed.times, arrivals_ns, rows)
         for request, answer in zip(requests, computed.answers, strict=True):
-            request.finish(answer)
+            if request.cancelled:
+                self._statistics.failed(request.arrived_ns)
+            else:
+                request.finish(answer)
 
     def _replay(self, lost: Lost) -> bool:
         """Queue what was lost with its copy once more; what was so before fails, as it may be what breaks copies."""

@@ -49,6 +49,29 @@ def test_a_request_cancelled_while_it_runs_does_not_disturb_its_batch_mates() ->
     run(scene)
 
 
+@pytest.mark.parametrize("stay", [0, 1])
+def test_what_nobody_waited_for_to_the_end_is_no_success(stay: int) -> None:
+    """Clients whose timeouts are shorter than the model takes would show as so many successes."""
+
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        requests = [answers.request(value) for value in range(2)]
+        for request in requests:
+            model.batcher.submit(request)
+        assert await asyncio.to_thread(backend.entered.wait, 20)
+        for request in requests[stay:]:
+            model.batcher.cancel(request)
+        backend.release.set()
+        await model.batcher.drain()
+        totals = model.statistics.totals
+        assert (totals.success.count, totals.queue.count, totals.compute_infer.count) == (stay, stay, stay)
+        assert (totals.rows, totals.batches, totals.failures) == (2, 1, {"cancelled": 2 - stay})
+        assert model.statistics.histograms()["total"].count == stay
+
+    run(scene)
+
+
 def test_an_expired_request_is_answered_without_being_computed() -> None:
     async def scene(answers: Answers) -> None:
         backend = HeldBackend(held=True)
