@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 NO_SPACE_EXIT_CODE = 1
 MISSING_EXTRA_EXIT_CODE = 69  # EX_UNAVAILABLE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+# A terminal takes them for orders, and an error's text may be a server's, or hold a file's name.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         if exit_code is None:
             raise
         _drop_unwritten()
-        typer.echo(f"{prefix}: {error}", err=True)
+        typer.echo(f"{prefix}: {error}".translate(CONTROLS), err=True)
         sys.exit(exit_code)
 
 

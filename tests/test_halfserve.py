@@ -89,6 +89,14 @@ def test_wrong_use_is_no_stack_trace(arguments: list[str], text: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["serve", "nowhere\x1b[2J"], ["infer", "m", "--input", "x=@nowhere\x1b[2J"]])
+def test_an_error_is_no_order_to_the_terminal(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert r"nowhere\x1b[2J" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["token", "--help"]])
 def test_output_that_nobody_reads_is_no_failure(arguments: list[str]) -> None:
     reader, writer = os.pipe()

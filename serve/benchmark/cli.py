@@ -39,7 +39,7 @@ from serve.client.commands.connection_options import (
     TokenFile,
     UseTls,
 )
-from serve.client.commands.console import PipedConsole
+from serve.client.commands.console import PipedConsole, printable
 from serve.client.commands.input_arguments import InputArgumentError, read_inputs
 
 EXIT_CODES: dict[type[Exception], int] = {
@@ -239,4 +239,4 @@ def _show(report: Report, *, as_json: bool) -> None:
             level = report.best
             console.print(f"{report.goal.text}: up to {level.load.text}, {level.requests_per_second:,.0f} requests/s")
     for line in report.doubts():
-        typer.echo(line, err=True)
+        typer.echo(printable(line), err=True)

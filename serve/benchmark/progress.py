@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from serve.benchmark.level import Level
 from serve.benchmark.load.order import Tally
 from serve.benchmark.loads import Load
+from serve.client.commands.console import printable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,7 +45,7 @@ class ProgressBar:
 
     def note(self, line: str) -> None:
         """A line above the bar."""
-        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._progress.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         return self

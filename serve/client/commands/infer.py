@@ -29,7 +29,7 @@ from serve.client.commands.connection_options import (
     UseTls,
     connect,
 )
-from serve.client.commands.console import PipedConsole
+from serve.client.commands.console import PipedConsole, printable
 from serve.client.commands.display import answer_json, outputs_json, outputs_table
 from serve.client.commands.input_arguments import fitted_inputs, read_inputs
 from serve.client.commands.output_files import checked_output_file, write_answer
@@ -157,7 +157,7 @@ def _ask(client: InferenceClient, question: Question, output_file: Path | None) 
         return
     PipedConsole().print(outputs_table(answer))
     for name, value in answer.parameters.items():
-        typer.echo(f"{name}: {value}")
+        typer.echo(printable(f"{name}: {value}"))
 
 
 def _ask_stream(client: InferenceClient, question: Question, rows: int, in_flight: int) -> None:

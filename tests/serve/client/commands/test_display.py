@@ -53,6 +53,20 @@ def test_what_a_server_says_is_no_markup(
     assert capsys.readouterr().out.count(text) == 3
 
 
+def test_what_a_server_says_is_no_order_to_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = "a\x1b]0;title\x07\x1b[2J\x9b31m\r"
+    row = {"name": text, "version": "1", "state": "UNAVAILABLE", "reason": text, "platform": "", "provider": None}
+    PipedConsole().print(outputs_table(answered(np.array([text.encode()], object))))
+    PipedConsole().print(models_table([row | {"inputs": [], "outputs": []}]))
+    PipedConsole().print(text)
+    shown = capsys.readouterr().out
+    assert shown.count(r"a\x1b]0;title\x07\x1b[2J\x9b31m\x0d") == 4
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
 def test_parameters_that_json_has_no_numbers_for() -> None:
     shown = answer_json(answered(np.zeros(1), loss=float("nan"), most=float("-inf"), guard=True))
     assert shown["parameters"] == {"loss": "NaN", "most": "-Infinity", "guard": True}
