@@ -42,6 +42,10 @@ CODES: dict[type[InferenceError], int] = {
     UnauthenticatedError: 16,
 }
 INTERNAL = 13
+# Characters of an error's text: it may quote what a client sent, which may be as long as a message. What carries it looks at
+# each of them, on the event loop, and gRPC's trailers have room for as many bytes at most (see transports/grpc_headers).
+MAX_TEXT = 4096
+CUT = " ..."
 RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's own name for "try again in so many milliseconds"
 
 
@@ -51,7 +55,7 @@ class Status:
 
     Attributes:
         code: gRPC's number.
-        details: the text for the client.
+        details: the text for the client, at most MAX_TEXT characters.
         trailers: metadata that goes with it.
     """
 
@@ -67,4 +71,8 @@ def status_of(error: Exception) -> Status:
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFullError):
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
-    return Status(CODES.get(type(error), INTERNAL), str(error), trailers)
+    return Status(CODES.get(type(error), INTERNAL), _cut(str(error)), trailers)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - len(CUT)] + CUT

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from urllib.parse import quote, unquote_to_bytes
 
 from serve.engine.errors import InvalidArgumentError
-from serve.protocol.status import Status
+from serve.protocol.status import CUT, Status
 from serve.transports.grpc_framing import ACCEPTED_ENCODINGS
 
 Headers = list[tuple[bytes, bytes]]
@@ -24,7 +24,6 @@ UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n
 PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 # Bytes on the wire. Clients refuse header lists over 8 KiB: a long text must not cost the call its status.
 MAX_DETAILS = 4096
-CUT = " ..."
 FIELD_BYTES = 32  # that HTTP/2 counts for a header, beyond its name and value
 
 

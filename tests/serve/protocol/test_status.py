@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
-from serve.protocol.status import RETRY_HINT, Status, status_of
+from serve.protocol.status import CUT, MAX_TEXT, RETRY_HINT, Status, status_of
 
 
 @pytest.mark.parametrize("kind", [QueueFullError, OverloadedError], ids=lambda kind: str(kind.__name__))
@@ -19,3 +19,12 @@ def test_a_deadline_that_passed_is_not_to_be_retried() -> None:
 def test_what_nobody_raised_on_purpose_stays_here() -> None:
     assert status_of(KeyError("/secret/path")) == Status(13, "the server failed on this request; its log says why")
     assert status_of(InferenceError("known")) == Status(13, "known")
+
+
+def test_a_text_that_quotes_a_long_name_is_cut() -> None:
+    whole, quoted = "x" * MAX_TEXT, "é" * 10 * MAX_TEXT
+    assert status_of(InferenceError(whole)).details == whole
+    details = status_of(InferenceError(f"model '{quoted}' is not served here")).details
+    assert len(details) == MAX_TEXT
+    assert details.startswith("model 'ééé")
+    assert details.endswith(f"é{CUT}")

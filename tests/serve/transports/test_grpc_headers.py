@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.engine.errors import InvalidArgumentError
-from serve.protocol.status import Status
-from serve.transports.grpc_headers import CUT, MAX_DETAILS, cut_details, refusal, timeout_seconds, trailers_of
+from serve.protocol.status import CUT, Status
+from serve.transports.grpc_headers import MAX_DETAILS, cut_details, refusal, timeout_seconds, trailers_of
 
 
 @pytest.mark.parametrize(
