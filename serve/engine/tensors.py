@@ -15,6 +15,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Tensors: TypeAlias = Mapping[str, Array]
 
 ANY_SIZE = -1
+MAX_SHOWN = 16  # sizes that a text quotes; a client's shape may have millions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,14 @@ class TensorSpec:
     def mismatch(self, shape: Sequence[int]) -> str | None:
         """Why `shape` does not fit, as the end of a sentence; None when it does."""
         if len(shape) != len(self.shape):
-            return f"has shape {list(shape)}, expected {len(self.shape)} dimensions: {list(self.shape)}"
+            return f"has shape {_shown(shape)}, expected {len(self.shape)} dimensions: {list(self.shape)}"
         for given, expected in zip(shape, self.shape, strict=True):
             if given < 0 or expected not in {ANY_SIZE, given}:
                 return f"has shape {list(shape)}, expected {list(self.shape)} (-1 takes any size)"
         return None
+
+
+def _shown(shape: Sequence[int]) -> str:
+    if len(shape) <= MAX_SHOWN:
+        return str(list(shape))
+    return f"[{', '.join(map(str, shape[:MAX_SHOWN]))}, ...]"

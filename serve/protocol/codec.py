@@ -85,7 +85,7 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
     for tensor in request.inputs:
         spec = model.inputs[tensor.name]
         dtype = spec.datatype.array_dtype
-        if set(tensor.parameters) - PLACE_PARAMETERS or dtype.hasobject or dtype == np.bool_:
+        if not PLACE_PARAMETERS.issuperset(tensor.parameters) or dtype.hasobject or dtype == np.bool_:
             return None
         elements = math.prod(tensor.shape)
         shape = spec.shape_for_model(tuple(tensor.shape))

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 from protos.varint import encoded_varint
 
-WITH_LENGTH = 2
+NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
+FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
+# Of one message. Two bytes can be an input, which takes microseconds and, once parsed, a hundred bytes: a message of megabytes
+# would keep everybody waiting. A request with ten thousand inputs and as many outputs has fewer.
+MAX_FIELDS = 2**15
 REQUEST_ID = 3 << 3 | WITH_LENGTH
 REQUEST_RAW = 7 << 3 | WITH_LENGTH
 RESPONSE_ID = b"\x1a"
@@ -67,6 +71,29 @@ def cut_request(data: bytes) -> CutRequest | None:
     if start != end:
         pieces.append(data[start:])
     return CutRequest(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, id_offset, raw)
+
+
+def has_too_many_fields(data: bytes) -> bool:
+    """Whether a message has more than MAX_FIELDS, those within its fields not counted; False where it is no message."""
+    if len(data) <= MAX_FIELDS:
+        return False
+    position, end = 0, len(data)
+    try:
+        for _ in range(MAX_FIELDS):
+            if position >= end:
+                break
+            tag, position = _varint(data, position)
+            kind = tag & 7
+            if kind in FIXED_BYTES:
+                position += FIXED_BYTES[kind]
+            elif kind in {NUMBER, WITH_LENGTH}:
+                number, position = _varint(data, position)
+                position += number if kind == WITH_LENGTH else 0
+            else:
+                return False
+    except IndexError:
+        return False
+    return position < end
 
 
 def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes]) -> bytes:

@@ -17,7 +17,7 @@ from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
 from serve.protocol.codec import decode_inputs, input_places, raw_layout
 from serve.protocol.infer_wire import cut_request
-from serve.protocol.messages import parse
+from serve.protocol.messages import check_fields, parse
 from serve.protocol.request_forms import RequestForm, RequestForms
 from serve.protocol.shared_memory import SharedMemory
 from serve.protocol.wanted_outputs import special_response, wanted_names, wanted_specially
@@ -95,6 +95,7 @@ class Inference:
         """Called by transports for a request whose client has gone before its answer. As `failed`."""
 
     def _understand(self, data: bytes) -> tuple[RequestForm, bytes, Tensors]:
+        check_fields(data)
         cut = cut_request(data)
         form = self._forms.find(cut)
         offsets = None if form is None or cut is None else form.offsets(cut.raw)

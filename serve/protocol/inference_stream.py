@@ -12,7 +12,7 @@ from protos.varint import encoded_varint
 from serve.engine.errors import InferenceError
 from serve.protocol.infer_wire import cut_request
 from serve.protocol.inference import Cancel
-from serve.protocol.messages import parse
+from serve.protocol.messages import check_fields, parse
 from serve.protocol.observed_inference import AnyInference
 from serve.protocol.status import status_of
 
@@ -109,10 +109,9 @@ def _to_nobody(_: bytes) -> None:
 
 def _id_of(data: bytes) -> str:
     """The id of a request, by which the client knows it again; "" where the bytes are none."""
-    cut = cut_request(data)
-    if cut is not None:
-        return cut.id.decode("ascii")
     try:
-        return str(parse(ModelInferRequest, data).id)
+        check_fields(data)
+        cut = cut_request(data)
+        return str(parse(ModelInferRequest, data).id) if cut is None else cut.id.decode("ascii")
     except InferenceError:
         return ""

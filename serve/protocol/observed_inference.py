@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import InvalidArgumentError
 from serve.observability.exchange import Caller, Exchange
 from serve.observability.observer import Observer
 from serve.protocol.inference import Cancel, Reply, Watch
-from serve.protocol.messages import parse
+from serve.protocol.messages import parse_request
 from serve.protocol.status import status_of
 
 
@@ -138,7 +137,7 @@ class ChosenInference(Exchange):
 def _asked(data: bytes) -> tuple[str, str, str]:
     """Model, version and id of a request, as far as they can be read."""
     try:
-        request = parse(ModelInferRequest, data)
+        request = parse_request(data)
     except InvalidArgumentError:
         return "", "", ""
     return request.model_name, request.model_version, request.id

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError
 from serve.protocol.inference import Cancel, Reply, Watch
-from serve.protocol.messages import parse
+from serve.protocol.messages import parse_request
 from serve.protocol.observed_inference import WatchableInference
 from serve.security.client_limits import Share
 
@@ -121,7 +120,7 @@ def _names_region(data: bytes) -> bool:
     if REGION_BYTES not in data:
         return False
     try:
-        request = parse(ModelInferRequest, data)
+        request = parse_request(data)
     except InvalidArgumentError:
         return False  # it will be refused for that
     return any(REGION in i.parameters for i in request.inputs) or any(REGION in o.parameters for o in request.outputs)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.protocol.infer_wire import cut_request, put_response
+from serve.protocol.infer_wire import MAX_FIELDS, cut_request, has_too_many_fields, put_response
 
 texts = st.text(max_size=20)
 raws = st.lists(st.binary(max_size=300), max_size=3)
@@ -84,3 +85,18 @@ def test_a_response_is_put_together_as_protobuf_would(name: str, version: str, r
     head = ModelInferResponse(model_name=name, model_version=version).SerializeToString()
     outputs = ModelInferResponse(outputs=whole.outputs).SerializeToString()
     assert put_response(head, request_id.encode(), outputs, raw) == whole.SerializeToString()
+
+
+# A raw entry, an input, and fields that are not known: a number, four and eight bytes, a group, one with a number over 15.
+FIELDS = (b"\x3a\x00", b"\x2a\x00", b"\x50\x07", b"\x55abcd", b"\x51abcdefgh", b"\x53\x54", b"\xfa\x01\x01a")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields_are_counted_whatever_they_are(field: bytes) -> None:
+    most = field * (MAX_FIELDS // (2 if field == b"\x53\x54" else 1))
+    long = b"\x3a\x80\x80\x08" + bytes(2**17)
+    assert not has_too_many_fields(most)
+    assert has_too_many_fields(most + field)
+    assert not has_too_many_fields(long + field)
+    assert not has_too_many_fields(b"\x3a\xff\xff\xff\xff\x0f" + most + field)  # no message
+    assert not has_too_many_fields(b"\x57" + most + field)

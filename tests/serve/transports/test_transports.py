@@ -201,6 +201,25 @@ def test_a_text_that_repeats_a_long_name_does_not_cost_the_call_its_status(chann
         assert details.endswith(f"{letter} ...")
 
 
+def test_a_request_with_too_many_fields_is_refused(channel: grpc.Channel) -> None:
+    inputs, text = b"\x0a\x03mlp" + b"\x2a\x00" * 40_000, "the request has more than 32768 inputs, outputs, parameters"
+    with pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(SERVICE + "ModelInfer")(inputs, timeout=20)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(text)
+    (answer,) = channel.stream_stream(SERVICE + "ModelStreamInfer")(iter([inputs]), timeout=20)
+    assert pb.ModelStreamInferResponse.FromString(answer).error_message.startswith(text)
+
+
+def test_a_shape_with_too_many_sizes_is_told_in_part(channel: grpc.Channel) -> None:
+    request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128)])
+    request.inputs.add(name="x", datatype="FP16", shape=range(1000))
+    with pytest.raises(grpc.RpcError) as refused:
+        call(channel, "ModelInfer", request, pb.ModelInferResponse)
+    sizes = ", ".join(map(str, range(16)))
+    assert refused.value.details() == f"input 'x' has shape [{sizes}, ...], expected 2 dimensions: [-1, 64]"
+
+
 def test_a_wrong_byte_count_is_named(channel: grpc.Channel) -> None:
     request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(127)])
     request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
