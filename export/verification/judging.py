@@ -130,9 +130,13 @@ def _pairs(output: Output, values: Sequence[tuple[Value, Value]]) -> tuple[list[
             wanted_items, got_items = (item if isinstance(item, list) else [] for item in (wanted, got))
             if len(wanted_items) != len(got_items):
                 differing.append(f"{len(got_items)} items, the reference {len(wanted_items)}")
-            pairs += zip(wanted_items, got_items, strict=False)
+            both = list(zip(wanted_items, got_items, strict=False))
+            pairs += both or [_empty(item) for item in (wanted_items or got_items)[:1]]
         elif wanted is None or got is None:
-            continue
+            given = wanted if got is None else got
+            if given is not None:
+                differing.append("no tensor, the reference one" if got is None else "a tensor, the reference none")
+                pairs.append(_empty(given))
         elif output.data_dependent and wanted.shape != got.shape and wanted.ndim == got.ndim:
             differing.append(f"shape {list(got.shape)}, the reference {list(wanted.shape)}")
             common = tuple(slice(min(sizes)) for sizes in zip(wanted.shape, got.shape, strict=True))
@@ -140,3 +144,8 @@ def _pairs(output: Output, values: Sequence[tuple[Value, Value]]) -> tuple[list[
         else:
             pairs.append((wanted, got))
     return pairs, differing
+
+
+def _empty(array: Array) -> tuple[Array, Array]:
+    """What an answer that only one of the two gives has in common with the other: nothing, of its type."""
+    return array.ravel()[:0], array.ravel()[:0]

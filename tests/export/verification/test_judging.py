@@ -48,6 +48,21 @@ def test_a_sequence_that_is_shorter_is_over_budget() -> None:
     assert judged.verdicts[0].violations == ("in 1 of 1 batches the fp16 model gives 1 items, the reference 2",)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "got", "text"),
+    [
+        ([SEEN, SEEN], [], "0 items, the reference 2"),
+        ([], [SEEN], "1 items, the reference 0"),
+        (SEEN, None, "no tensor, the reference one"),
+        (None, SEEN, "a tensor, the reference none"),
+    ],
+)
+def test_what_only_one_of_the_two_answers_is_over_budget(wanted: Value, got: Value, text: str) -> None:
+    judged = judge([Y, Output(name="z")], "rounded", [[SEEN, wanted]], [[SEEN, got]], Budget())
+    broken = {verdict.name: verdict.violations for verdict in judged.verdicts}
+    assert broken == {"y": (), "z": (f"in 1 of 1 batches the fp16 model gives {text}",)}
+
+
 def test_rows_that_depend_on_the_data_are_compared_where_both_have_them() -> None:
     batches: list[list[Value]] = [[SEEN]] * 300
     shorter: list[list[Value]] = [[SEEN[:1]], *batches[1:]]
