@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from serve.security.errors import SecurityError
-from serve.security.options import ClientLimits, SecurityOptions
+from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
 
 
 def files_of(options: SecurityOptions) -> list[Path]:
     """All files that are asked for."""
-    tls = options.tls
-    of_tls = [] if tls is None else [tls.certificate, tls.key, tls.client_authorities]
-    return [path for path in (*of_tls, options.token_file) if path is not None]
+    of_tls = [] if options.tls is None else files_of_tls(options.tls)
+    return of_tls if options.token_file is None else [*of_tls, options.token_file]
+
+
+def files_of_tls(options: TlsOptions) -> list[Path]:
+    """Those that encryption takes."""
+    return [path for path in (options.certificate, options.key, options.client_authorities) if path is not None]
 
 
 def check_options(options: SecurityOptions) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from serve.security.errors import SecurityError
@@ -19,23 +21,26 @@ class Reloadable(Generic[T]):
         value: that content; the very same object until there is another.
     """
 
-    def __init__(self, read: Callable[[], T], kept: str) -> None:
+    def __init__(self, read: Callable[[], T], kept: str, paths: Sequence[Path] = ()) -> None:
         """Read for the first time.
 
         Args:
             read: reads all of it, or raises SecurityError.
             kept: what a log line says that still holds when it cannot be read again.
+            paths: of the files.
 
         Raises:
             SecurityError: it cannot be used.
         """
         self._read = read
         self._kept = kept
+        self._paths = paths
         self.value = read()
 
     def reload(self) -> bool:
         """Read again, and tell whether that changed anything. What cannot be used changes nothing, and is logged."""
         try:
+            _refuse_pipes(self._paths)
             value = self._read()
         except SecurityError as error:
             logger.error("%s; %s", error, self._kept)  # noqa: TRY400  (the text says it all)
@@ -44,3 +49,14 @@ class Reloadable(Generic[T]):
             return False
         self.value = value
         return True
+
+
+def _refuse_pipes(paths: Sequence[Path]) -> None:
+    """To open a pipe again would wait for somebody who writes to it, and nobody may."""
+    for path in paths:
+        try:
+            is_pipe = stat.S_ISFIFO(path.stat().st_mode)
+        except OSError:
+            continue  # to read it says what is wrong
+        if is_pipe:
+            raise SecurityError(f"{path} is a pipe, which is read once; expected a file where it is to be read again")

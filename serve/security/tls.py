@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from serve.security.expiry import DAY_S, ends_in
+from serve.security.option_checks import files_of_tls
 from serve.security.options import TlsOptions
 from serve.security.reloadable import Reloadable
 from serve.security.reminder import Reminder
@@ -29,7 +30,8 @@ class Tls:
             SecurityError: they cannot be used.
         """
         self._options = options
-        self._files = Reloadable(lambda: read_tls_files(options), "new connections still meet the certificate from before")
+        kept = "new connections still meet the certificate from before"
+        self._files = Reloadable(lambda: read_tls_files(options), kept, files_of_tls(options))
         self._reminder = Reminder()
         self._contexts: dict[str, ssl.SSLContext] = {}
         self._latest: dict[str, ssl.SSLContext] = {}

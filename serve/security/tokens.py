@@ -41,7 +41,7 @@ class Tokens:
             SecurityError: it cannot be used.
         """
         self._path = path
-        self._file = Reloadable(lambda: read_tokens(path), "the tokens that were read before stay valid")
+        self._file = Reloadable(lambda: read_tokens(path), "the tokens that were read before stay valid", [path])
         self._ends = TokenEnds(path, clock)
         self._valid: dict[str, Holder] = {}
         self._hides_models = False

@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from serve.security.errors import SecurityError
+from serve.security.options import SecurityOptions
 from serve.security.reloadable import Reloadable
 from serve.security.reminder import Reminder
+from serve.security.roles import Role
+from serve.security.security import Security
+from serve.security.token_file import new_token
+from tests.serve.security.guarded import Certificates
+
+WAIT_S = 10.0
 
 
 class Source:
@@ -39,6 +50,30 @@ def test_what_cannot_be_used_later_changes_nothing(caplog: pytest.LogCaptureFixt
     source.content = [2]
     assert file.reload()
     assert file.value == [2]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with names")
+@pytest.mark.parametrize("what", ["tokens", "key"])
+def test_pipes_are_read_once(certificates: Certificates, tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = tmp_path / "tokens.txt"
+    tokens.write_text(new_token("alice", [Role.INFER])[1])
+    path = {"tokens": tokens, "key": certificates.options.key}[what]
+    content = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(path.write_bytes, content)
+        security = Security(SecurityOptions(tls=certificates.options, token_file=tokens), lambda _: None)
+        # A server would stand still in its event loop, until somebody writes.
+        again = threading.Thread(target=security.reload)
+        again.start()
+        again.join(WAIT_S)
+        stood_still = again.is_alive()
+        if stood_still:
+            path.write_bytes(content)
+    assert not stood_still
+    (line,) = [record.message for record in caplog.records if str(path) in record.message]
+    assert line.startswith(f"{path} is a pipe, which is read once; expected a file where it is to be read again; ")
 
 
 def test_a_reminder_repeats_nothing_but_what_had_gone(caplog: pytest.LogCaptureFixture) -> None:
