@@ -7,9 +7,11 @@ import re
 import secrets
 from typing import Any
 
-# A flat list of numbers that is the field "data" of an object. In a JSON text, a quotation mark after a brace, a comma or white
-# space is either the beginning of a text or its end; it is no end here, as letters cannot follow one.
-NUMBERS = re.compile(r'([{,]\s*"data"\s*:\s*)\[([-+0-9.eE,\s]*)\]')
+# A flat list of numbers that is the field "data" of an object, if a brace or a comma is before it. In a JSON text, a quotation
+# mark after a brace, a comma or white space is either the beginning of a text or its end; it is no end here, as letters cannot
+# follow one. A pattern that begins with a fixed text is looked for in a tenth of the time.
+NUMBERS = re.compile(r'("data"\s*:\s*)\[([-+0-9.eE,\s]*)\]')
+INDENT = 1024  # characters of white space that may be between the two
 LONG = 64 * 1024  # characters
 # Values besides such lists, which are read in one go: each takes 0.1 us and some hundred bytes, however short it is.
 MAX_VALUES = 1_000_000
@@ -37,7 +39,7 @@ def loads(text: str, *, long: int = LONG) -> Any:
     mark = secrets.token_hex(16)  # no document can have it already
 
     def take(match: re.Match[str]) -> str:
-        if len(match[2]) < long:
+        if len(match[2]) < long or not text[max(0, match.start() - INDENT) : match.start()].rstrip().endswith(("{", ",")):
             return match[0]
         lists.append(_numbers(match[2], long))
         return f'{match[1]}{{"{mark}":{len(lists) - 1}}}'

@@ -13,6 +13,7 @@ class HttpLimits:
 
     Attributes:
         max_body_bytes: of one request, as received.
+        max_small_body_bytes: the same of one that carries neither tensors nor a model's files, decompressed too.
         max_inflated_bytes: of one that comes compressed, decompressed.
         max_held_bytes: of all requests that are not answered yet, decompressed; beyond it new ones are told to come back.
         max_header_bytes: of one request's line and headers.
@@ -25,6 +26,7 @@ class HttpLimits:
     """
 
     max_body_bytes: int = 256 * MIB
+    max_small_body_bytes: int = 64 * 1024
     max_inflated_bytes: int = 64 * MIB
     max_held_bytes: int = 1024 * MIB
     max_header_bytes: int = 32 * 1024

@@ -34,32 +34,39 @@ class RepositoryRoutes:
 
     async def index(self, request: Request) -> Response:
         """Every model version and its state; of those that are ready alone with {"ready": true}."""
-        content = fields.parse_object(await self._bodies.read(request), empty=True)
+        content = fields.parse_object(await self._bodies.read_small(request), empty=True)
         ready = bool(fields.flag(content, "ready", "the request", default=False))
         response = await self._rpcs.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
         return json_answer([to_json(entry) for entry in response.models])
 
     async def load(self, request: Request) -> Response:
         """Load a model, or load it anew; parameters "config" (JSON) and "file:<path>" (base64) override what is on disk."""
-        message = pb.RepositoryModelLoadRequest(model_name=request.path_params["model"])
-        parameters = await self._parameters(request)
-        for name in parameters:
-            if name.startswith(FILE):
-                message.parameters[name].bytes_param = fields.base64_bytes(parameters, name, "parameters")
-            else:
-                message.parameters[name].string_param = fields.text(parameters, name, "parameters")
+        name = request.path_params["model"]
+        body = await self._bodies.read(request)
+        message = await self._bodies.understand(body, lambda body: _load_request(name, body))
         await self._rpcs.call("RepositoryModelLoad", message)
         return json_answer({})
 
     async def unload(self, request: Request) -> Response:
         """Unload a model once what it has taken is answered."""
         message = pb.RepositoryModelUnloadRequest(model_name=request.path_params["model"])
-        parameters = await self._parameters(request)
+        parameters = _parameters(await self._bodies.read_small(request))
         for name in parameters:
             message.parameters[name].bool_param = bool(fields.flag(parameters, name, "parameters"))
         await self._rpcs.call("RepositoryModelUnload", message)
         return json_answer({})
 
-    async def _parameters(self, request: Request) -> dict[str, object]:
-        content = fields.parse_object(await self._bodies.read(request), empty=True)
-        return fields.members(content, "parameters", "the request")
+
+def _load_request(name: str, body: bytes) -> pb.RepositoryModelLoadRequest:
+    message = pb.RepositoryModelLoadRequest(model_name=name)
+    parameters = _parameters(body)
+    for key in parameters:
+        if key.startswith(FILE):
+            message.parameters[key].bytes_param = fields.base64_bytes(parameters, key, "parameters")
+        else:
+            message.parameters[key].string_param = fields.text(parameters, key, "parameters")
+    return message
+
+
+def _parameters(body: bytes) -> dict[str, object]:
+    return fields.members(fields.parse_object(body, empty=True), "parameters", "the request")

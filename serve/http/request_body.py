@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -10,6 +12,7 @@ from serve.engine.errors import DeadlineExceededError, InvalidArgumentError, Mes
 from serve.http.content_coding import decompressed
 from serve.http.options import HttpLimits
 
+T = TypeVar("T")
 SMALL_BYTES = 1024  # even what inflates a thousandfold is quickly inflated
 
 
@@ -68,9 +71,21 @@ class BodyReader:
             ClientDisconnect: the client has gone.
         """
         limit = self._limits.max_body_bytes
+        return await self._read(request, limit, min(limit, self._limits.max_inflated_bytes), "split the request")
+
+    async def read_small(self, request: Request) -> bytes:
+        """The same of a request that carries neither tensors nor a model's files."""
+        limit = min(self._limits.max_body_bytes, self._limits.max_small_body_bytes)
+        return await self._read(request, limit, limit, "a request to this path takes no more")
+
+    async def understand(self, body: bytes, read: Callable[[bytes], T]) -> T:
+        """What `read` makes of a body; on a thread where it is large, so that others need not wait."""
+        return await asyncio.to_thread(read, body) if len(body) > self._limits.inline_bytes else read(body)
+
+    async def _read(self, request: Request, limit: int, inflated_limit: int, advice: str) -> bytes:
         length = request.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
-            raise MessageTooLargeError(int(length), limit)
+            raise MessageTooLargeError(int(length), limit, advice)
         share = self._share()
         pieces: list[bytes] = []
         more = True
@@ -78,17 +93,16 @@ class BodyReader:
             piece, more = await self._next(request)
             share.resize(share.size + len(piece))
             if share.size > limit:
-                raise MessageTooLargeError(None, limit)
+                raise MessageTooLargeError(None, limit, advice)
             pieces.append(piece)
         coding = request.headers.get("content-encoding", "")
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if not coding:
             return body
-        limit = min(limit, self._limits.max_inflated_bytes)
         if len(body) <= SMALL_BYTES:
-            body = decompressed(body, coding, limit)
+            body = decompressed(body, coding, inflated_limit)
         else:
-            body = await asyncio.to_thread(decompressed, body, coding, limit)
+            body = await asyncio.to_thread(decompressed, body, coding, inflated_limit)
         share.resize(len(body))
         return body
 

@@ -42,7 +42,7 @@ class SettingsRoutes:
     async def set_trace(self, request: Request) -> Response:
         """Change what is traced; null gives a setting its default back."""
         message = pb.TraceSettingRequest(model_name=request.path_params.get("model", ""))
-        for name, value in fields.parse_object(await self._bodies.read(request), empty=True).items():
+        for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
             values = [] if value is None else value if isinstance(value, list) else [value]
             message.settings[name].value.extend([_text(name, entry) for entry in values])
         return await self._trace(message)
@@ -54,7 +54,7 @@ class SettingsRoutes:
     async def set_log(self, request: Request) -> Response:
         """Change what is logged."""
         message = pb.LogSettingsRequest()
-        for name, value in fields.parse_object(await self._bodies.read(request), empty=True).items():
+        for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
             if isinstance(value, bool):
                 message.settings[name].bool_param = value
             elif isinstance(value, int) and 0 <= value < 2**32:

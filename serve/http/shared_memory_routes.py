@@ -44,7 +44,7 @@ class SharedMemoryRoutes:
 
     async def system_register(self, request: Request) -> Response:
         """Open a region."""
-        content = fields.parse_object(await self._bodies.read(request))
+        content = fields.parse_object(await self._bodies.read_small(request))
         message = pb.SystemSharedMemoryRegisterRequest(
             name=_region(request),
             key=fields.text(content, "key", "the region"),
@@ -63,7 +63,7 @@ class SharedMemoryRoutes:
 
     async def cuda_register(self, request: Request) -> Response:
         """Open a region."""
-        content = fields.parse_object(await self._bodies.read(request))
+        content = fields.parse_object(await self._bodies.read_small(request))
         handle = fields.members(content, "raw_handle", "the region")
         message = pb.CudaSharedMemoryRegisterRequest(
             name=_region(request),

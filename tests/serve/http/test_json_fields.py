@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,15 @@ def test_right_fields_are_read() -> None:
     assert fields.flag(fields.members(content, "o", "x"), "f", "x") is True
     assert fields.shape(content, "x") == [2, 0]
     assert fields.base64_bytes(content, "b", "x") == b"\0\1"
+
+
+def test_long_base64_is_read_in_pieces() -> None:
+    content = bytes(range(256)) * 3000
+    encoded = base64.b64encode(content + b"!").decode()
+    assert len(encoded) > 2 * fields.BASE64_PIECE
+    assert fields.base64_bytes({"a": encoded}, "a", "x") == content + b"!"
+    padded = "QQ==".rjust(fields.BASE64_PIECE, "A")  # where the first piece ends
+    assert fields.base64_bytes({"a": padded}, "a", "x") == base64.b64decode(padded)
+    for wrong in (padded + "QUFB", encoded[:-1], encoded[:-3] + "\n=="):
+        with pytest.raises(InvalidArgumentError, match="no base64"):
+            fields.base64_bytes({"a": wrong}, "a", "x")
