@@ -123,5 +123,9 @@ def _field(fields: Fields, name: str, where: str, kind: type, default: Any) -> A
 
 
 def _shown(value: Any) -> str:
-    written = json.dumps(value)
-    return written if len(written) <= MAX_ECHO else f"{written[:MAX_ECHO]}..."
+    written = ""
+    for piece in json.JSONEncoder().iterencode(value):  # as it is asked for: a value may have millions within it
+        written += piece
+        if len(written) > MAX_ECHO:
+            return f"{written[:MAX_ECHO]}..."
+    return written

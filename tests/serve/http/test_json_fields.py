@@ -77,3 +77,10 @@ def test_long_base64_is_read_in_pieces() -> None:
     for wrong in (padded + "QUFB", encoded[:-1], encoded[:-3] + "\n=="):
         with pytest.raises(InvalidArgumentError, match="no base64"):
             fields.base64_bytes({"a": wrong}, "a", "x")
+
+
+def test_no_more_is_written_of_a_wrong_value_than_is_shown() -> None:
+    unwritable = object()
+    for value in ([1] * 100 + [unwritable], {"a": {"b": [[0] * 100, unwritable]}}):
+        with pytest.raises(InvalidArgumentError, match=r"x has a .*\.\.\., expected text"):
+            fields.text({"a": value}, "a", "x")
