@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from serve.protocol.classification import classify
+from serve.engine.errors import InvalidArgumentError
+from serve.protocol.classification import MANY, MAX_NAMED, classify
 
 
 def test_the_best_classes_of_every_row_in_words() -> None:
@@ -51,3 +52,21 @@ def test_every_class_comes_once_and_in_order(scores: np.ndarray[Any, Any], count
         numbers = values[~np.isnan(values)]
         assert (numbers[1:] <= numbers[:-1]).all()
         assert np.isnan(values[len(numbers) :]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int64])
+def test_a_few_of_many_classes_are_found_as_if_all_were_sorted(dtype: type[np.number[Any]]) -> None:
+    scores = np.random.default_rng(0).integers(0, 50, (3, 2 * MANY)).astype(dtype)  # so that many are equal
+    if dtype is np.float32:
+        scores[0, ::2] = scores[1] = np.nan
+        scores[1, 7:9] = 1
+    few = classify(scores, 5, (), batched=True)
+    sorted_all = [np.argsort(-row.astype(np.float64), kind="stable")[:5].tolist() for row in scores]
+    assert [[int(text.split(b":")[1]) for text in row] for row in few] == sorted_all
+
+
+def test_no_more_classes_are_named_than_an_answer_takes() -> None:
+    scores = np.zeros((2, MAX_NAMED), np.float16)
+    assert classify(scores, MAX_NAMED // 2, (), batched=True).shape == (2, MAX_NAMED // 2)
+    with pytest.raises(InvalidArgumentError, match="131072 classes are asked for, expected at most 65536; ask for fewer"):
+        classify(scores, 2**40, (), batched=True)
