@@ -23,6 +23,7 @@ OK_TRAILERS = ((b"grpc-status", b"0"),)
 OK_RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 NO_STATUS = "the server ended the call without a status"
 NO_MESSAGE = "the server ended the call well, but without a message"
+NO_WHOLE_MESSAGE = "the server ended the call well, but its answer is not one whole message"
 # What a reset stream means for its call: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md#errors
 RESETS = {0x7: "UNAVAILABLE", 0x8: "CANCELLED", 0xB: "RESOURCE_EXHAUSTED", 0xC: "PERMISSION_DENIED"}
 
@@ -37,15 +38,34 @@ class Call:
         intended_ns: when it was to be sent.
         status: by name, once it is known.
         message: what the server says about it.
+        answer_bytes: that came until now, the prefix of the answer's message included.
+        answer_prefix: the beginning of these, up to PREFIX_BYTES.
     """
 
-    __slots__ = ("intended_ns", "message", "model", "status")
+    __slots__ = ("answer_bytes", "answer_prefix", "intended_ns", "message", "model", "status")
 
     def __init__(self, model: int, intended_ns: int) -> None:
         self.model = model
         self.intended_ns = intended_ns
         self.status: str | None = None
         self.message = ""
+        self.answer_bytes = 0
+        self.answer_prefix = b""
+
+    def take(self, data: bytes) -> None:
+        """Count a part of the answer."""
+        if len(self.answer_prefix) < PREFIX_BYTES:
+            self.answer_prefix += data[: PREFIX_BYTES - len(self.answer_prefix)]
+        self.answer_bytes += len(data)
+
+    def require_message(self) -> None:
+        """A call that has ended well has failed all the same if its answer is not one whole message."""
+        if self.status != OK:
+            return
+        if not self.answer_bytes:
+            self.status, self.message = "INTERNAL", NO_MESSAGE
+        elif self.answer_bytes != PREFIX_BYTES + int.from_bytes(self.answer_prefix[1:], "big"):
+            self.status, self.message = "INTERNAL", NO_WHOLE_MESSAGE
 
 
 class Calls(Protocol):
@@ -133,9 +153,12 @@ class UnaryCalls:
                 call = in_flight.get(event.stream_id)
                 if call is not None and event.headers != OK_RESPONSE:
                     note_status(call, event.headers)
-                    if kind is ResponseReceived and call.status == OK:
-                        call.status, call.message = "INTERNAL", NO_MESSAGE  # headers that are the whole answer
-            elif kind is not DataReceived:
+                    call.require_message()
+            elif kind is DataReceived:
+                call = in_flight.get(event.stream_id)
+                if call is not None:
+                    call.take(event.data)
+            else:
                 self.connection.note(event)
         return ended
 

@@ -16,7 +16,7 @@ from serve.benchmark.load.driver import Driver
 from serve.benchmark.load.order import Order, Tally, Target, TlsFiles
 from serve.client import InferenceClient
 from serve.transports.grpcio_server import GrpcioServer
-from tests.serve.benchmark.load.scripted_peer import Peer, peer
+from tests.serve.benchmark.load.scripted_peer import HEADERS, OK, Peer, peer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 
@@ -223,6 +223,30 @@ def test_answers_that_are_refusals(headers: list[tuple[bytes, bytes]], status: s
         tally, _ = drive(place, Order(concurrency=1, requests=2))
     assert tally.errors == Counter({status: 2})
     assert text in tally.messages[status]
+
+
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [
+        ([b"\0\0\0\0\3abc"], None),
+        ([b"\0\0\0", b"\0\3", b"a", b"bc"], None),
+        ([], "without a message"),
+        ([b"\0\0\0"], "not one whole message"),
+        ([b"\0\0\0\0\3ab"], "not one whole message"),
+        ([b"\0\0\0\0\3abc", b"\0\0\0\0\0"], "not one whole message"),
+    ],
+)
+def test_an_answer_is_one_whole_message(parts: list[bytes], status: str | None) -> None:
+    def answer(this: Peer, stream: int) -> None:
+        this.http2.send_response(stream, HEADERS)
+        for part in parts:
+            this.http2.send_data(stream, part)
+        this.http2.send_trailers(stream, OK)
+
+    with peer(answer) as place:
+        tally, _ = drive(place, Order(concurrency=1, requests=2))
+    assert tally.errors == Counter({"INTERNAL": 2} if status else {})
+    assert status is None or status in tally.messages["INTERNAL"]
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["unary", "streaming"])
