@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from serve.client.commands.input_files import InputArgumentError
+from serve.client.connection.headers import headers_of
 from serve.client.connection.tls import Tls
 from serve.client.errors import InvalidRequest
 from serve.client.inference_client import InferenceClient
@@ -31,6 +34,15 @@ Headers = Annotated[list[str] | None, _connection("--header", help="NAME:VALUE o
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 ADDRESS, TIMEOUT_S = "127.0.0.1:8001", 10.0
+
+
+@contextmanager
+def _reading_options() -> Iterator[None]:
+    """What the client has against an argument is about an option here."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InputArgumentError(str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +71,18 @@ class Credentials:
         """For an encrypted connection; None for a plain one.
 
         Raises:
-            InvalidRequest: a file is not what it should be; the text names it.
+            InputArgumentError: a file is not what it should be; the text names it.
         """
         if not any((self.use_tls, self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
             return None
-        return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
+        with _reading_options():
+            return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
 
     def token(self) -> str | None:
         """Of each call.
 
         Raises:
-            InvalidRequest: the file is not what it should be; the text names it.
+            InputArgumentError: the file is not what it should be; the text names it.
         """
         return None if self.token_file is None else _token(self.token_file)
 
@@ -77,42 +90,39 @@ class Credentials:
         """Of each call, beside the token.
 
         Raises:
-            InvalidRequest: a header is none; the text shows it.
+            InputArgumentError: a header is none; the text shows it.
         """
-        return dict(_header(text) for text in self.headers or ())
+        given = dict(_header(text) for text in self.headers or ())
+        with _reading_options():
+            headers_of(given)
+        return given
 
 
 def connect(address: str, credentials: Credentials, *, timeout: float, retries: int, **options: Any) -> InferenceClient:
     """A client; it connects at its first call.
 
     Raises:
-        InvalidRequest: an option is not what it should be; the text names it.
+        InputArgumentError: an option is not what it should be; the text names it.
     """
-    return InferenceClient(
-        address,
-        timeout_s=timeout,
-        retries=retries,
-        tls=credentials.tls(),
-        token=credentials.token(),
-        metadata=credentials.metadata(),
-        **options,
-    )
+    tls, token, metadata = credentials.tls(), credentials.token(), credentials.metadata()
+    with _reading_options():
+        return InferenceClient(address, timeout_s=timeout, retries=retries, tls=tls, token=token, metadata=metadata, **options)
 
 
 def _token(path: Path) -> str:
     try:
         lines = path.read_text(encoding="ascii").split()
     except OSError as error:
-        raise InvalidRequest(f"--token-file {path}: cannot be read: {error.strerror}") from None
+        raise InputArgumentError(f"--token-file {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"--token-file {path}: expected a token of ASCII characters") from None
+        raise InputArgumentError(f"--token-file {path}: expected a token of ASCII characters") from None
     if len(lines) != 1:
-        raise InvalidRequest(f"--token-file {path}: expected one token and nothing else, found {len(lines)} words")
+        raise InputArgumentError(f"--token-file {path}: expected one token and nothing else, found {len(lines)} words")
     return lines[0]
 
 
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon:
-        raise InvalidRequest(f"--header {text}: expected NAME:VALUE")
+        raise InputArgumentError(f"--header {text}: expected NAME:VALUE")
     return name.strip(), value.strip()

@@ -31,10 +31,9 @@ from serve.client.commands.connection_options import (
 )
 from serve.client.commands.console import PipedConsole, printable
 from serve.client.commands.display import answer_json, outputs_json, outputs_table
-from serve.client.commands.input_arguments import fitted_inputs, read_inputs
+from serve.client.commands.input_arguments import InputArgumentError, fitted_inputs, read_inputs
 from serve.client.commands.output_files import checked_output_file, write_answer
 from serve.client.commands.request_stream import requests_of
-from serve.client.errors import InvalidRequest
 from serve.client.inference_client import InferenceClient
 from serve.client.options import RequestOptions
 
@@ -110,9 +109,9 @@ def infer(
         asked["parameters"] = dict(_parameter(text) for text in parameters)
     question = Question(model=model, version=version, inputs=inputs, options=asked, as_json=as_json)
     if stream and output_file is not None:
-        raise InvalidRequest("--output-file holds one answer; with --stream, send standard output to a file instead")
+        raise InputArgumentError("--output-file holds one answer; with --stream, send standard output to a file instead")
     if stream and shared_memory:
-        raise InvalidRequest("--shared-memory is for single requests; with --stream, the tensors travel in the messages")
+        raise InputArgumentError("--shared-memory is for single requests; with --stream, the tensors travel in the messages")
     with connect(
         address, credentials, timeout=timeout, retries=retries, compression=compression, shared_memory=shared_memory
     ) as client:
@@ -188,7 +187,7 @@ def _ask_stream(client: InferenceClient, question: Question, rows: int, in_fligh
 def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise InvalidRequest(f"--parameter {text}: expected NAME=VALUE")
+        raise InputArgumentError(f"--parameter {text}: expected NAME=VALUE")
     try:
         return name, json.loads(value)
     except (ValueError, RecursionError):

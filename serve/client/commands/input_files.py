@@ -19,7 +19,7 @@ ARRAY_FILES = (".npy", ".npz", ".json")
 
 
 class InputArgumentError(ValueError):
-    """An --input that cannot be read; the text says which and what was expected."""
+    """An --input, or another option, that cannot be read; the text says which and what was expected."""
 
 
 @dataclass(frozen=True, eq=False)

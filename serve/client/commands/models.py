@@ -32,8 +32,9 @@ from serve.client.commands.connection_options import (
 )
 from serve.client.commands.console import PipedConsole
 from serve.client.commands.display import models_table, provider_of, tensors_json
+from serve.client.commands.input_files import InputArgumentError
 from serve.client.commands.watch import Look, looked_at, looks_json, looks_table
-from serve.client.errors import InvalidRequest, ModelNotFound
+from serve.client.errors import ModelNotFound
 from serve.client.inference_client import InferenceClient
 
 
@@ -76,7 +77,7 @@ def models(
     )
     both = sorted({*(load or ())} & {*(unload or ())})
     if both:
-        raise InvalidRequest(f"--load and --unload both name {both[0]!r}; --load alone loads a model anew")
+        raise InputArgumentError(f"--load and --unload both name {both[0]!r}; --load alone loads a model anew")
     override = None if config is None else _config_text(config, load)
     with connect(address, credentials, timeout=timeout, retries=retries) as client:
         if wait is not None and not load:
@@ -153,8 +154,8 @@ def _watch(client: InferenceClient, names: Sequence[str], every_s: float, times:
 
 def _config_text(path: Path, load: Sequence[str] | None) -> str:
     if len(load or ()) != 1:
-        raise InvalidRequest("--config is for one --load; give both, once")
+        raise InputArgumentError("--config is for one --load; give both, once")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--config {path}: cannot be read: {error}; expected a JSON file") from None
+        raise InputArgumentError(f"--config {path}: cannot be read: {error}; expected a JSON file") from None

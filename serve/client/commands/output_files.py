@@ -11,7 +11,8 @@ import numpy as np
 
 from serve.client.commands.atomic_file import checked_output, written_whole
 from serve.client.commands.display import answer_json
-from serve.client.errors import InferenceClientError, InvalidRequest
+from serve.client.commands.input_files import InputArgumentError
+from serve.client.errors import InferenceClientError
 from serve.client.values.answer import InferAnswer
 from serve.client.values.tensors import Array
 
@@ -22,11 +23,11 @@ def checked_output_file(path: Path) -> Path:
     """The path as it is, if outputs can be written there.
 
     Raises:
-        InvalidRequest: its name does not end in .npz or .json.
+        InputArgumentError: its name does not end in .npz or .json.
         OSError: nothing can be written there.
     """
     if path.suffix not in SUFFIXES:
-        raise InvalidRequest(f"--output-file {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
+        raise InputArgumentError(f"--output-file {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
     return checked_output(path, "--output-file")
 
 
