@@ -87,6 +87,17 @@ def test_an_evaluation_that_is_not_finite_undoes_the_whole_step(name: str, bad: 
     assert not scaler.step_was_skipped
 
 
+def test_a_loss_that_is_not_finite_undoes_the_step_though_its_gradients_are() -> None:
+    problem = Problem()
+    optimizer, scaler = make("lbfgs", problem), GradScaler("cpu")
+    before = state_of(problem, optimizer)
+    assert scaler.step(optimizer, lambda: problem.loss() + math.inf) is None
+    assert scaler.step_was_skipped
+    assert_same(before, state_of(problem, optimizer))
+    scaler.update()
+    assert (scaler.get_scale(), scaler.history[0].skipped) == (2.0**15, True)
+
+
 def test_autocast_belongs_into_the_closure() -> None:
     problem = Problem()
     optimizer, scaler = make("lbfgs", problem), GradScaler("cpu")

@@ -53,6 +53,19 @@ def test_what_overflows_or_overflows_by_unscaling_is_skipped(gradient: float) ->
     assert scaler.get_scale() == 0.25
 
 
+@pytest.mark.parametrize("overflows", [None, 0, 1, 2])
+def test_gradients_of_several_dtypes_are_unscaled_together_or_skipped_together(overflows: int | None) -> None:
+    # As of a halved model whose norms stay float32.
+    parameters = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float16, torch.float32)]
+    for place, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, math.inf if place == overflows else 4.0)
+    scaler = ready(init_scale=4.0, allow_fp16_gradients=True)
+    scaler.step(torch.optim.SGD(parameters, lr=0.25))
+    skipped = overflows is not None
+    assert scaler.step_was_skipped is skipped
+    assert [parameter.tolist() for parameter in parameters] == [[1.0 if skipped else 0.75] * 2] * 3
+
+
 def test_a_half_model_trains() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1).half()
@@ -105,6 +118,20 @@ def test_a_guarded_step_is_undone_with_the_optimizers_state(fused: bool) -> None
         assert scaler.skipped(optimizer) is (step == 1)
         scaler.update()
     assert torch.isfinite(parameter).all()
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_undone_too() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["steps"] += 1  # as schedule-free optimizers do
+            return super().step(closure)
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.full((1,), 3e38)
+    optimizer = Counts([{"params": [parameter], "steps": 7}], lr=10.0)
+    with pytest.warns(RuntimeWarning, match="so it was undone"):
+        ready(init_scale=1.0, guard_parameters=True).step(optimizer)
+    assert (parameter.item(), optimizer.param_groups[0]["steps"]) == (1.0, 7)
 
 
 def test_unguarded_a_step_is_torchs() -> None:
