@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,14 +159,11 @@ def _add_version(folder: Path, files: VersionFiles, config: ModelConfig, version
 
 def _keep_or_write_config(path: Path, config: ModelConfig) -> None:
     if not path.exists():
-        staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as hidden:
+            staged = Path(hidden) / path.name
             write_and_sync(staged, write_config(config))
-            os.link(staged, path)  # unlike a rename, it never replaces what another writer put there in the meantime
-        except FileExistsError:
-            pass
-        finally:
-            staged.unlink(missing_ok=True)
+            with suppress(FileExistsError):
+                os.link(staged, path)  # unlike a rename, it never replaces what another writer put there in the meantime
     require_agreement(read_config(path.read_bytes(), str(path)), config, str(path))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, model: onnx.ModelProto, cert
         write_model_version(tmp_path, "m", model, certify(model))
 
 
-def test_writers_at_the_same_time_get_versions_of_their_own(tmp_path: Path, certify: Certify) -> None:
+@pytest.mark.parametrize("prepared", [False, True])
+def test_writers_at_the_same_time_get_versions_of_their_own(prepared: bool, tmp_path: Path, certify: Certify) -> None:
+    if prepared:
+        (tmp_path / "m").mkdir()  # without a config.pbtxt: all of them write one
     models = [chain(["Mul"], float(factor)) for factor in range(1, 9)]
     with ThreadPoolExecutor(len(models)) as pool:
         written = list(pool.map(lambda model: write_model_version(tmp_path, "m", model, certify(model)), models))
@@ -105,3 +109,33 @@ def test_writers_at_the_same_time_get_versions_of_their_own(tmp_path: Path, cert
     for model, path in zip(models, written, strict=True):
         assert (path / "model.onnx").read_bytes() == serialize(model)
     assert not [name for name in tree(tmp_path) if "/." in name or name.startswith(".")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overtaken(Certificate):
+    """A certificate during whose writing something else happens, such as another writer's being faster."""
+
+    meanwhile: list[Callable[[], object]] = field(default_factory=list)
+
+    def to_bytes(self) -> bytes:
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return super().to_bytes()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_version_that_another_writer_takes_in_the_meantime_is_not_replaced(
+    exists: bool, tmp_path: Path, model: onnx.ModelProto, certify: Certify
+) -> None:
+    first, other = chain(["Mul"], 3.0), chain(["Mul"], 5.0)
+    if exists:
+        write_model_version(tmp_path, "m", first, certify(first), version=1)
+
+    def overtaken() -> Certificate:
+        parts = {entry.name: getattr(certify(model), entry.name) for entry in fields(Certificate)}
+        return Overtaken(**parts, meanwhile=[lambda: write_model_version(tmp_path, "m", other, certify(other), version=2)])
+
+    with pytest.raises(ExportError, match="version 2 of 'm' exists and is never replaced"):
+        write_model_version(tmp_path, "m", model, overtaken(), version=2)
+    assert (tmp_path / "m" / "2" / "model.onnx").read_bytes() == serialize(other)
+    assert write_model_version(tmp_path, "m", model, certify(model)).name == "3"
