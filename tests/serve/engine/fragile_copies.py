@@ -117,8 +117,12 @@ class Scene:
     async def up_again(self, times: int = 1) -> None:
         """Wait until the copies have come back so often in all."""
         while sum(instance.restarts for instance in self.instances) < times:
-            await self._changed.wait()
-            self._changed.clear()
+            await self.tried_again()
+
+    async def tried_again(self) -> None:
+        """Wait until a copy has come back, or could not."""
+        await self._changed.wait()
+        self._changed.clear()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.engine.errors import InferenceError
+from serve.engine.errors import InferenceError, ModelLoadError
 from serve.engine.requests import InferRequest
 from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, run
 
@@ -68,6 +68,24 @@ def test_another_copy_takes_over_at_once() -> None:
         assert [instance.is_up for instance in scene.instances] == [True, False]
         assert await scene.ask(7) == [8]
         assert scene.reloads == 0
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_a_copy_that_cannot_be_loaded_anew_leaves_the_others_serving() -> None:
+    def load() -> Fragile:
+        raise ModelLoadError("the file is gone")
+
+    async def test() -> None:
+        broken = Fragile()
+        broken._lost = True
+        scene = Scene([Fragile(), broken], load)
+        assert await scene.ask(1) == [2]
+        while scene.reloads < 2:  # so it could not be loaded the first time
+            await scene.tried_again()
+        assert broken.batches == [[1]]
+        assert await scene.ask(3) == [4]
         await scene.batcher.drain()
 
     run(test)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from serve.engine.batches.batch import Answered, Failed, run_batch
 from serve.engine.device_faults import InstanceLostError
 from serve.engine.errors import BackendError, InvalidArgumentError
+from serve.engine.queueing.joining import Joining
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
 
@@ -149,6 +150,13 @@ def test_one_request_is_filled_up_and_gets_its_own_rows() -> None:
     (answered,) = run_batch(Doubling(), requests_of([3.0], rows=3), padded_sizes=(4,))
     assert isinstance(answered, Answered)
     assert answered.answers[0]["y"].tolist() == [[6.0]] * 3
+
+
+def test_requests_that_may_be_joined_are_run_together() -> None:
+    backend = Doubling()
+    (answered,) = run_batch(backend, requests_of([1.0, 2.0, 3.0]), joining=Joining("m/1"))
+    assert isinstance(answered, Answered)
+    assert backend.runs == [[1.0, 2.0, 3.0]]
 
 
 def test_a_model_that_loses_rows_answers_one_by_one() -> None:

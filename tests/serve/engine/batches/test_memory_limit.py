@@ -114,6 +114,26 @@ def test_it_grows_again_where_there_is_memory(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages[-1] == "m/1 instance 0: it computes batches of any size again"
 
 
+def test_it_grows_step_by_step_up_to_what_failed_first() -> None:
+    scene = Scene(room=2)
+    scene.run(16)
+    scene.backend.room = 100
+    for size in (4, 8, 16):
+        scene.now += FIRST_WAIT_S
+        assert scene.run(16) == [size] * (16 // size)
+
+
+def test_what_failed_first_stays_the_end_of_the_growth_though_less_fails_later() -> None:
+    scene = Scene(room=4)
+    scene.run(16)
+    scene.now += FIRST_WAIT_S
+    assert scene.run(16) == [8, 4, 4, 4, 4]
+    scene.backend.room = 8
+    scene.now += 2 * FIRST_WAIT_S
+    for _ in range(2):
+        assert scene.run(16) == [8, 8]
+
+
 def test_it_does_not_grow_for_batches_that_fit() -> None:
     scene = Scene(room=4)
     scene.run(16)
@@ -133,6 +153,22 @@ def test_growing_in_vain_makes_it_wait_longer() -> None:
         waits.append(scene.now - start)
         assert scene.limit.rows == 4
     assert waits == [10, 20, 40, 80, 160, 320, LONGEST_WAIT_S, LONGEST_WAIT_S]
+
+
+def test_what_has_worked_for_long_is_tried_again_as_soon_as_at_first() -> None:
+    scene = Scene(room=4)
+    scene.run(16)
+    scene.now += FIRST_WAIT_S
+    scene.run(16)  # in vain
+    scene.backend.room = 8
+    scene.now += 2 * FIRST_WAIT_S
+    assert scene.run(16) == [8, 8]
+    scene.backend.room = 4
+    scene.now += 4 * FIRST_WAIT_S
+    assert scene.run(8) == [8, 4, 4]
+    scene.backend.room = 8
+    scene.now += FIRST_WAIT_S
+    assert scene.run(16) == [8, 8]
 
 
 def test_one_row_that_does_not_fit_is_an_error_that_says_so() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+
+import numpy as np
 
 from serve.engine.errors import InferenceError
 from serve.engine.instances.instance import LOOKS
+from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, run
@@ -70,6 +75,40 @@ def test_the_batch_behind_one_that_breaks_its_copy_is_not_tried_there() -> None:
         assert broken.batches == [[0]]
         assert (scene.reloads, scene.statistics.totals.fail.count) == (1, 0)
         await scene.batcher.drain()
+
+    run(test)
+
+
+def test_a_model_that_is_unloaded_leaves_no_thread() -> None:
+    others = set(threading.enumerate())
+
+    async def test() -> None:
+        scene = Scene([HeldBackend(), HeldBackend()], None)
+        await scene.ask(1)
+        await scene.batcher.drain()
+
+    run(test)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_model_that_is_unloaded_while_it_is_broken_is_not_kept_to_be_loaded_anew() -> None:
+    async def test() -> None:
+        broken = Fragile()
+        broken._lost = True
+        kept = weakref.ref(broken)
+        scene = Scene([broken], Fragile, first_wait_s=3600.0)
+        request = InferRequest({"x": np.ones((1, 1), np.float32)}, ("y",), 1, (1,), None, lambda _: None)
+        scene.batcher.submit(request)
+        while scene.instances[0].is_up:  # noqa: ASYNC110  (nobody is told)
+            await asyncio.sleep(0)
+        scene.batcher.cancel(request)  # it would be computed by the next copy
+        await scene.batcher.drain()
+        del broken, scene, request
+        while kept() is not None:
+            gc.collect()
+            await asyncio.sleep(0)
 
     run(test)
 

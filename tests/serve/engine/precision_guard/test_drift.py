@@ -27,6 +27,12 @@ def test_a_choice_that_fp16_cannot_tell_apart_agrees() -> None:
     assert compare(np.array([[1.0, 1.0]], np.float16), reference).agreeing == 1
 
 
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (0, 3)])
+def test_where_there_is_nothing_to_choose_from_nothing_agrees(shape: tuple[int, ...]) -> None:
+    distance = compare(np.ones(shape, np.float16), np.ones(shape, np.float32))
+    assert (distance.rows, distance.agreeing) == (0, 0)
+
+
 def test_images_have_their_classes_on_axis_1() -> None:
     reference = np.zeros((2, 3, 4, 5), np.float32)
     reference[:, 1] = 1

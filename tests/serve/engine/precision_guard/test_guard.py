@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from protos.datatypes import BY_WIRE
+from serve.engine.batches.answer import RemarkedAnswer
+from serve.engine.batches.batch import Answered, Failed, run_batch
 from serve.engine.precision_guard.degradation import LEAST_RUNS, Degradation
 from serve.engine.precision_guard.drift import Distance
 from serve.engine.precision_guard.fallback import Fallback
@@ -104,6 +106,14 @@ def test_a_request_alone_with_bad_inputs_is_let_be(batched: bool) -> None:
     assert guard.counters().outputs["y"].from_inputs == 1
 
 
+def test_one_bad_input_is_enough_to_be_let_be() -> None:
+    requests, inputs, outputs = batch(1, bad=(0,))
+    inputs["z"] = np.full((1, 1), np.inf, np.float16)
+    guard = guard_of(Policy.REJECT)
+    assert guard.after(requests, inputs, outputs) is None
+    assert guard.counters().outputs["y"].from_inputs == 1
+
+
 def test_rows_that_only_fill_the_batch_up_are_nobodys() -> None:
     requests, inputs, outputs = batch(2, 1, bad=(2,))
     guard = guard_of(Policy.REJECT)
@@ -130,6 +140,34 @@ def test_the_twin_answers_all_that_are_bad_in_one_run_and_only_those() -> None:
     assert verdict.outputs["y"].dtype == np.float16
     assert [r.response_parameters for r in requests] == [{"halfserve.precision": "fp32"}, None, {"halfserve.precision": "fp32"}]
     assert all(np.array_equal(outputs[name], before[name], equal_nan=True) for name in outputs)
+
+
+def test_each_gets_what_the_twin_answers_to_its_own_rows() -> None:
+    class Telling(Constant):
+        def run(self, inputs: Tensors) -> Tensors:
+            return super().run(inputs) | {"y": np.repeat(inputs["x"], 2, axis=1)}
+
+    requests, inputs, outputs = batch(2, 1, 3, 2, bad=(0, 4, 7))
+    inputs["x"][:, 0] = np.arange(8) + 20
+    verdict = guard_of(Policy.FALLBACK, Telling()).after(requests, inputs, outputs)
+    assert verdict is not None
+    assert verdict.outputs["y"][:, 0].tolist() == [20, 21, 1, 23, 24, 25, 26, 27]
+
+
+def test_a_request_that_is_rejected_has_no_other_end() -> None:
+    class Overflowing(Constant):
+        def run(self, inputs: Tensors) -> Tensors:
+            return super().run(inputs) | {"y": np.where(inputs["x"] == 2, np.inf, inputs["x"]).astype(np.float16)}
+
+    requests = [InferRequest({"x": np.full((1, 2), x, np.float32)}, ("y",), 1, None, None, lambda _: None) for x in range(4)]
+    results = run_batch(Overflowing(), requests, guard_of(Policy.REJECT))
+    failed, answered = results
+    assert isinstance(failed, Failed)
+    assert failed.request is requests[2]
+    assert isinstance(answered, Answered)
+    assert answered.requests == [requests[0], requests[1], requests[3]]
+    assert [answer["y"].tolist() for answer in answered.answers] == [[[0, 0]], [[1, 1]], [[3, 3]]]
+    assert not any(isinstance(answer, RemarkedAnswer) for answer in answered.answers)
 
 
 def test_a_model_without_a_batch_dimension_is_answered_whole() -> None:

@@ -12,6 +12,7 @@ from serve.engine.backend import Backend
 from serve.engine.errors import ModelLoadError
 from serve.engine.precision_guard.counters import GuardCounters
 from serve.engine.precision_guard.degradation import LEAST_RUNS, WINDOW, Degradation
+from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.settings import Policy
 from serve.engine.precision_guard.shadow import MAX_WAITING, Shadow
 from serve.engine.precision_guard.tally import Tally
@@ -182,6 +183,41 @@ def test_once_stopped_it_takes_nothing() -> None:
     scene.shadow.stop()
     scene.sample(2.0)
     assert scene.settled().shadow_runs == 1
+
+
+def test_the_guard_of_a_model_that_is_unloaded_ends_the_thread() -> None:
+    others = set(threading.enumerate())
+    twin = Doubling()
+    twin.release.clear()
+    scene = Scene(lambda: twin)
+    guard = PrecisionGuard([], scene.tally, policy=Policy.COUNT, batched=True, shadow=scene.shadow)
+    scene.sample(1.0)
+    (thread,) = set(threading.enumerate()) - others
+    guard.stop()
+    twin.release.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    scene.sample(2.0)
+    assert set(threading.enumerate()) <= others, "a batch that ends later begins none anew"
+
+
+def test_one_input_that_is_not_finite_says_nothing_about_precision() -> None:
+    scene = Scene(Doubling)
+    x = np.ones((1, 1), np.float16)
+    request = InferRequest({}, ("y",), 1, None, None, lambda _: None)
+    scene.shadow.sample([request], {"x": x, "z": np.full_like(x, np.nan)}, {"y": np.full_like(x, np.nan)})
+    assert scene.settled().shadow_runs == 0
+
+
+def test_requests_are_taken_at_the_rate_that_was_asked_for() -> None:
+    shadow = Shadow(Fp32Twin(Doubling), Scene(Doubling).tally, rate=0.01, share=1.0, batched=True)
+    shadow.stop()
+    gaps = []
+    for _ in range(1000):
+        shadow.sample([], {}, {})
+        gaps.append(shadow.until)
+    assert 80 < sum(gaps) / len(gaps) < 120
+    assert min(gaps) >= 1
 
 
 def test_drift_degrades_the_model_once_and_it_recovers(caplog: pytest.LogCaptureFixture) -> None:

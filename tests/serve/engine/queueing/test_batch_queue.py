@@ -44,6 +44,15 @@ def test_a_delay_holds_a_batch_back_until_it_is_due_or_full() -> None:
     assert take(q, 20.1).requests == [first, second]
 
 
+def test_of_several_shapes_the_one_that_is_due_first_is_looked_at_first() -> None:
+    q = queue(max_delay_s=0.5)
+    offer(q, Request(bucket="a"), 10.0)
+    offer(q, Request(bucket="b"), 10.25)
+    assert q.next_due(10.3) == 10.5
+    assert take(q, 10.5).bucket == "a"
+    assert q.next_due(10.5) == 10.75
+
+
 def test_a_batch_is_full_when_no_further_request_would_make_it_larger() -> None:
     q = queue(max_delay_s=1.0, preferred_rows=(4,))
     assert not q.has_full_batch(5.0)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from serve.engine.figures.statistics import BatchTimes, Statistics
 from serve.engine.queueing.batch_limits import BatchLimits
-from serve.engine.queueing.batch_queue import BatchQueue
+from serve.engine.queueing.batch_queue import BatchQueue, FullError
 from serve.engine.queueing.latency_model import CONFIDENT
 from serve.engine.queueing.pace import Pace
-from serve.engine.queueing.shedding import Shedding
+from serve.engine.queueing.shedding import Shedding, full_error
 from serve.engine.requests import InferRequest
 
 BATCH_S = 0.1
@@ -39,3 +42,13 @@ def test_an_instance_is_free_when_all_that_it_was_given_is_done(instances: int, 
     for at in begun:
         shed.started("a", 4, at)
     assert shed.free_s(0.05) == pytest.approx(free)
+
+
+def test_who_finds_the_queue_full_is_told_when_it_should_be_empty() -> None:
+    statistics = Statistics()
+    assert full_error(FullError("6 requests wait"), 6, statistics).retry_after_s == 0.001, "nothing is known yet"
+    for _ in range(3):
+        start = time.monotonic_ns()
+        times = BatchTimes(started=start, assembled=start, computed=start + 2 * 10**9, split=start + 2 * 10**9)
+        statistics.batch_done(times, [start], rows=4)
+    assert full_error(FullError("6 requests wait"), 6, statistics).retry_after_s == pytest.approx(6 * 2 / 4)
