@@ -90,6 +90,7 @@ class Instance:
         self._number = number
         self._how = how
         self._worker = Worker(f"instance-{number}")
+        self._left_behind = False  # the thread: before anything else is submitted there has to be another one
         self._jobs: deque[_Job] = deque()  # the one that runs first
         self._timer: asyncio.TimerHandle | None = None  # to look after a batch, or to load anew
         self._wait_s = how.first_wait_s
@@ -196,7 +197,7 @@ class Instance:
             # Nobody can end a thread: where the runtime cannot end its call, it is left to itself, until that returns.
             self._copy.backend.give_up()
             self._worker.stop()
-            self._worker = Worker(f"instance-{self._number}")
+            self._left_behind = True
         self._take_out(f"a batch was not computed within {limit_s:g} s", job.loop)
         error = UnavailableError(f"the model did not answer within its {limit_s:g} s and is being restarted; try again later")
         job.finished([Failed(request, error) for request in job.requests])
@@ -217,6 +218,13 @@ class Instance:
 
     def _bring_back(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
+        if self._left_behind:
+            try:
+                self._worker = Worker(f"instance-{self._number}")
+            except RuntimeError as error:  # there are as many threads as may be
+                self._loaded(loop, _NotLoaded(_first_line(error), device_is_lost=False))
+                return
+            self._left_behind = False
         self._worker.submit(self._load, loop)
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -9,10 +9,13 @@ import weakref
 
 import numpy as np
 
+import pytest
+
 from serve.engine.errors import InferenceError
 from serve.engine.instances.instance import LOOKS
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors
+from serve.engine.worker import Worker
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, run
 
@@ -30,6 +33,32 @@ def test_a_batch_that_hangs_is_given_up_and_the_copy_loaded_anew() -> None:
         assert await scene.ask(3) == [4]
         assert (stuck.batches in ([], [[1, 2]]), fresh.batches) == (True, [[3]])
         assert scene.statistics.totals.fail.count == 2
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_a_copy_that_hangs_is_answered_for_and_comes_back_though_no_thread_can_be_started_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = iter(["refused", "refused"])
+
+    class Scarce(Worker):
+        def __init__(self, name: str) -> None:
+            if next(starts, None) is not None:
+                raise RuntimeError("can't start new thread")
+            super().__init__(name)
+
+    async def test() -> None:
+        stuck, fresh = HeldBackend(held=True), HeldBackend()
+        scene = Scene([stuck], lambda: fresh, max_compute_s=0.02)
+        monkeypatch.setattr("serve.engine.instances.instance.Worker", Scarce)
+        assert await scene.ask(1) == ["the model did not answer within its 0.02 s and is being restarted; try again later"]
+        await scene.up_again()
+        assert scene.instances[0].fault == "can't start new thread"
+        assert await scene.ask(3) == [4]
+        assert (next(starts, None), fresh.batches) == (None, [[3]])
+        stuck.release.set()
         await scene.batcher.drain()
 
     run(test)
