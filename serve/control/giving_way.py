@@ -31,7 +31,11 @@ def giving_way() -> Iterator[None]:
 
 def _as_before() -> None:
     """This thread, and those that have inherited from it: a runtime starts its own, which compute for requests."""
-    for thread in os.listdir("/proc/self/task"):  # noqa: PTH208  (names are all that is wanted)
+    threads = ["0"]
+    # Where as many files are open as may be, or /proc is not there, the others wait until the next time.
+    with contextlib.suppress(OSError):
+        threads += os.listdir("/proc/self/task")  # noqa: PTH208  (names are all that is wanted)
+    for thread in threads:
         with contextlib.suppress(OSError):  # it has ended
             if os.sched_getscheduler(int(thread)) == os.SCHED_BATCH:
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))

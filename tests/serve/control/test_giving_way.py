@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -56,6 +57,16 @@ def test_a_runtimes_own_threads_are_as_others(tmp_path: Path) -> None:
     assert len(added) >= 2
     assert {policies()[thread] for thread in added} == {os.SCHED_OTHER}
     del session
+
+
+def test_it_ends_well_while_no_more_files_can_be_opened() -> None:
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with giving_way():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_process_started_within_gives_way_for_good() -> None:
