@@ -13,6 +13,7 @@ from serve.engine.pauses import pause, pausing
 from serve.engine.worker import Worker
 
 T = TypeVar("T")
+AGAIN_S = 1.0  # until another thread is tried to be started, where none could be
 
 
 class _Run(Generic[T]):
@@ -44,7 +45,10 @@ class _Run(Generic[T]):
             self.done.set_exception(error)
 
     def _give_up(self) -> None:
-        self._leave_behind()  # even if nobody waits for the function any more: it is in the others' way
+        try:
+            self._leave_behind()  # even if nobody waits for the function any more: it is in the others' way
+        except RuntimeError:  # there are as many threads as may be: the others wait until there is room for one more
+            self._overdue = self._loop.call_later(AGAIN_S, self._give_up)
         if not self.done.done():
             self.done.set_exception(TimeoutError(f"not done within {self._limit_s:g} s"))
 
@@ -92,8 +96,9 @@ class LoaderThread:
         return await run.done
 
     def _leave_behind(self) -> None:
-        before, self._worker = self._worker, Worker(self._name)
-        before.hand_over(self._worker)
+        after = Worker(self._name)
+        before, self._worker = self._worker, after
+        before.hand_over(after)
 
     @contextlib.contextmanager
     def _manners(self) -> Iterator[None]:

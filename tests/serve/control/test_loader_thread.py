@@ -11,6 +11,7 @@ import pytest
 
 from serve.control.loader_thread import LoaderThread
 from serve.engine.pauses import pause
+from serve.engine.worker import Worker
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have scheduling policies on Linux")
@@ -110,6 +111,34 @@ def test_what_hangs_is_left_behind_and_what_waited_is_done_by_another_thread() -
             thread.stop()
 
     assert asyncio.run(main()) == ([0, 1, 2], "next")
+
+
+def test_what_hangs_is_given_up_in_time_though_no_thread_can_be_started_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, asked = threading.Event(), list[str]()
+
+    class Scarce(Worker):
+        def __init__(self, name: str) -> None:
+            asked.append(name)
+            if len(asked) < 3:
+                raise RuntimeError("can't start new thread")
+            super().__init__(name)
+
+    async def main() -> int:
+        thread = LoaderThread("slow")
+        monkeypatch.setattr("serve.control.loader_thread.Worker", Scarce)
+        monkeypatch.setattr("serve.control.loader_thread.AGAIN_S", 0.01)
+        try:
+            hanging = asyncio.ensure_future(thread.run(lambda: release.wait(20), limit_s=0.05))
+            behind = asyncio.ensure_future(thread.run(lambda: 7))
+            with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
+                await asyncio.wait_for(hanging, 10)
+            return await asyncio.wait_for(behind, 10)
+        finally:
+            release.set()
+            thread.stop()
+
+    assert asyncio.run(main()) == 7
+    assert asked == ["slow"] * 3
 
 
 def test_the_limit_counts_from_its_beginning() -> None:
