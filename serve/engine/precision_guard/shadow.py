@@ -84,9 +84,12 @@ class Shadow:
         with self._lock:
             if self._waiting >= MAX_WAITING or time.monotonic() < self._resting_until:
                 return None
-            self._waiting += 1
             if self._worker is None:
-                self._worker = Worker("shadow")
+                try:
+                    self._worker = Worker("shadow")
+                except RuntimeError:  # there are as many threads as may be; the answers must not pay for that
+                    return None
+            self._waiting += 1
             return self._worker
 
     def _run(self, inputs: Tensors, outputs: Tensors) -> None:

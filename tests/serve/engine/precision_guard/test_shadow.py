@@ -19,6 +19,7 @@ from serve.engine.precision_guard.tally import Tally
 from serve.engine.precision_guard.twin import Fp32Twin
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
+from serve.engine.worker import Worker
 
 WAIT_S = 20.0
 
@@ -123,6 +124,20 @@ def test_what_comes_while_it_is_busy_is_dropped() -> None:
     twin.release.set()
     counters = scene.settled()
     assert (counters.shadow_runs, counters.shadow_dropped) == (MAX_WAITING, 3)
+
+
+def test_what_comes_while_no_thread_can_be_started_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: str) -> Worker:
+        raise RuntimeError("can't start new thread")
+
+    scene = Scene(Doubling)
+    with monkeypatch.context() as without:
+        without.setattr("serve.engine.precision_guard.shadow.Worker", refused)
+        for value in range(MAX_WAITING + 1):
+            scene.sample(float(value))
+    scene.sample(1.0)
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_dropped) == (1, MAX_WAITING + 1)
 
 
 def test_after_a_run_it_rests_for_its_share_of_time() -> None:
