@@ -33,7 +33,7 @@ Accumulators: TypeAlias = Literal["float32", "float16"]
 class Options:
     """How to convert. See `export.onnx_fp16.model_files.convert_file`."""
 
-    keep_io_types: bool = True
+    keep_io_types: bool | Collection[str] = True
     op_block_list: Collection[str] = ()
     node_block_list: Collection[str] = ()
     repair: bool = True

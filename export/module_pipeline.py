@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ class Wishes:
     Attributes:
         budget: How much the float16 model may differ.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        keep_io_types: Whether inputs and outputs stay float32, or the names and shell patterns of those that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
         search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
         adversarial: Whether to try samples at the edge of the given ones too.
@@ -47,6 +48,7 @@ class Wishes:
 
     budget: Budget = field(default_factory=Budget)
     keep_fp32: Sequence[str] = ()
+    keep_io_types: bool | Collection[str] = False
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     search: bool = True
     adversarial: bool = True
@@ -62,6 +64,7 @@ def export_module(
     labels: Tensor | None = None,
     budget: Budget | None = None,
     keep_fp32: Sequence[str] = (),
+    keep_io_types: bool | Collection[str] = False,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     policy: Policy | str | None = None,
     record: Record | None = None,
@@ -81,12 +84,14 @@ def export_module(
     Args:
         module: The float32 module, in evaluation mode and on the CPU; it stays as it is.
         samples: What it is given, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of
-            tensors. Inputs and outputs of the float16 model are float16, and the number of rows varies.
+            tensors. The number of rows varies.
         repository: The model repository's folder; made if missing.
         name: The model's.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the float16 model may differ; `Budget()` by default.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
+        keep_io_types: False: inputs and outputs become float16; True: they stay float32; or names and shell patterns of those
+            that stay, such as an output over 65504.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`.
         policy: The autocast policy that it was trained under.
         record: What was recorded while it was trained.
@@ -112,6 +117,7 @@ def export_module(
     wishes = Wishes(
         budget=budget or Budget(),
         keep_fp32=keep_fp32,
+        keep_io_types=keep_io_types,
         dynamic=dynamic or {},
         search=search,
         adversarial=adversarial,
@@ -176,7 +182,11 @@ def export_verified(
             record=record,
         )
         return convert_verified(
-            source, target, options=Options(keep_io_types=False), verification=verification, progress=progress
+            source,
+            target,
+            options=Options(keep_io_types=wishes.keep_io_types),
+            verification=verification,
+            progress=progress,
         )
 
 

@@ -41,6 +41,9 @@ def export(
     keep_fp32: Annotated[
         list[str] | None, _verification(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
     ] = None,
+    keep_io_types: Annotated[
+        bool, _verification("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
+    ] = False,
     dynamic: Annotated[
         list[str] | None,
         _version(help="Size, beside the batch's, that may vary, as INPUT.AXIS=NAME: tokens.1=length; may be repeated."),
@@ -74,6 +77,7 @@ def export(
     wishes = Wishes(
         budget=Budget(max_abs_error=max_abs_error, min_agreement=min_agreement),
         keep_fp32=keep_fp32 or (),
+        keep_io_types=keep_io_types,
         dynamic=dynamic_sizes(dynamic or ()),
         search=search,
         adversarial=adversarial,

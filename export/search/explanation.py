@@ -43,7 +43,7 @@ def _why(settings: Settings, whole: Trial) -> str:
     if not whole.outputs:
         return "this is no question of precision"
     if settings.keep_io_types is not True:
-        return "rounding the inputs and outputs themselves is too much; let them keep their types (keep_io_types)"
+        return "rounding the inputs and outputs themselves is too much; let them keep their types (--keep-io-types)"
     if whole.report.fp16_nodes:
         return f"{whole.report.fp16_nodes} nodes cannot stay float32"
     return "the budget is tighter than two runs of the same float32 model agree"

@@ -24,7 +24,7 @@ def _way_out(certificate: Certificate, steep: Steepness) -> str:
     if steep.violations:
         found = f"float32 itself leaves the budget when only its inputs are rounded to float16 ({steep.violations[0]})"
         if steep.half_inputs:
-            return f"{found}, so float16 inputs cannot meet it: keep float32 ones (convert --keep-io-types) or allow more"
+            return f"{found}, so float16 inputs cannot meet it: keep float32 ones (--keep-io-types) or allow more"
         return f"{found}, so it bears little float16: allow more, or serve it in float32"
     non_finite = any(verdict.figures.non_finite > certificate.budget.max_non_finite for verdict in certificate.outputs)
     parts = "the layers that overflow" if non_finite else "sensitive layers"

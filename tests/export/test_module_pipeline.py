@@ -56,6 +56,17 @@ def test_what_overflows_is_searched_for_unless_told_otherwise(tmp_path: Path) ->
     assert (done.path / "fp32" / "model.onnx").is_file()
 
 
+def test_an_output_that_no_float16_holds_keeps_its_type_by_name(tmp_path: Path) -> None:
+    module, samples = models.pricing(), torch.rand(10, 4)
+    done = export_module(module, samples, tmp_path, "pricing", keep_io_types=["price"])
+    graph = onnx.load(done.path / "model.onnx").graph
+    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)}
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+    assert types == {"x": half, "click": half, "price": single}
+    with pytest.raises(ExportError, match="'prize' matches no input or output of the model; did you mean 'price'"):
+        export_module(module, samples, tmp_path, "pricing", keep_io_types=["prize"])
+
+
 def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
     model, samples = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(8, 4)
     with torch.no_grad():

@@ -88,6 +88,17 @@ def test_what_overflows_is_found_and_kept_in_float32(save: Save, tmp_path: Path,
     assert answer["certificate"]["passed"]
 
 
+def test_an_output_that_no_float16_holds_keeps_its_type_where_it_may(
+    save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, repository = save("pricing", "rows"), tmp_path / "models"
+    assert run(checkpoint, "--repository", repository) == 3
+    assert "let them keep their types (--keep-io-types)" in " ".join(capfd.readouterr().err.split())
+    assert run(checkpoint, "--repository", repository, "--name", "pricing", "--keep-io-types") == 0
+    config = (repository / "pricing" / "config.pbtxt").read_text()
+    assert config.count("TYPE_FP32") == 3
+
+
 def test_what_leaves_the_range_and_comes_back_needs_no_search(
     save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,7 @@ def test_a_budget_that_float16_inputs_alone_exceed_is_explained() -> None:
     assert not found.minimal
     assert found.violations
     assert "even with all 4 nodes in float32: output 'y': max abs error" in found.explanation
-    assert found.explanation.endswith("let them keep their types (keep_io_types)")
+    assert found.explanation.endswith("let them keep their types (--keep-io-types)")
     assert all(output.figures.elements for output in found.outputs)
 
 

@@ -52,7 +52,7 @@ def test_float16_inputs_that_alone_are_too_coarse_are_named(by_torch: bool, x: A
     exact, coarse = np.sin(x * np.float32(300)), np.sin(rounded_to_half(x) * np.float32(300))
     error = np.abs(exact - coarse).max() / np.abs(exact).max()
     assert f"{STEEP} (output 'y': max error {error:.3g} of the output's scale" in message
-    assert message.endswith("so float16 inputs cannot meet it: keep float32 ones (convert --keep-io-types) or allow more")
+    assert message.endswith("so float16 inputs cannot meet it: keep float32 ones (--keep-io-types) or allow more")
     assert any(f"inputs alone rounded to float16: output 'y': max error {error:.3g}" in note for note in certificate.notes)
 
 
