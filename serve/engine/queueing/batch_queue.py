@@ -220,7 +220,7 @@ class BatchQueue(Generic[T]):
     def _enter_level(self, level: int) -> None:
         bound = self.limits.max_waiting_by_level.get(level)
         if bound is not None and self._by_level[level] >= bound:
-            raise FullError(f"{bound} requests of priority {level} wait")
+            raise FullError(f"{bound} requests of priority {level + 1} wait")  # clients count priorities from 1
         self._by_level[level] += 1
 
     def _left(self, *left: list[T]) -> None:

@@ -251,7 +251,7 @@ def test_who_has_waited_too_long_stands_behind_those_of_other_shapes_too() -> No
 def test_a_priority_may_have_a_bound_of_its_own() -> None:
     q = queue(levels=2, max_waiting_by_level={1: 1})
     offer(q, Request(priority=1), 0.0)
-    with pytest.raises(FullError, match="1 requests of priority 1 wait"):
+    with pytest.raises(FullError, match="1 requests of priority 2 wait"):
         offer(q, Request(priority=1), 0.0)
     offer(q, Request(priority=0), 0.0)
     with pytest.raises(ValueError, match="priority 2 is none of 0 to 1"):
