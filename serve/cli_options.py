@@ -98,7 +98,9 @@ MaxQueueDelayUs = Annotated[
     int,
     _batching(min=0, max=HOUR_US, help="Microseconds a request may wait for others, where the model's config does not say."),
 ]
-MaxQueueSize = Annotated[int, _batching(min=1, help="Requests that may wait for one model.")]
+MaxQueueSize = Annotated[
+    int, _batching(min=1, help="Requests that may wait for one model, where the model's config does not say.")
+]
 MaxQueueMib = Annotated[int, _batching(min=1, help="MiB that these may hold.")]
 
 _computing = partial(typer.Option, rich_help_panel="Computing")
