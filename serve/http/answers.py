@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -17,8 +19,31 @@ JSON_TYPE = "application/json"
 
 def json_answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """An answer that a program reads; not to be kept, as the next one may differ."""
-    body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    return Response(body, status, {"cache-control": "no-store", **(headers or {})}, JSON_TYPE)
+    return written_answer(written(content), status, headers)
+
+
+def written_answer(content: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """The same of what is JSON already."""
+    return Response(content.encode(), status, {"cache-control": "no-store", **(headers or {})}, JSON_TYPE)
+
+
+def written(content: Any) -> str:
+    """A value as JSON."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+async def written_one_by_one(entries: Iterable[Any]) -> str:
+    """A list as JSON. It may have thousands of entries that each take their time: others get the event loop in between."""
+    texts = []
+    for entry in entries:
+        texts.append(written(entry))
+        await asyncio.sleep(0)
+    return f"[{','.join(texts)}]"
+
+
+def with_written(content: dict[str, Any], name: str, text: str) -> str:
+    """An object, which has fields, as JSON, with one more field that is JSON already."""
+    return f'{written(content)[:-1]},"{name}":{text}}}'
 
 
 def error_answer(status: int, text: str, headers: dict[str, str] | None = None) -> Response:

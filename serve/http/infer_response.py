@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferResponse
 from serve.engine.errors import InvalidArgumentError
+from serve.http.answers import with_written, written
 from serve.http.json_tensors import json_text
 from serve.protocol.raw_tensors import from_raw
 from serve.protocol.shared_tensors import REGION
@@ -49,10 +49,10 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
         _output(entry, raw, behind if is_binary(entry.name) else None)
         for entry, raw in zip(response.outputs, response.raw_output_contents, strict=True)
     ]
-    written = _with(content, "outputs", f"[{','.join(outputs)}]").encode()
+    text = with_written(content, "outputs", f"[{','.join(outputs)}]").encode()
     if not any(is_binary(entry.name) for entry in response.outputs if REGION not in entry.parameters):
-        return RestResponse(body=written, json_bytes=None)
-    return RestResponse(body=b"".join([written, *behind]), json_bytes=len(written))
+        return RestResponse(body=text, json_bytes=None)
+    return RestResponse(body=b"".join([text, *behind]), json_bytes=len(text))
 
 
 def _output(entry: ModelInferResponse.InferOutputTensor, raw: bytes, behind: list[bytes] | None) -> str:
@@ -67,21 +67,12 @@ def _output(entry: ModelInferResponse.InferOutputTensor, raw: bytes, behind: lis
     if parameters:
         output["parameters"] = parameters
     if there or behind is not None:
-        return _dumped(output)
+        return written(output)
     datatype = BY_WIRE[entry.datatype]
     try:
-        return _with(output, "data", json_text(from_raw(raw, datatype, shape), datatype))
+        return with_written(output, "data", json_text(from_raw(raw, datatype, shape), datatype))
     except ValueError as error:
         raise InvalidArgumentError(f"output {entry.name!r} {error}") from None
-
-
-def _with(content: dict[str, Any], name: str, value: str) -> str:
-    """An object, which has fields, as JSON, with one more field that is JSON already."""
-    return f'{_dumped(content)[:-1]},"{name}":{value}}}'
-
-
-def _dumped(content: dict[str, Any]) -> str:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def _parameters(given: Any) -> dict[str, Any]:

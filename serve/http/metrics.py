@@ -27,5 +27,5 @@ class Metrics:
         """All metrics, as text."""
         # Imported when first asked for: a start does not wait for it. On a thread: nor do other requests.
         module: Any = await asyncio.to_thread(import_module, "serve.observability.exposition")
-        body, content_type = module.exposition(self._core)
+        body, content_type = await module.exposition(self._core)
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from protos import inference_pb2 as pb
 from serve.engine.errors import UnavailableError
 from serve.engine.inference_core import InferenceCore
-from serve.http.answers import json_answer
+from serve.http.answers import json_answer, written_answer, written_one_by_one
 from serve.http.message_json import to_json
 from serve.http.rpcs import Rpcs
 
@@ -78,9 +78,9 @@ class ModelRoutes:
     async def statistics(self, request: Request) -> Response:
         """Counters of a model version, of all versions, or of everything."""
         name, version = _named(request)
-        return json_answer(
-            to_json(await self._rpcs.call("ModelStatistics", pb.ModelStatisticsRequest(name=name, version=version)))
-        )
+        response = await self._rpcs.call("ModelStatistics", pb.ModelStatisticsRequest(name=name, version=version))
+        counters = await written_one_by_one(to_json(of_version) for of_version in response.model_stats)
+        return written_answer(f'{{"model_stats":{counters}}}')
 
 
 def _named(request: Request) -> tuple[str, str]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
 from serve.observability.cpu_metrics import CpuMetrics
 from serve.observability.gpu_metrics import find_nvml, gpu_metrics
 from serve.observability.guard_metrics import guard_metrics
 from serve.observability.model_metrics import model_metrics, state_metric
 from serve.observability.server_metrics import server_metrics
-from serve.observability.text_format import CONTENT_TYPE, to_text
+from serve.observability.text_format import CONTENT_TYPE, MetricTexts
 from serve.observability.triton_metrics import triton_metrics
 
 CPU = CpuMetrics()
+TOGETHER = 8  # models, whose figures take some milliseconds to write
 
 
 class ServerCollector(Collector):
@@ -27,16 +30,30 @@ class ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read every figure."""
-        models = self._core.models()
-        yield from triton_metrics(models)
-        yield from model_metrics(models)
-        yield state_metric(self._core.index())
-        yield from guard_metrics(models)
-        yield from server_metrics(self._core.figures, is_ready=self._core.is_ready)
-        yield from CPU.collect()
-        yield from gpu_metrics(find_nvml())
+        yield from _of_models(self._core.models())
+        yield from _of_server(self._core)
 
 
-def exposition(core: InferenceCore) -> tuple[bytes, str]:
-    """The body of an answer to a scrape, and its content type. To be called on the server's event loop."""
-    return to_text(ServerCollector(core).collect()).encode(), CONTENT_TYPE
+async def exposition(core: InferenceCore) -> tuple[bytes, str]:
+    """The body of an answer to a scrape, and its content type. To be called on the server's event loop, which has time for
+    others after a few models at a time.
+    """
+    texts, models = MetricTexts(), core.models()
+    for at in range(0, len(models), TOGETHER):
+        texts.add(_of_models(models[at : at + TOGETHER]))
+        await asyncio.sleep(0)
+    texts.add(_of_server(core))
+    return texts.joined().encode(), CONTENT_TYPE
+
+
+def _of_models(models: Sequence[Model]) -> Iterator[Metric]:
+    yield from triton_metrics(models)
+    yield from model_metrics(models)
+    yield from guard_metrics(models)
+
+
+def _of_server(core: InferenceCore) -> Iterator[Metric]:
+    yield state_metric(core.index())
+    yield from server_metrics(core.figures, is_ready=core.is_ready)
+    yield from CPU.collect()
+    yield from gpu_metrics(find_nvml())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
@@ -17,17 +18,34 @@ ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
+class MetricTexts:
+    """Metrics as text that come in parts: all samples of a metric stand together, as the format has it."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[str]] = {}
+
+    def add(self, metrics: Iterable[Metric]) -> None:
+        """Some more samples. A counter's type is told under their name; metrics without any are left out."""
+        for metric in metrics:
+            if not metric.samples:
+                continue
+            name = metric.samples[0].name if metric.type in {"counter", "info"} else metric.name
+            if name not in self._lines:
+                kind = "gauge" if metric.type == "info" else metric.type
+                text = metric.documentation.translate(HELP_ESCAPES)
+                self._lines[name] = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n"]
+            self._lines[name] += map(_line, metric.samples)
+
+    def joined(self) -> str:
+        """All of them."""
+        return "".join(chain.from_iterable(self._lines.values()))
+
+
 def to_text(metrics: Iterable[Metric]) -> str:
-    """The metrics as text. A counter's type is told under the name of its samples; metrics without samples are left out."""
-    lines: list[str] = []
-    for metric in metrics:
-        if not metric.samples:
-            continue
-        name = metric.samples[0].name if metric.type in {"counter", "info"} else metric.name
-        kind = "gauge" if metric.type == "info" else metric.type
-        lines.append(f"# HELP {name} {metric.documentation.translate(HELP_ESCAPES)}\n# TYPE {name} {kind}\n")
-        lines += [_line(sample) for sample in metric.samples]
-    return "".join(lines)
+    """The metrics as text."""
+    texts = MetricTexts()
+    texts.add(metrics)
+    return texts.joined()
 
 
 def number(value: float) -> str:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from serve.engine.errors import InvalidArgumentError, NotFoundError
 from serve.engine.inference_core import InferenceCore
-from serve.http.answers import json_answer
+from serve.http.answers import json_answer, written_answer
 from serve.http.page.certificates import Certificates
 from serve.http.page.history import History
 from serve.http.page.state import State
@@ -84,7 +84,7 @@ class Page:
             since_s = float(since)
         except ValueError:
             raise InvalidArgumentError(f"since is {since[:40]!r}, expected seconds since the epoch") from None
-        return json_answer(await self._state.read(since_s))
+        return written_answer(await self._state.read(since_s))
 
     async def certificate(self, request: Request) -> Response:
         """One model version's certificate, all of it."""

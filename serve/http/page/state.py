@@ -9,7 +9,9 @@ from typing import Any
 from serve.engine.inference_core import InferenceCore
 from serve.engine.instances.instance import Instance
 from serve.engine.model import Model
+from serve.engine.repository.version_states import VersionStatus
 from serve.engine.tensors import TensorSpec
+from serve.http.answers import with_written, written_one_by_one
 from serve.http.page.certificates import Certificates, summary
 from serve.http.page.guard_state import guard_events, guard_state
 from serve.http.page.history import INTERVAL_S, SAMPLES, History, Sample
@@ -26,32 +28,35 @@ class State:
         self._certificates = certificates
         self._started = time.monotonic()
 
-    async def read(self, since_s: float) -> dict[str, Any]:
-        """Everything as of now, with the samples that end after `since_s`, in seconds since the epoch."""
-        models = self._core.models()
+    async def read(self, since_s: float) -> str:
+        """Everything as of now, as JSON, with the samples that end after `since_s`, in seconds since the epoch."""
+        now_s, models = time.time(), self._core.models()
         certificates = {model: await self._certificates.of(model) for model in models}
         served = {(model.name, str(model.version)): model for model in self._core.models()}
-        entries = []
-        for status in self._core.index():
-            entry: dict[str, Any] = {"name": status.name, "version": status.version}
-            entry |= {"state": str(status.state), "reason": status.reason}
+
+        def entry(status: VersionStatus) -> dict[str, Any]:
+            told: dict[str, Any] = {"name": status.name, "version": status.version}
+            told |= {"state": str(status.state), "reason": status.reason}
             model = served.get((status.name, status.version))
             if model is not None:
-                entry |= _model(model)
                 certificate = certificates.get(model)
-                entry["certificate"] = None if certificate is None else summary(certificate)
-                entry["samples"] = [astuple(sample) for sample in self._history.of(model, since_s)]
-            entries.append(entry)
-        return {
+                told |= _model(model)
+                told["certificate"] = None if certificate is None else summary(certificate)
+                # Of all models up to the same time: samples that come meanwhile are for who asks next.
+                told["samples"] = [astuple(s) for s in self._history.of(model, since_s) if s.time_s <= now_s]
+            return told
+
+        entries = await written_one_by_one(map(entry, self._core.index()))
+        content = {
             "ready": self._core.is_ready,
-            "time_s": time.time(),
+            "time_s": now_s,
             "uptime_s": time.monotonic() - self._started,
             "interval_s": INTERVAL_S,
             "kept_samples": SAMPLES,
             "series": SERIES,
-            "models": entries,
             "events": guard_events(models),
         }
+        return with_written(content, "models", entries)
 
 
 def _model(model: Model) -> dict[str, Any]:

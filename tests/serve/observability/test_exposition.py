@@ -17,7 +17,7 @@ from serve.engine.errors import BackendError, QueueFullError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
 from serve.observability.cpu_metrics import CpuMetrics
-from serve.observability.exposition import ServerCollector, exposition
+from serve.observability.exposition import TOGETHER, ServerCollector, exposition
 from serve.observability.options import ObserveOptions
 from serve.observability.text_format import to_text
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -37,8 +37,8 @@ def value(samples: Samples, name: str, labels: dict[str, str]) -> float:
     return samples[name, tuple(sorted(labels.items()))]
 
 
-def scrape(core: InferenceCore) -> Samples:
-    body, content_type = exposition(core)
+async def scrape(core: InferenceCore) -> Samples:
+    body, content_type = await exposition(core)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     return read(body.decode())
 
@@ -52,7 +52,7 @@ def test_the_figures_are_those_of_the_statistics(serving: Serving) -> None:
         with pytest.raises(InferenceServerException):
             client.infer("mlp", row(width=5), client_timeout=CLIENT_TIMEOUT_S)
         told = client.get_inference_statistics("mlp", "3", as_json=True)["model_stats"][0]
-        samples = server.call(lambda: scrape(server.core))
+        samples = server.run(scrape(server.core))
     for name, expected in {
         "nv_inference_request_success": told["inference_stats"]["success"]["count"],
         "nv_inference_count": told["inference_count"],
@@ -90,7 +90,7 @@ def test_the_figures_are_those_of_the_statistics(serving: Serving) -> None:
 def test_the_fast_transport_tells_its_connections(serving: Serving) -> None:
     with serving(ObserveOptions()) as server, grpc.insecure_channel(server.address) as channel:
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(b"", timeout=CLIENT_TIMEOUT_S)
-        samples = server.call(lambda: scrape(server.core))
+        samples = server.run(scrape(server.core))
     connections = samples.get(("halfserve_connections", ()))
     assert connections == (1 if "connections" in server.core.figures.readings else None)
     assert (samples.get(("halfserve_calls", ())) is None) == (connections is None)
@@ -104,7 +104,7 @@ def scrape_with(prepare: Any) -> Samples:
         core = InferenceCore([model])
         prepare(model)
         try:
-            return scrape(core)
+            return await scrape(core)
         finally:
             await core.drain()
 
@@ -141,6 +141,28 @@ def test_the_guards_counters_are_there() -> None:
     assert value(samples, "halfserve_guard_drift_sum", y) == 0.75
 
 
+def test_the_loop_goes_on_while_many_models_are_told() -> None:
+    async def run() -> tuple[str, int]:
+        core = InferenceCore([held_model(HeldBackend(), name=f"m{number}") for number in range(4 * TOGETHER + 1)])
+        telling = asyncio.create_task(exposition(core))
+        turns = 0
+        while not telling.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await core.drain()
+        body, _ = await telling
+        return body.decode(), turns
+
+    text, turns = asyncio.run(run())
+    assert turns >= 5
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    parts = [line.partition("{")[0] for line in text.splitlines() if line.startswith("halfserve_queue_depth{")]
+    assert len(parts) == 4 * TOGETHER + 1
+    together = text[text.index("halfserve_queue_depth{") : text.rindex("halfserve_queue_depth{")]
+    assert "# HELP" not in together
+
+
 def test_a_registry_of_prometheus_client_takes_the_collector() -> None:
     async def run() -> bytes:
         core = InferenceCore([held_model(HeldBackend())])
@@ -174,7 +196,7 @@ def test_a_model_name_cannot_break_the_format() -> None:
     async def run() -> Samples:
         core = InferenceCore([held_model(HeldBackend(), name)])
         try:
-            return scrape(core)
+            return await scrape(core)
         finally:
             await core.drain()
 

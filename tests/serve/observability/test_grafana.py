@@ -40,7 +40,7 @@ def everything() -> str:
         core.figures.readings |= {name: lambda: 1 for name in READINGS}
         guard: Any = SimpleNamespace(counters=lambda: counters, stop=lambda: None)
         model.guard = guard
-        body, _ = exposition(core)
+        body, _ = await exposition(core)
         await core.drain()
         return body.decode() + to_text(gpu_metrics(TwoGpus()))
 
