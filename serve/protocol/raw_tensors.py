@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from struct import Struct
+from struct import error as StructError  # noqa: N812  (it is a class)
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from protos.datatypes import Datatype
 
-LENGTH_PREFIX_BYTES = 4  # each BYTES element: uint32 length, then the bytes
+LENGTH_PREFIX = Struct("<I")  # each BYTES element: uint32 length, then the bytes
+LENGTH_PREFIX_BYTES = LENGTH_PREFIX.size
 
 
 def from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -51,20 +54,25 @@ def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
 
 
 def _from_length_prefixed(raw: bytes | memoryview, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    data, expected = bytes(raw), math.prod(shape)
     elements: list[bytes] = []
-    position, end = 0, len(raw)
-    while position < end:
-        start = position + LENGTH_PREFIX_BYTES
-        length = int.from_bytes(raw[position:start], "little")
-        if start > end or length > end - start:
-            raise ValueError(
-                f"ends inside BYTES element {len(elements)}, expected a {LENGTH_PREFIX_BYTES}-byte length and as many bytes"
-            )
-        elements.append(bytes(raw[start : start + length]))
-        position = start + length
-    expected = math.prod(shape)
-    if len(elements) != expected:
-        raise ValueError(f"has {len(elements)} BYTES elements, expected {expected} for shape {list(shape)}")
+    take, length_at = elements.append, LENGTH_PREFIX.unpack_from
+    position, end = 0, len(data)
+    try:
+        while position < end and len(elements) < expected:
+            start = position + LENGTH_PREFIX_BYTES
+            position = start + length_at(data, position)[0]
+            take(data[start:position])
+    except StructError:
+        take(data[position:])
+        position = end + 1
+    if position > end:
+        raise ValueError(
+            f"ends inside BYTES element {len(elements) - 1}, expected a {LENGTH_PREFIX_BYTES}-byte length and as many bytes"
+        )
+    if position < end or len(elements) < expected:
+        count = f"more than {expected}" if position < end else len(elements)
+        raise ValueError(f"has {count} BYTES elements, expected {expected} for shape {list(shape)}")
     array = np.empty(len(elements), object)
     array[:] = elements
     return array.reshape(shape)

@@ -64,6 +64,7 @@ def test_a_wrong_byte_count_names_both() -> None:
         (b"\x02\x00\x00", "ends inside BYTES element 0"),
         (b"\x01\x00\x00\x00a\xff\xff\xff\xffb", "ends inside BYTES element 1"),
         (b"\x01\x00\x00\x00a", r"has 1 BYTES elements, expected 2 for shape \[2\]"),
+        (bytes(13), r"has more than 2 BYTES elements, expected 2 for shape \[2\]"),
     ],
 )
 def test_broken_bytes_elements_are_refused(raw: bytes, message: str) -> None:
