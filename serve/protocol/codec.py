@@ -19,6 +19,9 @@ from serve.protocol.raw_tensors import from_raw
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import PLACE_PARAMETERS, place_of
 
+# Typed contents that protobuf writes as an array has them. One by one, a batch of pictures would take a fourth of a second.
+LIKE_RAW = frozenset({"fp32_contents", "fp64_contents"})
+
 
 @dataclass(frozen=True)
 class DecodedInputs:
@@ -150,6 +153,10 @@ def _from_contents(contents: Any, datatype: Datatype, shape: Sequence[int]) -> A
     expected = math.prod(shape)
     if len(values) != expected:
         raise ValueError(f"has {len(values)} elements in {datatype.contents}, expected {expected} for shape {list(shape)}")
+    if datatype.contents in LIKE_RAW and values:
+        contents.DiscardUnknownFields()
+        written = memoryview(contents.SerializeToString())  # a tag, a length, and then the elements
+        return from_raw(written[-len(values) * (datatype.itemsize or 1) :], datatype, shape)
     array = np.empty(len(values), datatype.numpy)
     try:
         array[:] = list(values)

@@ -140,6 +140,20 @@ def test_typed_contents_are_taken_for_every_type_that_has_them(wire: str, field:
     assert (array.dtype, array.tolist()) == (BY_WIRE[wire].numpy, [values])
 
 
+@pytest.mark.parametrize(("wire", "field", "tag"), [("FP32", "fp32_contents", 0x35), ("FP64", "fp64_contents", 0x39)])
+def test_typed_contents_are_the_numbers_however_they_are_written(wire: str, field: str, tag: int) -> None:
+    dtype = BY_WIRE[wire].array_dtype
+    numbers = np.array([[1.5, np.inf, -0.0], [np.nan, 1e-40, 3]], dtype)
+    message = ModelInferRequest()
+    message.inputs.add(name="x", datatype=wire, shape=[2, 3])
+    unknown = b"\xfa\x01\x03abc"  # a field of another version, before, between and after
+    one_by_one = [bytes((tag,)) + number.tobytes() for number in numbers.ravel()]
+    message.inputs[0].contents.MergeFromString(unknown.join([b"", *one_by_one, b""]))
+    array = decode_inputs(message, model(spec("x", wire, -1, -1)), OFF).inputs["x"]
+    assert (array.dtype, array.shape, array.tobytes()) == (dtype, (2, 3), numbers.tobytes())
+    assert typed(wire, field, [], [1, 0]).shape == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("wire", "field", "values", "message"),
     [
