@@ -132,7 +132,7 @@ class ModelControl:
             raise UnavailableError("the repository cannot be read now; the server's log says why") from None
         if not known:
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
-        declared = None if config is None else config_from_json(config, path / name)
+        declared = None if config is None else await self._thread.run(config_from_json, config, path / name)
         refused = await self._switch.bring_in(path, name, declared)
         if refused:
             raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(self._switch.reasons(path, name, refused))}")
