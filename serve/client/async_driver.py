@@ -29,6 +29,9 @@ class AsyncDriver(ClientBase):
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
         self._closed = True  # first: others would go on to register what is taken back here
         if self._shares and not self._taken_back and self._channel is not None:
+            if self._loop is not None and self._loop.is_closed():  # nothing goes that way any more
+                self._channel, self._loop = None, None
+                self._rpcs.clear()
             await self._carry_out(take_back(self._state), replace(self._sending(CLOSING_S), closing=True), retry=False)
             self._taken_back = True
         if self._channel is not None and self._loop is asyncio.get_running_loop():

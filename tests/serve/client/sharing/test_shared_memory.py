@@ -16,6 +16,7 @@ from protos import inference_pb2 as pb
 from serve.client import (
     AsyncInferenceClient,
     Cancelled,
+    InferenceClient,
     InferenceClientError,
     InvalidRequest,
     SharedRegion,
@@ -177,6 +178,22 @@ def test_closing_takes_back_regions_that_are_open(sharing: RunningServer, connec
     with client.shared_region(4096):
         client.close()
         assert connect(sharing.address).shared_regions() == {}
+
+
+def test_closing_in_another_loop_takes_back_regions_too(sharing: RunningServer) -> None:
+    client, inputs = (
+        AsyncInferenceClient(sharing.address, shared_memory=True),
+        echo_inputs(in_FP32=np.ones((1, 40_000), np.float32)),
+    )
+
+    async def ask() -> None:
+        await client.infer("echo_types", inputs)
+
+    with InferenceClient(sharing.address) as other:
+        asyncio.run(ask())
+        assert len(other.shared_regions()) == 1
+        asyncio.run(client.close())
+        assert other.shared_regions() == {}
 
 
 @pytest.mark.parametrize("held", ["SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"])
