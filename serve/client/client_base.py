@@ -159,7 +159,15 @@ class ClientBase:
             raise Cancelled("this client is closed; make a new one")
         if self._process is None:
             self._process = os.getpid()
-        elif self._process != os.getpid():
+        self._check_process()
+
+    def _check_process(self) -> None:
+        """Refuse to wait for threads that a fork has left behind.
+
+        Raises:
+            InferenceClientError: this process is a fork of the one that has connected.
+        """
+        if self._process != os.getpid():
             raise InferenceClientError(
                 "this client has connected in another process; gRPC does not survive a fork: make clients in the children, "
                 'or start them with the "spawn" method',

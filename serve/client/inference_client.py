@@ -113,7 +113,9 @@ class InferenceClient(SyncDriver):
         )
         stream = SyncStream(order, requests, in_flight)
         try:
-            yield from stream.answers(lambda sent: call(sent, metadata=sending.headers), patience_s)
+            for answer in stream.answers(lambda sent: call(sent, metadata=sending.headers), patience_s):
+                yield answer
+                self._check_process()
         except grpc.RpcError as error:
             raise self._failure(error, METHOD, sending) from None
 

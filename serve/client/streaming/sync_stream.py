@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ class SyncStream:
             InferenceClientError: the server broke the protocol, or is too slow.
             BaseException: what the source has raised, after the answers to what it gave before.
         """
-        responses = call(self._requests())
+        process, responses = os.getpid(), call(self._requests())
         reader = threading.Thread(target=self._read, args=(responses,), name="stream answers", daemon=True)
         reader.start()
         try:
@@ -63,10 +64,11 @@ class SyncStream:
                 raise self._source_error
             self._order.check_complete()
         finally:
-            self._stopped = True
-            self._slots.release()
-            responses.cancel()
-            reader.join()
+            if os.getpid() == process:  # a fork has neither the threads nor the call
+                self._stopped = True
+                self._slots.release()
+                responses.cancel()
+                reader.join()
 
     def _next_event(self, timeout_s: float | None) -> Any:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -354,3 +355,19 @@ def test_a_stream_that_ends_too_early() -> None:
     order.request({"x": [1.0]})
     with pytest.raises(ServerUnavailable, match="h:1 ended a stream with 1 requests unanswered; send them again"):
         order.check_complete()
+
+
+def test_a_fork_amid_a_stream_says_so_and_leaves_it_to_its_parent(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, rows_sent = InferenceClient(server.address), rows(40)
+    here = client.stream_infer("mlp", [{"x": row[None]} for row in rows_sent], in_flight=2)
+    there = client.stream_infer("mlp", [{"x": row[None]} for row in rows_sent], in_flight=2)
+    assert (next(here).index, next(there).index) == (0, 0)
+    with monkeypatch.context() as patch:
+        process = os.getpid()
+        patch.setattr(os, "getpid", lambda: process + 1)
+        with pytest.raises(InferenceClientError, match="has connected in another process; gRPC does not survive a fork"):
+            next(there)
+    assert [answer.index for answer in here] == [*range(1, 40)]
+    client.close()
