@@ -40,18 +40,20 @@ def may_share(backend: Backend, requests: list[InferRequest], joining: Joining) 
         return outputs
 
     try:
-        first, *others = (_inputs(backend, request) for request in requests)
-        second = next((inputs for inputs in others if not _are_same(first, inputs)), None)
-        if second is None and joining.same_may_share:
+        first = _inputs(backend, requests[0])
+        for request in requests[1:]:
+            beside = _inputs(backend, request)
+            if differed := not _are_same(first, beside):
+                break
+        if not differed and joining.same_may_share:
             return True
-        beside = others[0] if second is None else second
         together = {name: np.concatenate([array, beside[name]]) for name, array in first.items()}
         mixed = mixed_output(run, first, beside, together)
     except Exception as error:
         if is_device_lost(error):
             raise InstanceLostError(str(error)) from error
         return False  # whose fault it was comes out where each is computed
-    joining.looked(mixed, differed=second is not None)
+    joining.looked(mixed, differed=differed)
     return mixed is None
 
 
