@@ -67,9 +67,7 @@ def run_batch(
         InstanceLostError: this copy of the model will not compute any more; none of the requests has an answer.
     """
     if len(requests) > 1 and joining is not None and joining.is_doubtful and not may_share(backend, requests, joining):
-        apart = [
-            run_batch(backend, [one], guard, memory=memory, padded_sizes=padded_sizes, joining=joining) for one in requests
-        ]
+        apart = [run_batch(backend, [one], guard, memory=memory, joining=joining) for one in requests]  # not filled up either
         return [result for results in apart for result in results]
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:

@@ -51,6 +51,12 @@ def test_rows_that_depend_on_each_other_are_never_answered_together(tmp_path: Pa
     )
 
 
+def test_nor_are_they_filled_up(tmp_path: Path) -> None:
+    requests = [request(row) for row in ROWS]
+    results = run_batch(softmax_over_rows(tmp_path), requests, padded_sizes=(8,), joining=in_doubt())
+    assert [result.answers[0]["y"].tolist() for result in results if isinstance(result, Answered)] == [[[1.0] * 4]] * 3
+
+
 def test_nor_are_rows_that_are_all_the_same(tmp_path: Path) -> None:
     results = run_batch(softmax_over_rows(tmp_path), [request(ROWS[0])] * 2, joining=in_doubt())
     assert [result.answers[0]["y"].tolist() for result in results if isinstance(result, Answered)] == [[[1.0] * 4]] * 2
