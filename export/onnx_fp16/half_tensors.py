@@ -26,14 +26,12 @@ class WeightScan:
         ledger: What rounding does.
         nonzero: Elements that are not zero.
         largest: The largest finite magnitude; 0 where there is none.
-        smallest: The smallest magnitude above zero; 0 where there is none.
     """
 
     elements: int
     ledger: Ledger
     nonzero: int
     largest: float
-    smallest: float
 
     @property
     def overflows(self) -> bool:
@@ -48,22 +46,15 @@ class WeightScan:
 
 def scan(tensor: onnx_ir.TensorProtocol) -> WeightScan:
     """Look at each element of a float32 tensor, a few megabytes at a time."""
-    total, nonzero, largest, smallest = Ledger(), 0, 0.0, np.inf
+    total, nonzero, largest = Ledger(), 0, 0.0
     for chunk in _chunks(tensor.numpy()):
         magnitude = np.abs(chunk)
         positive = magnitude[magnitude > 0]  # NaN is not
         finite = positive[np.isfinite(positive)]
         nonzero += positive.size + int(np.isnan(magnitude).sum())
         largest = max(largest, float(finite.max(initial=0.0)))
-        smallest = min(smallest, float(positive.min(initial=np.inf)))
         total += ledger_of(chunk)
-    return WeightScan(
-        elements=tensor.size,
-        ledger=total,
-        nonzero=nonzero,
-        largest=largest,
-        smallest=smallest if np.isfinite(smallest) else 0.0,
-    )
+    return WeightScan(elements=tensor.size, ledger=total, nonzero=nonzero, largest=largest)
 
 
 def halved(tensor: onnx_ir.TensorProtocol, *, saturate: bool) -> onnx_ir.TensorProtocol:

@@ -59,6 +59,14 @@ def test_overflow_to_infinity_is_no_tie() -> None:
     assert argmax_agreement(reference, np.full((1, 2), np.inf)) == 0
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_row_in_which_one_of_the_two_has_nan_is_a_disagreement(place: int) -> None:
+    sound, broken = np.array([[1.0, 2.0], [1.0, 2.0]]), np.array([[1.0, 2.0], [1.0, 2.0]])
+    broken[0, place] = np.nan
+    assert argmax_agreement(sound, broken) == argmax_agreement(broken, sound) == 0.5
+    assert argmax_agreement(broken, broken) == 1
+
+
 def test_classes_of_pixels_lie_along_axis_one() -> None:
     reference = np.random.default_rng(0).random((1, 2, 3, 4))
     candidate = reference.copy()
@@ -84,7 +92,8 @@ def test_nothing_to_compare_is_no_success() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "expected"), [([0, 0], [0, 0], 1), ([0, 0], [1, 0], 0), ([1, 1], [-2, -2], -1), ([1, 0], [0, 3], 0)]
+    ("a", "b", "expected"),
+    [([0, 0], [0, 0], 1), ([0, 0], [1, 0], 0), ([1, 1], [-2, -2], -1), ([1, 0], [0, 3], 0), ([3, 4], [4, 3], 0.96)],
 )
 def test_cosine(a: list[float], b: list[float], expected: float) -> None:
     assert cosine(np.array(a, float), np.array(b, float)) == pytest.approx(expected)

@@ -99,6 +99,18 @@ def test_with_nothing_to_fold_into_it_is_spelled_out_only_where_that_helps() -> 
     untouched(parse(text, **statistics(4, 0)), FoldBatchNorm())
 
 
+@pytest.mark.parametrize("shape", ["2, 4, 4", "A, B, C"])
+def test_rows_of_channels_stay_where_the_columns_of_the_weights_are_as_many(shape: str) -> None:
+    # A layer over the last axis, and a norm over the one before: the norm's four channels are not the weights' four columns.
+    model = parse(
+        f"g (float[{shape}] x) => (float[{shape}] y) "
+        "{ h = MatMul (x, w) y = BatchNormalization (h, scale, bias, mean, var) }",
+        w=np.random.default_rng(0).standard_normal((4, 4)),
+        **statistics(4, 1),
+    )
+    untouched(model, FoldBatchNorm())
+
+
 def test_a_stack_of_matrices_stays() -> None:
     model = parse(
         "g (float[8] x) => (float[2, 4] y) { h = MatMul (x, w) y = BatchNormalization (h, scale, bias, mean, var) }",
