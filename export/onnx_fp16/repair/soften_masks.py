@@ -20,7 +20,7 @@ THROUGH = frozenset({"Add", "Cast", "Mul", "Neg", "Sub", "Where"}) | MOVERS
 FIRST_OPSET = 9  # Where
 SOFT = FP16_MAX / 2  # so that two masks added are still a number
 HIDDEN = SOFT / 2  # what is over it hides; no score that counts is
-TEMPERATURES = (2.0**-6, 2.0)  # factors between the addition and the Softmax after which what is hidden stays so
+TEMPERATURES = (2.0**-6, 2.0)  # factors between a softened number and the Softmax after which what is hidden stays so
 LONGEST_WAY = 12  # nodes from the addition to the Softmax
 # Beside such a number a float32 score is lost, so it can be nothing but a mask; a smaller one may scale a penalty.
 SURELY_A_MASK = 1e8
@@ -33,7 +33,8 @@ class SoftenMasks:
 
     In float16 the sum is -infinity in some places of such a row and not in others, or everywhere, which is NaN. So a mask's
     numbers become -32,752, and where it hides, its number takes the place of the sum. What may be a penalty instead, a factor
-    of -1e5 on something that need not be 0 or 1, is kept in float32 up to the Softmax.
+    of -1e5 on something that need not be 0 or 1, is kept in float32 up to the Softmax. So is a mask that is multiplied by a
+    number like 1e-4, after which -1e9 hides still, and -32,752 does not.
     """
 
     name = "soften-masks"
@@ -46,7 +47,8 @@ class SoftenMasks:
         maker, repairs = Maker(model), []
         found = _masked_additions(model)
         inside = {node for addition, _, mask in found for node in (*mask.nodes, addition)}
-        alone = [mask.is_sure and _is_private(mask, inside) for _, _, mask in found]  # before anything reads them that is new
+        # Before anything reads them that is new.
+        alone = [mask.is_sure and _is_private(mask, inside) and _hides_to_the_end(addition) for addition, _, mask in found]
         for (addition, index, mask), is_alone in zip(found, alone, strict=True):
             largest = max(float(np.abs(array[np.isfinite(array)]).max()) for array in mask.constants.values())
             if is_alone:
@@ -75,17 +77,19 @@ class _Mask:
         constants: Those that float16 cannot hold, with their numbers.
         nodes: That compute it.
         chosen: Whether it comes from booleans and whole numbers, and from no other floats.
+        weakened: Whether it is multiplied by a number that leaves little of a softened one.
     """
 
     constants: dict[onnx_ir.Value, Array] = field(default_factory=dict)
     nodes: dict[onnx_ir.Node, None] = field(default_factory=dict)
     chosen: bool = True
+    weakened: bool = False
 
     @property
     def is_sure(self) -> bool:
-        """Whether it cannot be anything but a mask."""
+        """Whether it cannot be anything but a mask, and a softened one hides as much."""
         finite = [array[np.isfinite(array)] for array in self.constants.values()]
-        return self.chosen or all(np.abs(array).max() >= SURELY_A_MASK for array in finite)
+        return not self.weakened and (self.chosen or all(np.abs(array).max() >= SURELY_A_MASK for array in finite))
 
 
 def _masked_additions(model: onnx_ir.Model) -> list[tuple[onnx_ir.Node, int, _Mask]]:
@@ -116,16 +120,16 @@ def _way_to_softmax(value: onnx_ir.Value, longest: int = LONGEST_WAY) -> list[on
     for node in readers(value):
         if not any(output.uses() or output.is_graph_output() for output in node.outputs):
             continue  # dead
-        beyond = _way_to_softmax(node.outputs[0], longest - 1) if is_op(node, *MOVERS) or _is_temperature(node) else []
+        beyond = _way_to_softmax(node.outputs[0], longest - 1) if is_op(node, *MOVERS) or factor_of(node) else []
         if not beyond and not is_op(node, *SOFTMAX):
             return []
         way += [node, *beyond]
     return way
 
 
-def _is_temperature(node: onnx_ir.Node) -> bool:
-    factor = factor_of(node)
-    return factor is not None and TEMPERATURES[0] <= factor <= TEMPERATURES[1]
+def _hides_to_the_end(addition: onnx_ir.Node) -> bool:
+    factors = [factor for node in _way_to_softmax(addition.outputs[0]) if (factor := factor_of(node)) is not None]
+    return all(TEMPERATURES[0] <= factor <= TEMPERATURES[1] for factor in factors)
 
 
 def _mask_of(value: onnx_ir.Value | None) -> _Mask:
@@ -140,8 +144,10 @@ def _mask_of(value: onnx_ir.Value | None) -> _Mask:
         maker = current.producer()
         if array is not None:
             finite = array[np.isfinite(array)]
-            if finite.size and np.abs(finite).max() > FP16_MAX:
+            largest = np.abs(finite).max(initial=0.0)
+            if largest > FP16_MAX:
                 mask.constants[current] = array
+            mask.weakened |= 0 < largest < TEMPERATURES[0] and any(is_op(node, "Mul") for node in readers(current))
         elif current.type is not None and current.dtype != FLOAT:
             continue
         elif maker is None:

@@ -108,6 +108,25 @@ def test_a_penalty_is_no_mask() -> None:
     assert marks == dict.fromkeys("psy", "a mask or penalty whose numbers float16 cannot hold")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "q = Mul (h, lowest) p = Mul (q, small) t = Add (x, p)",
+        "p = Mul (h, lowest) s = Add (x, p) t = Mul (s, small)",
+        "p = Mul (h, lowest) s = Add (x, p) t = Div (s, large)",
+        "p = Mul (h, lowest) s = Add (x, p) t = Div (s, small)",
+    ],
+)
+def test_a_mask_that_is_scaled_down_or_up_hides_in_float32(text: str) -> None:
+    model = parse(
+        f"g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y) {{ h = Sub (one, mask) {text} y = Softmax <axis = -1> (t) }}",
+        one=np.array(1.0), lowest=np.array(-1e9), small=np.array(1e-5), large=np.array(1e5),
+    )  # fmt: skip
+    mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
+    after = same(model, SoftenMasks(), {"x": np.ones((3, 8), np.float32), "mask": mask})
+    assert {"p", "t", "y"} <= {node.name for node in after.graph.node if node.metadata_props}
+
+
 def test_a_mask_that_two_share_is_softened_once() -> None:
     model = parse(
         """g (float[3, 8] x, float[3, 8] mask) => (float[3, 8] y, float[3, 8] z) {
