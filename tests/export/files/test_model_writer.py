@@ -135,6 +135,19 @@ def test_a_place_that_is_taken_at_the_last_moment_is_named_and_nothing_stays(tmp
     assert tree() == ["out.onnx"]
 
 
+def test_what_fails_to_take_its_place_leaves_the_data_that_was_there(tmp_path: Path) -> None:
+    for attempt in range(2):
+        with staged_model(onnx_ir.from_proto(sums()), tmp_path / "out.onnx", external_data="yes") as staged:
+            if attempt == 0:
+                staged.publish()
+                (tmp_path / "out.onnx").rename(tmp_path / "kept.onnx")
+                (tmp_path / "out.onnx").mkdir()
+            else:
+                with pytest.raises(ExportError, match="cannot write .*out.onnx: Is a directory"):
+                    staged.publish()
+    assert open_model(tmp_path / "kept.onnx").proto == canonical(sums())
+
+
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     expected = pytest.raises(ExportError, match="cannot write .*none/out.onnx: No such file or directory")
     with expected, staged_model(onnx_ir.from_proto(sums()), tmp_path / "none" / "out.onnx"):

@@ -42,6 +42,37 @@ def test_vanishing_weights_become_ordinary() -> None:
     assert all(1e-2 < np.abs(numpy_helper.to_array(tensor)).max() < 10 for tensor in after.graph.initializer)
 
 
+SETTINGS = [
+    ("Conv <strides = [2, 2], pads = [1, 1, 1, 1], dilations = [2, 2]>", (1, 4, 6, 6), (4, 4, 3, 3)),
+    ("Conv <group = 2>", (1, 4, 6, 6), (4, 2, 3, 3)),
+    ("ConvTranspose <strides = [2, 2], output_padding = [1, 1]>", (1, 4, 6, 6), (4, 4, 3, 3)),
+    ("Gemm <alpha = 2.0, beta = 0.5, transA = 1>", (3, 5), (3, 4)),
+    ("Gemm <transB = 1>", (5, 3), (4, 3)),
+]
+
+
+@pytest.mark.parametrize(("linear", "x", "w"), SETTINGS)
+def test_the_operator_keeps_its_settings(linear: str, x: tuple[int, ...], w: tuple[int, ...]) -> None:
+    random = np.random.default_rng(0)
+    sizes, result = ", ".join(map(str, x)), ", ".join("ABCD"[: len(x)])
+    model = parse(
+        f"g (float[{sizes}] x) => (float[{result}] y) {{ h = {linear} (x, w, b) y = Mul (h, up) }}",
+        w=random.standard_normal(w) * 1e-9, b=random.standard_normal(4) * 1e-9, up=np.array(2.0**28),
+    )  # fmt: skip
+    after = same(model, FoldScale(), {"x": random.standard_normal(x).astype(np.float32)})
+    assert operators(after) == [linear.partition(" ")[0]]
+
+
+@pytest.mark.parametrize("name", ["h", "y"])
+def test_what_a_user_wants_in_float32_stays_as_it_is(name: str) -> None:
+    model = parse(
+        "g (float[3, 8] x) => (float[3, 8] y) { h = MatMul (x, w) y = Mul (h, up) }", w=np.eye(8) * 1e-9, up=np.array(2e8)
+    )
+    node = next(node for node in model.graph.node if name in node.output)
+    node.metadata_props.add(key="halfserve.keep", value="asked for")
+    untouched(model, FoldScale())
+
+
 @pytest.mark.parametrize(
     ("text", "w"),
     [

@@ -63,6 +63,7 @@ def test_what_the_model_gives_out_is_not_taken_away(shown: str) -> None:
         ("z = Mul (m, m)", "z = Mul (m, eps)"),
         ("v = Sub (s, z)", "v = Sub (z, s)"),
         ("d = Sub (x, m)", "d = Sub (m, x)"),
+        ("d = Sub (x, m)", "o = ReduceMax (x, last) d = Sub (x, o)"),
         ("y = Div (d, r)", "y = Div (r, d)"),
         ("s = ReduceMean (q, last)", "s = ReduceMean (q, first)"),
         ("m = ReduceMean (x, last)", "m = ReduceMean (x, first)"),
