@@ -94,6 +94,26 @@ def test_positions_compared_with_a_length_are_exact() -> None:
     assert reasons(halve(model)[1]) == {"b": INDEX}
 
 
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("l = Less (f, limit)", "l"),
+        ("q = Div (f, four) w = Floor (q) l = Equal (w, quarter)", "qwl"),
+        ("r = Mul (f, four) l = Greater (r, limit)", "rl"),
+    ],
+)
+def test_whole_numbers_that_come_in_are_compared_and_rounded_exactly(text: str, exact: str) -> None:
+    # The caller gives them, so that nothing in the graph says they are places; what becomes of them does.
+    model = parse(
+        f"g (float[4] x, int64[4] places) => (float[4] y) {{ f = Cast <to = 1> (places) {text} y = Where (l, x, zero) }}",
+        limit=np.array(2050.5), four=np.array(4.0), quarter=np.array(1024.0), zero=np.array(0.0),
+    )  # fmt: skip
+    feeds = {"x": np.arange(1, 5, dtype=np.float32), "places": np.array([512, 513, 2050, 4099])}
+    converted, report = halve(model)
+    np.testing.assert_array_equal(run(converted, **feeds)[0], run(model, **feeds)[0])
+    assert reasons(report) == dict.fromkeys(exact, INDEX)
+
+
 def test_a_mask_of_zeros_and_ones_is_float16() -> None:
     model = parse(
         """g (int64[1, 4] mask, float[1, 4] x) => (float[1, 4] y) {
