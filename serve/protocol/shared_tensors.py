@@ -28,7 +28,7 @@ def place_of(what: str, parameters: Any) -> Place | None:
         raise InvalidArgumentError(f"{what} has parameter {there} without {missing}; expected both")
     offset = _number(what, OFFSET, parameters[OFFSET]) if OFFSET in parameters else 0
     region = parameters[REGION]
-    if region.WhichOneof("parameter_choice") != "string_param" or not region.string_param:
+    if not region.string_param:
         raise InvalidArgumentError(f"{what}: parameter {REGION} is no text, expected a region's name")
     return Place(region=region.string_param, offset=offset, byte_size=_number(what, SIZE, parameters[SIZE]))
 

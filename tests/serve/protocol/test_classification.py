@@ -18,6 +18,12 @@ def test_the_best_classes_of_every_row_in_words() -> None:
     assert named.tolist() == [[b"1.500000:1:dog", b"0.250000:0:cat"], [b"3.000000:0:cat", b"3.000000:1:dog"]]
 
 
+def test_many_equal_scores_come_by_their_index() -> None:
+    scores = np.array([[1, 2] * 50])  # more than what sorts keep in order anyway
+    named = classify(scores, 100, (), batched=True)
+    assert [int(text.split(b":")[1]) for text in named[0]] == [*range(1, 100, 2), *range(0, 100, 2)]
+
+
 def test_without_a_batch_there_is_one_list() -> None:
     assert classify(np.array([7, 9, 8]), 9, (), batched=False).tolist() == [b"9:1", b"8:2", b"7:0"]
 

@@ -65,6 +65,15 @@ def test_the_order_of_inputs_does_not_change_the_bucket_and_the_shape_does() -> 
     assert decode_inputs(request(A, B), TWO, OFF).bucket != decode_inputs(request(A, wide), TWO, OFF).bucket
 
 
+def test_of_a_single_input_the_rows_do_not_change_the_bucket_and_the_shape_does() -> None:
+    one = model(spec("b", "INT32", -1, -1))
+    buckets = [
+        decode_inputs(request(("b", "INT32", [rows, width], bytes(4 * rows * width))), one, OFF).bucket
+        for rows, width in ((1, 3), (2, 3), (1, 4))
+    ]
+    assert buckets[0] == buckets[1] != buckets[2]
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -100,6 +109,16 @@ def test_contents_beside_raw_are_refused() -> None:
     message.inputs[1].contents.int_contents.extend([1, 2, 3])
     with pytest.raises(InvalidArgumentError, match="input 'b' has contents and a raw_input_contents entry"):
         decode_inputs(message, TWO, OFF)
+
+
+def test_contents_beside_a_place_in_shared_memory_are_refused() -> None:
+    message = ModelInferRequest(model_name="m")
+    tensor = message.inputs.add(name="x", datatype="INT32", shape=[1, 1])
+    tensor.contents.int_contents.append(1)
+    tensor.parameters["shared_memory_region"].string_param = "region"
+    tensor.parameters["shared_memory_byte_size"].int64_param = 4
+    with pytest.raises(InvalidArgumentError, match="input 'x' has contents and a place in shared memory, expected one of them"):
+        decode_inputs(message, model(spec("x", "INT32", -1, -1)), OFF)
 
 
 def test_shared_memory_that_is_off_is_declined() -> None:

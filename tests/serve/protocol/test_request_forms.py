@@ -81,3 +81,40 @@ def test_endlessly_many_forms_are_forgotten() -> None:
     assert forms.find(CutRequest(b"0", b"", 0, [])) is None
     forms.keep(CutRequest(bytes(MAX_FORM_BYTES + 1), b"", 0, []), form)
     assert forms.find(CutRequest(bytes(MAX_FORM_BYTES + 1), b"", 0, [])) is None
+
+
+def test_a_twin_differs_in_its_id_and_its_tensors_alone() -> None:
+    forms, first = RequestForms(), request(A, B)
+    first.parameters["priority"].int64_param = 1
+    data = first.SerializeToString()
+    cut = cut_request(data)
+    assert cut is not None
+    form = form_of(first)
+    forms.keep_twin(data, cut, form)
+    twin = request(("a", "FP16", [1, 2], b"1234"), ("b", "INT32", [1, 3], b"123456789012"))
+    twin.parameters["priority"].int64_param = 1
+    twin.id = "77"
+    found = forms.twin(twin.SerializeToString())
+    assert found is not None
+    assert found.form is form
+    others = [ModelInferRequest.FromString(data) for _ in range(4)]
+    others[0].model_name = "n"
+    others[1].parameters["priority"].int64_param = 2
+    others[2].inputs[1].name = "c"
+    others[3].inputs[1].shape[:] = [3, 1]
+    for other in others:
+        changed = other.SerializeToString()
+        assert len(changed) == len(data)
+        assert forms.twin(changed) is None
+
+
+def test_what_stands_behind_the_tensors_must_be_the_same_too() -> None:
+    forms, plain = RequestForms(), request(A, B)
+    first, other = (
+        plain.SerializeToString() + ModelInferRequest(model_version=version).SerializeToString() for version in "23"
+    )
+    cut = cut_request(first)
+    assert cut is not None
+    forms.keep_twin(first, cut, form_of(plain))
+    assert forms.twin(first) is not None
+    assert forms.twin(other) is None

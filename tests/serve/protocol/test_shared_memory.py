@@ -19,6 +19,7 @@ from serve.engine.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from serve.protocol.cuda_region import CudaRegion
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import place_of
 from serve.protocol.system_region import FOLDER, SystemRegion
@@ -182,9 +183,34 @@ def test_regions_come_and_go_by_name(memory: SharedMemory) -> None:
             ask()
 
 
+def test_what_is_unregistered_is_what_was_named_and_of_that_kind(block: Block, memory: SharedMemory) -> None:
+    memory.register_system("s", block.name, 0, 1)
+    memory.unregister("", CudaRegion)
+    memory.unregister("r", CudaRegion)
+    assert [region.name for region in memory.regions("", SystemRegion)] == ["r", "s"]
+    memory.unregister("r", SystemRegion)
+    assert [region.name for region in memory.regions("", SystemRegion)] == ["s"]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_file_stays_open_of_what_is_unregistered_or_was_refused(block: Block, memory: SharedMemory) -> None:
+    before = open_files()
+    memory.register_system("s", block.name, 0, 1)
+    assert open_files() == before + 1
+    memory.unregister("s", SystemRegion)
+    with pytest.raises(InvalidArgumentError, match="register less"):
+        memory.register_system("s", block.name, 0, 101)
+    assert open_files() == before
+
+
 @pytest.mark.parametrize(
     ("parameters", "text"),
     [
+        ({"shared_memory_region": ""}, "has parameter shared_memory_region without shared_memory_byte_size"),
+        ({"shared_memory_region": "", "shared_memory_byte_size": 4}, "shared_memory_region is no text"),
         ({"shared_memory_region": "r"}, "has parameter shared_memory_region without shared_memory_byte_size"),
         ({"shared_memory_byte_size": 4}, "has parameter shared_memory_byte_size without shared_memory_region"),
         ({"shared_memory_offset": 4}, "without shared_memory_region"),

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from protos.inference_pb2 import InferParameter, ModelInferRequest
+from protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.wanted_outputs import WantedOutput, wanted_names, wanted_specially
-from tests.serve.protocol.test_codec import OFF, TWO
+from serve.protocol.wanted_outputs import WantedOutput, special_response, wanted_names, wanted_specially
+from tests.serve.protocol.test_codec import OFF, TWO, model
 
 
 def asking(**parameters: InferParameter) -> ModelInferRequest:
@@ -73,3 +74,22 @@ def test_a_place_is_checked_before_anything_is_computed() -> None:
         wanted_specially(placed, TWO, OFF)
     with pytest.raises(Exception, match="shared memory region 'r' is not registered"):
         wanted_specially(placed, TWO, SharedMemory(enabled=True))
+
+
+def test_an_answer_of_which_one_output_is_wanted_specially_says_all_that_others_say() -> None:
+    scores = np.array([[0.5, 2.0]], np.float16)
+    names = np.array([[b"cat"]], object)
+    wanted = {"y": WantedOutput(place=None, classes=1)}
+    answer = ModelInferResponse.FromString(special_response(TWO, b"42", {"y": scores, "z": names}, wanted, OFF))
+    assert (answer.id, answer.model_name, answer.model_version) == ("42", "m", "2")
+    assert [(o.name, o.datatype, list(o.shape)) for o in answer.outputs] == [("y", "BYTES", [1, 1]), ("z", "BYTES", [1, 1])]
+    assert list(answer.raw_output_contents) == [b"\x0a\0\0\x002.000000:1", b"\x03\0\0\0cat"]
+
+
+def test_a_model_without_a_batch_dimension_has_one_list_of_classes() -> None:
+    whole = model(max_batch_size=0)
+    wanted = {"y": WantedOutput(place=None, classes=2)}
+    scores = np.array([[0.5, 2.0], [3.0, 1.0]], np.float16)
+    answer = ModelInferResponse.FromString(special_response(whole, b"", {"y": scores}, wanted, OFF))
+    assert [list(output.shape) for output in answer.outputs] == [[2]]
+    assert list(answer.raw_output_contents) == [b"\x0a\0\0\x003.000000:2\x0a\0\0\x002.000000:1"]
