@@ -92,3 +92,12 @@ def test_memory_is_bounded_and_nobody_gains_by_that() -> None:
 )
 def test_whom_an_address_counts_as(peer: str, network: str) -> None:
     assert network_of(peer) == network
+
+
+def test_who_asks_again_is_remembered_for_longer_than_who_asked_later_and_has_gone() -> None:
+    shares = Shares(ClientLimits(requests_per_s=1), Clock(), max_remembered=2)
+    shares.of("busy").charge()
+    for gone in ("one", "two", "three"):
+        shares.of(gone)
+        with pytest.raises(RateLimitedError):
+            shares.of("busy").charge()

@@ -18,6 +18,7 @@ from protos import inference_pb2 as pb
 from serve.observability.options import AccessLog, ObserveOptions
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from serve.security.options import ClientLimits, SecurityOptions
+from serve.security.private_socket import private_socket
 from serve.security.roles import OPEN_METHODS, ROLES, Role
 from serve.transports.choice import TransportName
 from serve.transports.grpc_framing import frame
@@ -218,6 +219,14 @@ def test_a_socket_that_a_server_left_behind_gives_way_and_others_do_not(tmp_path
 
 def trailers_of(refused: Any) -> dict[str, str]:
     return dict(refused.value.trailing_metadata())
+
+
+def test_other_files_that_a_server_makes_are_as_open_as_before(tmp_path: Path) -> None:
+    (tmp_path / "before").touch()
+    private_socket(tmp_path / "socket").close()
+    (tmp_path / "after").touch()
+    assert (tmp_path / "after").stat().st_mode == (tmp_path / "before").stat().st_mode
+    assert stat.S_IMODE((tmp_path / "socket").stat().st_mode) & 0o077 == 0
 
 
 def test_one_client_may_not_send_more_than_its_rate(tmp_path: Path, transport: TransportName) -> None:
