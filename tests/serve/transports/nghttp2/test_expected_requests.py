@@ -73,6 +73,7 @@ def test_what_comes_in_pieces_is_whole_in_the_end_or_left_as_it_was(
         assert taken == len(body)
         assert (call.message, call.last) == ((message, None) if len(pieces) > 1 else (None, body))
         assert call.pieces == len(pieces) - 1
+        assert {*requests.calls, *requests.announced, *requests.growing} == set(), "nothing is kept of what is whole"
     else:
         assert (call.message, call.last) == (None, None)
         assert STREAM in requests.calls
