@@ -14,6 +14,16 @@ from serve.control.watch import RepositoryWatch
 from serve.engine.errors import ModelLoadError
 
 
+def test_a_fingerprint_sees_what_an_upload_may_hold_and_goes_round_no_circles(tmp_path: Path) -> None:
+    (tmp_path / "1" / "fp32" / "weights" / "deeper").mkdir(parents=True)
+    (tmp_path / "1" / "fp32" / "weights" / "0.bin").write_bytes(b"a")
+    (tmp_path / "1" / "fp32" / "weights" / "deeper" / "0.bin").write_bytes(b"a")
+    assert [entry[0] for entry in fingerprint(tmp_path)] == ["1/fp32/weights/0.bin"]
+    for link in "abc":
+        (tmp_path / link).symlink_to(tmp_path)
+    assert len(fingerprint(tmp_path)) == 1
+
+
 def test_a_fingerprint_sees_what_is_written_and_not_what_is_hidden(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.onnx").write_bytes(b"a")
