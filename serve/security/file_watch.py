@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,18 +17,21 @@ class FileWatch:
     A pipe in a file's place has been read when it was read once: it does not change.
     """
 
-    def __init__(self, paths: Sequence[Path], interval_s: float, changed: Callable[[], None]) -> None:
+    def __init__(self, paths: Sequence[Path], interval_s: float, changed: Callable[[bool], bool]) -> None:
         """A watch that takes the files for known as they are now: make it before they are read.
 
         Args:
             paths: of the files; links are followed.
             interval_s: seconds between two looks.
-            changed: is called on the event loop when files have changed and stayed as they are between two looks.
+            changed: is called on the event loop when files have changed and stayed as they are between two looks, with False.
+                Where it says that they could not be taken, it is called again after each look, with True: what was in the way
+                may have been no fault of theirs, or none that such a look shows.
         """
         self._paths = paths
         self._interval_s = interval_s
         self._changed = changed
         self._known = self._seen = _look(paths)
+        self._taken = True
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -42,10 +46,16 @@ class FileWatch:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            before, self._seen = self._seen, await asyncio.to_thread(_look, self._paths)
-            if self._seen == before and self._seen != self._known:
+            before = self._seen
+            with contextlib.suppress(RuntimeError):  # there are as many threads as may be: the next look is soon
+                self._seen = await asyncio.to_thread(_look, self._paths)
+            if self._seen != before:
+                continue
+            if self._seen != self._known:
                 self._known = self._seen
-                self._changed()
+                self._taken = self._changed(False)
+            elif not self._taken:
+                self._taken = self._changed(True)
 
 
 def _look(paths: Sequence[Path]) -> Look:

@@ -19,6 +19,7 @@ class Reloadable(Generic[T]):
 
     Attributes:
         value: that content; the very same object until there is another.
+        is_stale: what was read last could not be used, and the content is from before.
     """
 
     def __init__(self, read: Callable[[], T], kept: str, paths: Sequence[Path] = ()) -> None:
@@ -35,16 +36,25 @@ class Reloadable(Generic[T]):
         self._read = read
         self._kept = kept
         self._paths = paths
+        self.is_stale = False
+        self._told = ""
         self.value = read()
 
-    def reload(self) -> bool:
-        """Read again, and tell whether that changed anything. What cannot be used changes nothing, and is logged."""
+    def reload(self, *, again: bool = False) -> bool:
+        """Read again, and tell whether that changed anything. What cannot be used changes nothing, and is logged.
+
+        Args:
+            again: nobody has asked for it: what was logged the last time is not repeated.
+        """
         try:
             _refuse_pipes(self._paths)
             value = self._read()
         except SecurityError as error:
-            logger.error("%s; %s", error, self._kept)  # noqa: TRY400  (the text says it all)
+            if not again or str(error) != self._told:
+                logger.error("%s; %s", error, self._kept)  # noqa: TRY400  (the text says it all)
+            self.is_stale, self._told = True, str(error)
             return False
+        self.is_stale, self._told = False, ""
         if value == self.value:
             return False
         self.value = value

@@ -74,7 +74,7 @@ class Security:
         check_options(options)
         # Before the files are read: what changes while they are is seen at the next look.
         paths = files_of(options)
-        self._files = FileWatch(paths, options.watch_s, self.reload)
+        self._files = FileWatch(paths, options.watch_s, lambda again: self.reload(again=again))
         self._clock = ClockWatch(options.watch_s, self._look_at_clock)
         self._tls = None if options.tls is None else Tls(options.tls)
         self._tokens = None if options.token_file is None else Tokens(options.token_file, clock)
@@ -112,12 +112,20 @@ class Security:
         self._files.close()
         self._clock.close()
 
-    def reload(self) -> None:
-        """Read all files again. What cannot be used stays as it was, and is logged."""
+    def reload(self, *, again: bool = False) -> bool:
+        """Read all files again. What cannot be used stays as it was, and is logged.
+
+        Args:
+            again: nobody has asked for it: what was logged the last time is not repeated.
+
+        Returns:
+            Whether all of them could be used.
+        """
         if self._tls is not None:
-            self._tls.reload()
-        if self._tokens is not None and self._tokens.reload():
+            self._tls.reload(again=again)
+        if self._tokens is not None and self._tokens.reload(again=again):
             self._changed()
+        return not any(one.is_stale for one in (self._tls, self._tokens) if one is not None)
 
     def warn_if_exposed(self, host: str) -> None:
         """Say what a server lacks that others than this machine can reach."""

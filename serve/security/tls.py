@@ -13,7 +13,7 @@ from serve.security.option_checks import files_of_tls
 from serve.security.options import TlsOptions
 from serve.security.reloadable import Reloadable
 from serve.security.reminder import Reminder
-from serve.security.tls_files import TlsFiles, read_tls_files
+from serve.security.tls_files import TlsFiles, not_loaded, read_tls_files
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,12 @@ class Tls:
             SecurityError: they cannot be used.
         """
         self._options = options
-        kept = "new connections still meet the certificate from before"
-        self._files = Reloadable(lambda: read_tls_files(options), kept, files_of_tls(options))
-        self._reminder = Reminder()
         self._contexts: dict[str, ssl.SSLContext] = {}
         self._latest: dict[str, ssl.SSLContext] = {}
+        self._next: dict[str, ssl.SSLContext] = {}  # made of what was read last
+        kept = "new connections still meet the certificate from before"
+        self._files = Reloadable(self._read, kept, files_of_tls(options))
+        self._reminder = Reminder()
         self.look_at_clock()
 
     @property
@@ -45,7 +46,7 @@ class Tls:
     def context(self, protocol: str) -> ssl.SSLContext:
         """What listens with: TLS 1.2 or newer, and this one protocol within it (ALPN), such as "h2"."""
         if protocol not in self._contexts:
-            context = self._make(protocol)
+            context = self._make(protocol, self._files.value)
             context.sni_callback = partial(self._show_latest, protocol)
             self._contexts[protocol] = self._latest[protocol] = context
         return self._contexts[protocol]
@@ -68,15 +69,20 @@ class Tls:
 
         return grpc.dynamic_ssl_server_credentials(certificates(shown), fetch, self.asks_clients)
 
-    def reload(self) -> bool:
+    @property
+    def is_stale(self) -> bool:
+        """Whether the files could not be used when they were read last."""
+        return self._files.is_stale
+
+    def reload(self, *, again: bool = False) -> bool:
         """Read the files again, and tell whether that changed anything.
 
-        Files that cannot be used change nothing, and are logged.
+        Files that cannot be used change nothing, and are logged; `again`, only where there is something new to say.
         """
-        if not self._files.reload():
+        if not self._files.reload(again=again):
             return False
         for protocol, before in self._latest.items():
-            self._latest[protocol] = self._make(protocol)
+            self._latest[protocol] = self._next[protocol]
             _warn_of_lost(before, self._latest[protocol])
         logger.info("TLS certificate %s was read again", self._options.certificate)
         self.look_at_clock()
@@ -88,13 +94,21 @@ class Tls:
         is_soon = ends_s - now_s < SOON_S
         self._reminder.say(f"TLS certificate {self._options.certificate} {ends_in(ends_s, now_s)}" if is_soon else "")
 
-    def _make(self, protocol: str) -> ssl.SSLContext:
+    def _read(self) -> TlsFiles:
+        files = read_tls_files(self._options)
+        # Before they are taken: where the system refuses what this needs, the old ones are shown on all ports.
+        self._next = {protocol: self._make(protocol, files) for protocol in self._latest}
+        return files
+
+    def _make(self, protocol: str, files: TlsFiles) -> ssl.SSLContext:
         """A context that has met no other files: OpenSSL keeps a certificate for each kind of key, and chooses one itself."""
-        files = self._files.value
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([protocol])
-        files.load_into(context)
+        try:
+            files.load_into(context)
+        except OSError as error:
+            raise not_loaded(error, self._options) from None
         if files.client_authorities is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_verify_locations(cadata=files.client_authorities.decode("utf-8", "replace"))

@@ -59,7 +59,14 @@ def read_tls_files(options: TlsOptions) -> TlsFiles:
         files.load_into(trial)
     except ssl.SSLError as error:
         raise SecurityError(_misfit(error, options)) from None
+    except OSError as error:
+        raise not_loaded(error, options) from None
     return replace(files, ends_s=end_of(trial, certificate.decode("utf-8", "replace"), str(options.certificate)))
+
+
+def not_loaded(error: OSError, options: TlsOptions) -> SecurityError:
+    """What to raise where the system refuses what loading takes: a file in memory, and to open it."""
+    return SecurityError(f"TLS certificate {options.certificate} cannot be loaded: {error.strerror or error}")
 
 
 def _read(what: str, path: Path, expected: bytes) -> bytes:

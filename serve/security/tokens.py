@@ -49,12 +49,17 @@ class Tokens:
         if path.stat().st_mode & OTHERS_CAN_WRITE:
             logger.warning("token file %s can be written by other users, who could let themselves in; chmod 600 it", path)
 
-    def reload(self) -> bool:
+    @property
+    def is_stale(self) -> bool:
+        """Whether the file could not be used when it was read last."""
+        return self._file.is_stale
+
+    def reload(self, *, again: bool = False) -> bool:
         """Read the file again, and tell whether that changed anything.
 
-        One that cannot be used changes nothing, and is logged.
+        One that cannot be used changes nothing, and is logged; `again`, only where there is something new to say.
         """
-        if not self._file.reload():
+        if not self._file.reload(again=again):
             return False
         logger.info("token file %s was read again: %d tokens", self._path, len(self._file.value))
         self._take()

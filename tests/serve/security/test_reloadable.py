@@ -76,6 +76,18 @@ def test_pipes_are_read_once(certificates: Certificates, tmp_path: Path, what: s
     assert line.startswith(f"{path} is a pipe, which is read once; expected a file where it is to be read again; ")
 
 
+def test_what_is_wrong_is_told_once_while_it_is_read_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    source = Source([1])
+    file = Reloadable(source.read, "the old one holds")
+    for content in (None, [2], None):
+        source.content = content
+        for _ in range(3):
+            file.reload(again=True)
+            assert file.is_stale == (content is None)
+    file.reload()
+    assert [record.message for record in caplog.records] == ["the file is gone; the old one holds"] * 3, "asked for, it is told"
+
+
 def test_a_reminder_repeats_nothing_but_what_had_gone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     reminder = Reminder()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import os
+import resource
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +40,19 @@ def shown_by(server: RunningServer) -> str:
     """The certificate that a new connection meets."""
     host, _, port = server.address.rpartition(":")
     return ssl.get_server_certificate((host, int(port)), timeout=20).strip()
+
+
+@contextmanager
+def few_files(spare: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + spare, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
 def test_calls_are_encrypted_and_plain_ones_are_not_answered(certificates: Certificates, transport: TransportName) -> None:
@@ -97,6 +112,22 @@ def test_files_that_do_not_fit_leave_the_certificate_as_it_was(
     certificates.renew()
     assert tls.reload()
     assert tls.context("h2") is context
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_certificate_that_cannot_be_loaded_for_want_of_files_is_taken_later(
+    certificates: Certificates, caplog: pytest.LogCaptureFixture, spare: int
+) -> None:
+    tls = Tls(certificates.options)
+    tls.context("h2")
+    certificates.renew()
+    with few_files(spare):
+        assert not tls.reload()
+    assert tls.is_stale
+    assert "Too many open files" in caplog.text
+    assert "new connections still meet the certificate from before" in caplog.text
+    assert tls.reload(again=True)
+    assert not tls.is_stale
 
 
 def test_a_client_authority_that_is_taken_away_is_warned_of(
