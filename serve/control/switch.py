@@ -110,6 +110,8 @@ class Switch:
             raise ModelLoadError(
                 f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"
             ) from None
+        except OSError as error:  # the file system's, or too many files or threads: nothing that a stack trace explains
+            raise ModelLoadError(f"{files.model}: cannot be loaded: {error.strerror or error}") from None
 
     def _make(self, files: ModelFiles) -> Model:
         """On the loader's thread, to the end: starting the model's own threads takes as long as the machine lets them wait."""
@@ -127,9 +129,9 @@ class Switch:
 
 
 def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, MadeOf]]:
-    bare = path.is_file()
-    found = find_model(path, name, declared)
     try:
+        bare = path.is_file()
+        found = find_model(path, name, declared)
         return [(files, made_of(files, bare=bare)) for files in found]
     except OSError as error:
         raise ModelLoadError(f"{path / name}: cannot be read: {error.strerror}") from None

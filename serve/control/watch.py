@@ -92,5 +92,6 @@ class RepositoryWatch:
 
 
 def _look(path: Path) -> Look:
+    names = model_names(path)  # first: it says why there is nothing to be seen
     bare = path.is_file()
-    return {name: fingerprint(path if bare else path / name) for name in model_names(path)}
+    return {name: fingerprint(path if bare else path / name) for name in names}

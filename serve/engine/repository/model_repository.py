@@ -73,11 +73,11 @@ def model_names(path: Path) -> list[str]:
     Raises:
         ModelLoadError: there is nothing at `path`, or it cannot be read.
     """
-    if path.is_file():
-        return [path.stem]
-    if not path.is_dir():
-        raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
     try:
+        if path.is_file():
+            return [path.stem]
+        if not path.is_dir():
+            raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
         folders = sorted(path.iterdir())
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None

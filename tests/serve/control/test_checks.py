@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,20 @@ def test_a_folder_that_may_not_be_looked_into_is_a_model_that_is_refused(
     assert model_names(tmp_path) == ["good", "locked"]
     with pytest.raises(ModelLoadError, match="locked: cannot be read: Permission denied"):
         find_model(tmp_path, "locked")
+
+
+def test_what_the_system_refuses_refuses_the_version_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+
+    def too_many(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/elsewhere/secret")
+
+    monkeypatch.setattr("serve.control.loader.warm_up", too_many)
+    with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
+        assert lines(server) == [("mlp", "1", "UNAVAILABLE", "mlp/1/model.onnx: cannot be loaded: Too many open files")]
+    assert caplog.messages == [f"{tmp_path}/mlp/1/model.onnx: cannot be loaded: Too many open files"]
 
 
 def test_what_nobody_foresaw_refuses_the_version_and_is_logged(

@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from serve.engine.errors import ModelLoadError
-from serve.engine.repository.model_repository import find_models
+from serve.engine.repository.model_repository import find_models, model_names
 from tests.models import save_mlp
 from tests.serve.engine.model_folders import found, load, write_versions
 
@@ -116,6 +116,11 @@ def foreign(root: Path, config: str) -> Path:
 def test_a_path_without_models_is_refused(tmp_path: Path, make: object, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         find_models(make(tmp_path))  # type: ignore[operator]  # a lambda of the list above
+
+
+def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=": cannot be read: File name too long"):
+        model_names(tmp_path / ("a" * 300))
 
 
 def test_a_version_that_is_asked_for_and_has_no_file_is_refused_for_that(tmp_path: Path) -> None:
