@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from contextlib import nullcontext
+import threading
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from amp_core.training.errors import TrainingError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
@@ -35,14 +37,18 @@ class Curves:
 
     def __init__(self, folder: Path, *, steps_done: int, skipped_steps: int) -> None:
         self._skipped_steps = skipped_steps
-        # What belongs to a step is written with its number, so the first number to purge is the next one.
-        self._writer: Any = _writer_class()(log_dir=str(folder), purge_step=steps_done + 1 if steps_done else None)
+        with ExitStack() as opened:
+            opened.enter_context(_without_its_stack())
+            # What belongs to a step is written with its number, so the first number to purge is the next one.
+            self._writer: Any = _writer_class()(log_dir=str(folder), purge_step=steps_done + 1 if steps_done else None)
+            self._quiet = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._writer.close()
+        with self._quiet:
+            self._writer.close()
 
     def write_step(self, record: StepRecord) -> None:
         """Add a step's numbers."""
@@ -68,6 +74,22 @@ class Curves:
         for name, value in values.items():
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
+
+
+@contextmanager
+def _without_its_stack() -> Iterator[None]:
+    """Keep Python from printing what ends the writer's thread: it is raised again here, and said in one line."""
+    usual = threading.excepthook
+
+    def end(arguments: threading.ExceptHookArgs) -> None:
+        if not type(arguments.thread).__module__.startswith("tensorboard."):
+            usual(arguments)
+
+    threading.excepthook = end
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
 
 
 def curves(folder: Path, *, wanted: bool, steps_done: int, skipped_steps: int) -> AbstractContextManager[Curves | None]:

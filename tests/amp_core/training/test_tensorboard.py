@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from amp_core.training.errors import TrainingError
+from amp_core.training.tensorboard import Curves
 from amp_core.training.train import train
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import killed_in, log, settings
@@ -61,6 +64,29 @@ def test_a_resumed_run_writes_no_step_twice(tmp_path: Path) -> None:
     train(run, resume=True)
     assert [step for step, _ in curves(tmp_path)["scale"]] == list(range(1, 17))
     assert curves(tmp_path) == expected(tmp_path)
+
+
+def test_a_folder_that_is_taken_away_is_an_error_and_no_stack_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Any] = []
+    hook = printed.append
+    monkeypatch.setattr(threading, "excepthook", hook)
+
+    def write() -> None:
+        with Curves(tmp_path / "gone", steps_done=0, skipped_steps=0) as written:
+            written.sync()
+            shutil.rmtree(tmp_path / "gone")
+            for step in range(100):
+                written.write_evaluation({"loss": 1.0}, step)
+                written.sync()
+
+    with pytest.raises(FileNotFoundError):
+        write()
+    assert (printed, threading.excepthook) == ([], hook)
+    other = threading.Thread(target=lambda: 1 / 0)
+    with Curves(tmp_path / "there", steps_done=0, skipped_steps=0):
+        other.start()
+        other.join()
+    assert [arguments.exc_type for arguments in printed] == [ZeroDivisionError]
 
 
 def test_without_the_package_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
