@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -196,16 +197,25 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _read(path: Path) -> Any:
-    if not path.exists():
+    try:
+        exists, is_folder = path.exists(), path.is_dir()
+    except OSError as error:
+        raise _refused(path, error) from error
+    if not exists:
         raise CheckpointError(f"there is no checkpoint at {path}; `halfserve train` writes one")
-    if path.is_dir():
+    if is_folder:
         raise CheckpointError(f"{path} is a folder; expected the file in it, such as {path / 'checkpoint.pt'}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except PermissionError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
     except UNREADABLE as error:
+        # What the system refuses says nothing of the file; but it refuses also to go where a damaged one would have it go.
+        if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
+            raise _refused(path, error) from error
         raise CheckpointError(f"{path} is damaged or no checkpoint; write it again with `halfserve train`") from error
+
+
+def _refused(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot read the checkpoint {path}: {error.strerror or error}")
 
 
 def _checkpoint_from(content: dict[str, Any], path: Path) -> Checkpoint:

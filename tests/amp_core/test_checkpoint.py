@@ -189,6 +189,19 @@ def test_a_file_that_calls_what_it_may_with_nonsense_is_refused(tmp_path: Path) 
         load_checkpoint(tmp_path / "c.pt")
 
 
+def test_a_file_that_the_system_does_not_open_now_is_not_called_damaged(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c.pt", checkpoint())
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    try:
+        with pytest.raises(CheckpointError, match=r"^cannot read the checkpoint .*c\.pt: Too many open files$"):
+            load_checkpoint(tmp_path / "c.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    with pytest.raises(CheckpointError, match=r"^cannot read the checkpoint .*: File name too long$"):
+        load_checkpoint(tmp_path / ("c" * 300))
+
+
 def test_paths_that_are_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at .*; `halfserve train` writes one"):
         load_checkpoint(tmp_path / "c.pt")
