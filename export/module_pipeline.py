@@ -92,7 +92,8 @@ def export_module(
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: False: inputs and outputs become float16; True: they stay float32; or names and shell patterns of those
             that stay, such as an output over 65504.
-        dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`.
+        dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
+            model takes multiples of 4 alone.
         policy: The autocast policy that it was trained under.
         record: What was recorded while it was trained.
         search: Whether to search for nodes to keep in float32.

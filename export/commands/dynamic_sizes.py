@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from export.errors import ExportError
-from export.to_onnx.dimensions import BATCH
+from export.to_onnx.dimensions import BATCH, base_name
 
-FORM = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<name>\w+)")
+FORM = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<name>(?:[1-9]\d*\*)?\w+)")
 
 
 def dynamic_sizes(options: Sequence[str]) -> dict[str, dict[int, str]]:
@@ -20,9 +20,9 @@ def dynamic_sizes(options: Sequence[str]) -> dict[str, dict[int, str]]:
     sizes: dict[str, dict[int, str]] = {}
     for option in options:
         found = FORM.fullmatch(option)
-        if found is None or not found["name"].isidentifier():
+        if found is None or not base_name(found["name"]).isidentifier():
             raise ExportError(f"--dynamic {option!r}: expected INPUT.AXIS=NAME, such as tokens.1=length")
-        if found["name"] == BATCH:
+        if base_name(found["name"]) == BATCH:
             raise ExportError(f"--dynamic {option!r}: {BATCH!r} is what axis 0 is called; give the size a name of its own")
         axes, axis = sizes.setdefault(found["input"], {}), int(found["axis"])
         if axis == 0:

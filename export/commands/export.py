@@ -46,7 +46,10 @@ def export(
     ] = False,
     dynamic: Annotated[
         list[str] | None,
-        _version(help="Size, beside the batch's, that may vary, as INPUT.AXIS=NAME: tokens.1=length; may be repeated."),
+        _version(
+            help="Size, beside the batch's, that may vary, as INPUT.AXIS=NAME: tokens.1=length, or image.2=4*height for "
+            "multiples of 4; may be repeated."
+        ),
     ] = None,
     samples: Annotated[int, _verification(help="How many held-out samples to verify on, at most.")] = 1024,
     search: Annotated[

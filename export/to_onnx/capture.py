@@ -164,7 +164,10 @@ def _explained(error: Exception, module: nn.Module) -> str:
         )
     suggested = re.findall(r"^\s+(\w+ = .+)$", text.partition("Suggested fixes:")[2], re.MULTILINE)
     if suggested:
-        return f"the model's code does not allow every size; torch suggests for dynamic_shapes: {'; '.join(suggested)}"
+        found = f"the model's code does not allow every size; torch suggests for dynamic_shapes: {'; '.join(suggested)}"
+        multiples = re.findall(r"^(\w+) = (\d+)\*_\1\b", "\n".join(suggested), re.MULTILINE)
+        written = ", ".join(f"{step}*{name}" for name, step in multiples)
+        return f"{found}; where only multiples are wanted, name them so ({written})" if written else found
     refused = re.search(r"Not all values of (\w+) = .* satisfy the generated guard (.+)", text)
     if refused:
         return f"the model's code does not allow every size of dimension {refused[1]!r}: {refused[2].rstrip('.')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from export.to_onnx.call import Call
 
 BATCH = "batch"
 UNBOUNDED = 2**31
+_MULTIPLE = re.compile(r"(?:([1-9]\d*)\*)?(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +49,19 @@ class Dimensions:
             size = next(
                 t.shape[axis] for t, axes in zip(tensors, self.axes, strict=True) for axis in axes if axes[axis] == name
             )
-            more = next(more for more in range(len(taken) + 1) if size + more not in taken)
+            step = step_of(self.dims[name])
+            more = next(more for more in range(len(taken) + 1) if size + more * step not in taken)
             tensors = self.enlarged(tensors, name, more)
-            taken.add(size + more)
+            taken.add(size + more * step)
         return tensors
 
     def enlarged(self, tensors: Sequence[Tensor], name: str, more: int) -> tuple[Tensor, ...]:
-        """The tensors with `more` rows (elements repeated from the front) along every axis of that name."""
-        grown = []
+        """The tensors with `more` steps of rows (elements repeated from the front) along every axis of that name."""
+        rows, grown = more * step_of(self.dims[name]), []
         for tensor, axes in zip(tensors, self.axes, strict=True):
             larger = tensor
             for axis in (axis for axis, called in axes.items() if called == name):
-                larger = torch.cat([larger, larger.narrow(axis, 0, min(more, larger.shape[axis]))], dim=axis)
+                larger = torch.cat([larger, larger.narrow(axis, 0, min(rows, larger.shape[axis]))], dim=axis)
             grown.append(larger)
         return tuple(grown)
 
@@ -70,7 +73,7 @@ def dimensions(call: Call, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tenso
         call: The example call.
         dynamic_shapes: None (the first dimension of every input is "batch"), a sequence with an entry per input, or a mapping
             from input names to entries. An entry is None, `{axis: size}` or a sequence with a size per axis; a size is a name,
-            a `torch.export.Dim` with limits, one of its hints, or None.
+            a multiple (`"4*height"`), a `torch.export.Dim` with limits, one of its hints, or None.
 
     Returns:
         The dimensions, and the example tensors, those with a size of 1 where it may vary repeated once: `torch.export` takes
@@ -90,13 +93,41 @@ def dimensions(call: Call, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tenso
             named[axis] = name
             if isinstance(size, str):
                 free.add(name)
-                dims.setdefault(name, torch.export.Dim(name, min=1))
+                dims[name] = _named(name, step_in(size), dims.get(name))
             else:
                 dims[name] = size
         axes.append(named)
     _require_one_size(call, axes)
+    _require_multiples(call, axes, dims)
     free -= {name for name, dim in dims.items() if not _is_plain(dim)}
-    return Dimensions(axes=tuple(axes), dims=dims, free=frozenset(free)), _at_least_two(call.tensors, axes)
+    return Dimensions(axes=tuple(axes), dims=dims, free=frozenset(free)), _at_least_two(call.tensors, axes, dims)
+
+
+def step_of(dim: Any) -> int:
+    """By how much a size grows at least: 4 of `4 * torch.export.Dim(...)`."""
+    rule = getattr(dim, "fn", None)
+    return 1 if rule is None else int(rule(2)) - int(rule(1))
+
+
+def step_in(size: str) -> int:
+    """The 4 of "4*height"; 1 of a bare name."""
+    found = _MULTIPLE.fullmatch(size)
+    return int(found[1]) if found is not None and found[1] else 1
+
+
+def base_name(size: str) -> str:
+    """The name in "4*height"."""
+    found = _MULTIPLE.fullmatch(size)
+    return found[2] if found is not None else size
+
+
+def _named(name: str, step: int, known: Any) -> Any:
+    """The dimension of a name that may have been given before, bare or as a multiple."""
+    if known is not None and (step == 1 or step == step_of(known)):
+        return known
+    if known is not None and step_of(known) > 1:
+        raise ExportError(f"dimension {name!r} is a multiple of {step_of(known)} in one place and of {step} in another")
+    return step * torch.export.Dim(f"_{name}", min=1) if step > 1 else torch.export.Dim(name, min=1)
 
 
 def _entries(call: Call, dynamic_shapes: Any) -> Sequence[Any]:
@@ -128,9 +159,9 @@ def _sizes(input_name: str, tensor: Tensor, entry: Any) -> list[tuple[int, Any]]
 
 def _name(input_name: str, axis: int, size: Any) -> str:
     if isinstance(size, str):
-        if not size.isidentifier():
+        if not base_name(size).isidentifier():
             raise ExportError(f"{size!r} is no name for a dimension; expected letters, digits and _, such as {BATCH!r}")
-        return size
+        return base_name(size)
     if isinstance(size, torch.export.Dim):
         return size.__name__
     if size in (torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO):
@@ -155,11 +186,23 @@ def _require_one_size(call: Call, axes: Sequence[dict[int, str]]) -> None:
                 )
 
 
-def _at_least_two(tensors: Sequence[Tensor], axes: Sequence[dict[int, str]]) -> tuple[Tensor, ...]:
+def _require_multiples(call: Call, axes: Sequence[dict[int, str]], dims: Mapping[str, Any]) -> None:
+    for input_name, tensor, named in zip(call.names, call.tensors, axes, strict=True):
+        for axis, name in named.items():
+            dim, size = dims[name], tensor.shape[axis]
+            if step_of(dim) > 1 and (size - dim.fn(0)) % step_of(dim):
+                raise ExportError(
+                    f"dimension {name!r} must be {dim.__name__}, with a whole number; it is {size} in {input_name!r}"
+                )
+
+
+def _at_least_two(tensors: Sequence[Tensor], axes: Sequence[dict[int, str]], dims: Mapping[str, Any]) -> tuple[Tensor, ...]:
     grown = []
     for tensor, named in zip(tensors, axes, strict=True):
         larger = tensor
-        for axis in named:
-            larger = torch.cat([larger, larger], dim=axis) if larger.shape[axis] == 1 else larger
+        for axis, name in named.items():
+            least = dims[name].fn(1) if step_of(dims[name]) > 1 else 1
+            if larger.shape[axis] == least:
+                larger = torch.cat([larger, larger.narrow(axis, 0, step_of(dims[name]))], dim=axis)
         grown.append(larger)
     return tuple(grown)

@@ -46,7 +46,8 @@ def export_onnx(
         path: Where to write the model too (whole or not at all); its folder must exist.
         kwargs: More inputs by name, beside positional ones.
         dynamic_shapes: Which sizes vary: one entry per input, or a dict by input. An entry is `{axis: name}`, `{axis:
-            torch.export.Dim(name, min=..., max=...)}` or None; a name stands for one size wherever it occurs. By default the
+            torch.export.Dim(name, min=..., max=...)}` or None; a name stands for one size wherever it occurs, and "4*name"
+            for one that must be a multiple of 4. By default the
             first dimension of every input is "batch". `()` fixes every size to the example's.
         input_names: By default the names of `forward`'s parameters.
         output_names: By default `output`, or the names in what the module returns (see `export.to_onnx.results`).

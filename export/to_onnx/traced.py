@@ -57,7 +57,8 @@ def traced_model(
     name_weights(model)
     name_values(model, input_names or call.names, output_names or [name for name, _ in results])
     symbols = name_dimensions(model, sizes)
-    limits = {symbols[symbol]: limits for symbol, limits in limits_of(program).items() if symbol in symbols}
+    # Of what a size is a multiple of, torch tells no limits that hold.
+    limits = {symbols[symbol]: limits for symbol, limits in limits_of(program).items() if symbols.get(symbol) in sizes.dims}
     model.metadata_props.update({**provenance(module, model, limits, policy), **(metadata or {})})
     return model
 

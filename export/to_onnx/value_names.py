@@ -51,6 +51,9 @@ def name_dimensions(model: onnx_ir.Model, dimensions: Dimensions) -> dict[str, s
         for axis, name in axes.items():
             size = value.shape[axis] if value.shape is not None else None
             symbol = size.value if isinstance(size, onnx_ir.SymbolicDim) else None
+            root = getattr(dimensions.dims[name], "root", None)  # where the size is a multiple, of this one
+            if root is not None and symbol and (multiple := re.fullmatch(r"\d+\*(\w+)", symbol)):
+                names.setdefault(multiple[1], root.__name__)
             if symbol and symbol.isidentifier() and names.setdefault(symbol, name) != name:
                 raise ExportError(
                     f"the model's code takes dimensions {names[symbol]!r} and {name!r} for one; give examples in which their "

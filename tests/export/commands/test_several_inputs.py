@@ -67,6 +67,7 @@ def test_other_sizes_than_the_batchs_may_vary_too(tmp_path: Path, capfd: pytest.
 @pytest.mark.parametrize(
     ("option", "message"),
     [
+        ("words.1=0*n", "--dynamic 'words.1=0*n': expected INPUT.AXIS=NAME"),
         ("words", "--dynamic 'words': expected INPUT.AXIS=NAME, such as tokens.1=length"),
         ("words.1=2x", "--dynamic 'words.1=2x': expected INPUT.AXIS=NAME"),
         ("words.1=batch", "'batch' is what axis 0 is called; give the size a name of its own"),

@@ -101,13 +101,44 @@ def test_conditions_on_memory_layout_do_not_matter() -> None:
 
 
 def test_conditions_on_a_size_itself_do() -> None:
-    with pytest.raises(ExportError, match="does not allow every size; torch suggests .* length = 2\\*_length"):
+    message = r"does not allow every size; torch suggests .* length = 2\*_length; where .* name them so \(2\*length\)"
+    with pytest.raises(ExportError, match=message):
         export_onnx(Pairs().eval(), torch.randn(2, 6), dynamic_shapes=({0: "batch", 1: "length"},))
+
+
+class UNet(nn.Module):
+    """Takes heights and widths that are multiples of 2, and runs on widths in between, which come out shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 2, stride=2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        a = self.down(image)
+        b = self.up(nn.functional.max_pool2d(a, 2))
+        return torch.cat([b, a[..., : b.shape[3]]], dim=1)
+
+
+@pytest.mark.parametrize("step", ["2*height", 2 * Dim("_height", min=1)])
+def test_sizes_may_be_multiples(step: Any) -> None:
+    module = UNet().eval()
+    sizes = {"image": {0: "batch", 2: step, 3: "2*width"}}
+    model = export_onnx(module, torch.rand(2, 3, 8, 8), dynamic_shapes=sizes)
+    assert shape(model.graph.input[0]) == ["batch", 3, "2*_height", "2*_width"]
+    assert limits(model) == {"batch": [1, None]}
+    opened = session(model)
+    for height, width in ((8, 8), (2, 2), (6, 12)):
+        assert difference(module, opened, {"image": torch.rand(3, 3, height, width)}) < 1e-5
+    smallest = session(export_onnx(module, torch.rand(1, 3, 2, 2), dynamic_shapes=sizes))
+    assert difference(module, smallest, {"image": torch.rand(1, 3, 4, 6)}) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
+        ({"x": {1: "2*length"}}, r"dimension 'length' must be 2\*_length, with a whole number; it is 3 in 'x'"),
+        ({"x": {1: "3*n"}, "factors": {0: "4*n"}}, "dimension 'n' is a multiple of 3 in one place and of 4 in another"),
+        ({"x": {1: "2*"}}, r"'2\*' is no name for a dimension"),
         ({"y": None}, "dynamic_shapes names 'y'; the inputs are x, factors"),
         (({0: "batch"},), r"must have an entry for each of the 2 inputs \(x, factors\)"),
         ({"x": {3: "n"}}, r"dynamic_shapes of 'x' has axis 3; its shape is \(2, 3, 4\)"),
