@@ -59,7 +59,8 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
     if not figures.non_finite <= budget.max_non_finite:
         broken.append(f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})")
     if math.isnan(figures.max_abs_error):
-        broken.append(NOTHING_FINITE)
+        if not broken:  # else it is the candidate that is not finite, and other samples would not help
+            broken.append(NOTHING_FINITE)
     elif budget.max_abs_error is not None:
         if not figures.max_abs_error <= budget.max_abs_error:
             broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {budget.max_abs_error:.3g})")

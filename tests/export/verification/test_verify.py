@@ -132,6 +132,14 @@ def test_nan_figures_never_pass() -> None:
     failing(reference, half_reciprocal(), inputs, loose, "there is no place where both are finite")
 
 
+def test_a_candidate_that_overflows_everywhere_is_not_blamed_on_the_samples() -> None:
+    inputs = torch.linspace(0.9, 1, 10)[:, None]
+    certificate = failing(
+        Chain().eval(), chain(["Mul", "Mul", "Div", "Div"], 300.0), inputs, Budget(), "10 of 10 values are NaN"
+    )
+    assert not [offence for offence in certificate.violations if "give other samples" in offence]
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
