@@ -7,6 +7,7 @@ import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -40,6 +41,17 @@ def test_every_package_that_make_installs_is_pinned_to_what_is_installed() -> No
     assert names - pins.keys() == set(), "needed, and not in constraints.txt"
     for name in names:
         assert distribution(name).version.split("+")[0] == pins[name], f"{name}: run make in a clean clone"
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("numpy", "1.26.4"),  # assigns 300 to an int8 as 44
+    ],
+)
+def test_a_version_that_is_known_to_do_wrong_is_not_allowed(name: str, version: str) -> None:
+    allowed = {requirement.name: requirement.specifier for requirement in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert not allowed[name].contains(version)
 
 
 def test_every_folder_with_code_is_in_the_package() -> None:
