@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
@@ -75,13 +76,19 @@ def model_names(path: Path) -> list[str]:
     """
     try:
         if path.is_file():
+            if not _is_text(path.stem):
+                raise ModelLoadError(f"{str(path)!a}: the model's name is not UTF-8: no client can ask for it; rename the file")
             return [path.stem]
         if not path.is_dir():
             raise ModelLoadError(f"{path}: not found; expected a model repository folder or an .onnx file")
         folders = sorted(path.iterdir())
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
-    return [folder.name for folder in folders if _is_model_folder(folder)]
+    models = [folder for folder in folders if _is_model_folder(folder)]
+    for folder in models:
+        if not _is_text(folder.name):
+            _warn_of_name(folder)
+    return [folder.name for folder in models if _is_text(folder.name)]
 
 
 def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
@@ -116,6 +123,17 @@ def _hint(path: Path) -> str:
     if any((path / kind.file_name).is_file() for kind in KINDS):
         return f"; it looks like one version's own folder: serve {path.parent.parent}"
     return ""
+
+
+def _is_text(name: str) -> bool:
+    """Whether messages, metrics and JSON can hold it: one name that they cannot hold would fail all that list models."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+@cache
+def _warn_of_name(folder: Path) -> None:
+    # Once: with --model-control poll the folder is looked at again and again.
+    logger.warning("%a: is passed over: its name is not UTF-8, so no client can ask for it; rename it", str(folder))
 
 
 def _is_model_folder(folder: Path) -> bool:

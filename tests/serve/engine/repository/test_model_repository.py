@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import onnx
@@ -48,6 +49,20 @@ def test_what_is_no_model_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("hello")
     (tmp_path / "good" / "2").mkdir()
     assert found(tmp_path) == [("good", 1)]
+
+
+def test_a_folder_whose_name_is_not_utf8_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_mlp(tmp_path / "good" / "1" / "model.onnx")
+    save_mlp(tmp_path / os.fsdecode(b"b\xe4d") / "1" / "model.onnx")
+    assert [files.name for files in find_models(tmp_path)] == ["good"]
+    find_models(tmp_path)
+    assert [record.getMessage().count("its name is not UTF-8") for record in caplog.records] == [1]
+
+
+def test_a_bare_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "m.onnx").rename(tmp_path / os.fsdecode(b"b\xe4d.onnx"))
+    with pytest.raises(ModelLoadError, match=r"b\\udce4d\.onnx': the model's name is not UTF-8.*rename the file"):
+        find_models(path)
 
 
 def test_a_model_may_lie_in_a_folder_that_is_called_as_its_file(tmp_path: Path) -> None:
