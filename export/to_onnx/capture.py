@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_core.calling import without_fast_path
 from export.errors import ExportError
+from export.to_onnx.angles import AnglesByParts
 from export.to_onnx.call import Call
 from export.to_onnx.dimensions import Dimensions
 from export.to_onnx.messages import one_line, where
@@ -89,8 +90,9 @@ def _exported(
         torch.no_grad(),
         # Other kernels of attention lay their results out in memory in an order that torch's decompositions do not expect.
         sdpa_kernel(SDPBackend.MATH),
-        # Otherwise two sizes that happen to be equal in the example are taken for one.
         WholeRecurrentLayers(),
+        AnglesByParts(),
+        # Otherwise two sizes that happen to be equal in the example are taken for one.
         _config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # (torch adds it to the module at run time)
     ):
         return torch.export.export(

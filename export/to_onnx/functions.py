@@ -1,6 +1,6 @@
 """Functions that torch's own translations say wrong.
 
-What overflows or vanishes inside, an angle whose sign is lost, a mean that does not divide, and a loss not smoothed.
+What overflows or vanishes inside, a mean that does not divide, and a loss not smoothed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ ERFCX = (
 def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """How these functions are said in ONNX, for `torch.onnx.export`."""
     return {
-        torch.ops.aten.atan2.default: _atan2,
         torch.ops.aten.cross_entropy_loss.default: _cross_entropy,
         torch.ops.aten.special_erfcx.default: _erfcx,
         torch.ops.aten.log_sigmoid.default: _log_sigmoid,
@@ -48,15 +47,6 @@ def function_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.logcumsumexp.default: _logcumsumexp,
         torch.ops.aten.scatter_reduce.two: _scatter_reduce,
     }
-
-
-def _atan2(y: Any, x: Any) -> Any:
-    """By the sign of y where x is 0: the quotient has the wrong one where x is -0, which small numbers are in float16."""
-    steep, half_turn = op.Atan(op.Div(y, x)), _number(math.pi, y)
-    turned = op.Where(op.Less(y, _number(0.0, y)), op.Sub(steep, half_turn), op.Add(steep, half_turn))
-    upright = op.Mul(op.Sign(y), _number(math.pi / 2, y))
-    zero = _number(0.0, x)
-    return op.Where(op.Equal(x, zero), upright, op.Where(op.Less(x, zero), turned, steep))
 
 
 def _cross_entropy(

@@ -13,6 +13,7 @@ from onnxscript.rewriter.rules import common as rules
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from export.errors import ExportError
+from export.to_onnx.angles import angle_translations
 from export.to_onnx.attention import attention_translations
 from export.to_onnx.body_outputs import make_inside
 from export.to_onnx.functions import function_translations
@@ -75,7 +76,8 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
 
 def _translations(opset_version: int | None) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What is said otherwise than torch says it."""
-    return translations() | attention_translations(opset_version) | layer_translations() | function_translations()
+    functions = function_translations() | angle_translations()
+    return translations() | attention_translations(opset_version) | layer_translations() | functions
 
 
 def simplify(model: onnx_ir.Model) -> None:

@@ -74,13 +74,6 @@ def test_the_logarithm_of_a_sigmoid_holds_far_from_zero() -> None:
     assert difference(nn.LogSigmoid(), half, {"input": x}, half=True) < 1e-3
 
 
-def test_an_angle_keeps_its_sign_where_the_other_side_is_minus_zero() -> None:
-    y = torch.tensor([[1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 0.0]])
-    x = torch.tensor([[-0.0, -0.0, 0.0, 0.0, -1.0, -1.0, 1.0, 1.0, -2.0]])
-    module = Calling(torch.atan2).eval()
-    np.testing.assert_allclose(fed(session(export_onnx(module, [y, x])), {"x": y, "y": x})["output"], module(y, x), rtol=1e-6)
-
-
 @pytest.mark.parametrize("include_self", [True, False])
 def test_a_mean_of_what_is_scattered_divides(include_self: bool) -> None:
     inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), "y": torch.tensor([[10.0, 20, 30], [40, 50, 60]])}
