@@ -21,6 +21,7 @@ from export.to_onnx.idle_operations import without
 from export.to_onnx.layers import layer_translations
 from export.to_onnx.messages import one_line, root
 from export.to_onnx.recurrent import translations
+from export.to_onnx.shifts import shift_translations
 from export.to_onnx.silence import silenced
 
 # onnxscript's own choice without what computes with weights: it folds a BatchNorm in the model's dtype, which in float16 ruins
@@ -76,7 +77,7 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
 
 def _translations(opset_version: int | None) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What is said otherwise than torch says it."""
-    functions = function_translations() | angle_translations()
+    functions = function_translations() | angle_translations() | shift_translations()
     return translations() | attention_translations(opset_version) | layer_translations() | functions
 
 
