@@ -156,3 +156,18 @@ def test_risks_come_largest_first() -> None:
     risks = tuple(Risk(node=name, op_type="ReduceSum", what="sum", reach=0.0) for name in "abc")
     model = onnx.ModelProto()
     assert [risk.node for risk in Checks(model=model, risks=risks).over([7e4, 1.0, 9e9])] == ["c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("opset", "text", "weights", "expected"),
+    [
+        (21, "r = GroupNormalization<num_groups=3>(x, six, six)", {"six": 6}, SQUARES.reshape(2, 3, -1).sum(-1).max()),
+        (11, "r = LpNormalization(x)", {}, SQUARES.sum(-1).max()),
+    ],
+)
+def test_sums_of_other_opsets_are_bounded_too(opset: int, text: str, weights: dict[str, int], expected: float) -> None:
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": {opset}]> g (float16[N,6,8] x) => (float16[A,B,C] r) {{ {text} }}'
+    )
+    model.graph.initializer.extend(numpy_helper.from_array(np.ones(size, np.float16), name) for name, size in weights.items())
+    assert reaches(with_checks(round_every_node(model), products=False)) == pytest.approx([expected], rel=2e-3)
