@@ -33,7 +33,7 @@ class Exhaustion:
 
         Waits for an accelerator only if the host does not know of a step, and the scale is near its smallest.
         """
-        if not outcomes or all(outcome.known() is False for outcome in outcomes):
+        if all(outcome.known() is False for outcome in outcomes):
             return None
         if not loss_scale.is_smallest():
             self._has_warned = False
