@@ -9,6 +9,8 @@ from serve.observability.log_settings import Value
 from serve.observability.observability import Observability
 from serve.observability.span_exporters import OTLP
 
+MOST = 64  # settings of one request: more than there are
+
 
 class SettingsRpcs:
     """TraceSetting and LogSettings: without changes they tell what is set."""
@@ -25,6 +27,7 @@ class SettingsRpcs:
             InvalidArgumentError: no such setting, or not such a value; nothing has been changed.
             FailedPreconditionError: traces have nowhere to go.
         """
+        _check_count(len(request.settings))
         if request.model_name:
             self._core.versions(request.model_name)
         changes = {name: list(setting.value) for name, setting in request.settings.items()}
@@ -44,6 +47,7 @@ class SettingsRpcs:
         Raises:
             InvalidArgumentError: no such setting, or not such a value; nothing has been changed.
         """
+        _check_count(len(request.settings))
         changes = {name: _given(name, setting) for name, setting in request.settings.items()}
         self._observability.update_logs(changes)
         response = pb.LogSettingsResponse()
@@ -56,6 +60,12 @@ class SettingsRpcs:
             else:
                 setting.string_param = value
         return response
+
+
+def _check_count(count: int) -> None:
+    """Before each of them is looked at: a message has room for hundreds of thousands."""
+    if count > MOST:
+        raise InvalidArgumentError(f"{count} settings are given, expected at most {MOST}: there are not that many")
 
 
 def _given(name: str, setting: pb.LogSettingsRequest.SettingValue) -> Value:

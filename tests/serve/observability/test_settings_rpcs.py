@@ -86,3 +86,12 @@ def test_wrong_changes_are_refused_with_what_was_expected(serving: Serving, chan
         assert server.service.observability.observer is None
     assert refused.value.status() == f"StatusCode.{status}"
     assert text in refused.value.message()
+
+
+def test_more_settings_than_there_can_be_are_refused_unread(serving: Serving) -> None:
+    text = "1000 settings are given, expected at most 64"
+    with serving(ObserveOptions()) as server, triton.InferenceServerClient(server.address) as client:
+        with pytest.raises(InferenceServerException, match=text):
+            client.update_trace_settings(settings={f"none{number}": "1" for number in range(1000)})
+        with pytest.raises(InferenceServerException, match=text):
+            client.update_log_settings({f"none{number}": True for number in range(1000)})
