@@ -146,7 +146,7 @@ def test_keys_may_be_any_name_of_a_file(key: str) -> None:
 
 
 def test_what_is_no_regular_file_is_refused() -> None:
-    pipe = Path(FOLDER) / "halfserve_test_pipe"
+    pipe = Path(FOLDER) / f"halfserve_test_pipe_{os.getpid()}"
     os.mkfifo(pipe)
     try:
         with pytest.raises(InvalidArgumentError, match="the key of region 's' is not that of a shared memory object"):

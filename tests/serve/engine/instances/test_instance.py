@@ -8,7 +8,6 @@ import threading
 import weakref
 
 import numpy as np
-
 import pytest
 
 from serve.engine.errors import InferenceError
