@@ -12,7 +12,7 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "
 TELLERS = {
     "benchmark/reports/report.py",
     "engine/precision_guard/tally.py",
-    "engine/statistics.py",
+    "engine/figures/statistics.py",
     "http/page/history.py",
     "http/page/state.py",
     "observability/access_log.py",
