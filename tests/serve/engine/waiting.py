@@ -40,3 +40,8 @@ def take(q: BatchQueue[Request], now: float) -> Batch[Request]:
     batch = q.take(now)
     assert batch is not None
     return batch
+
+
+def offer_all(q: BatchQueue[Request], requests: list[Request], now: float = 0.0) -> None:
+    for request in requests:
+        offer(q, request, now)
