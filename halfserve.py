@@ -145,6 +145,7 @@ def _root(ctx: typer.Context, *, version: bool = typer.Option(False, "--version"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 1, 3 or 4 as the stage says, 2 wrong usage, 69 an extra is missing."""
+    _open_standard_files()
     try:
         _run(arguments)
     except SystemExit as end:
@@ -157,6 +158,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stderr.flush()
             os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
+
+
+def _open_standard_files() -> None:
+    """Put /dev/null where a standard file is closed, for the programs that we start too.
+
+    What is opened next, such as a client's connection, would get its number otherwise: libraries would write what they have to
+    say into that, and uvloop ends the process where it is to close it.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
+        if getattr(sys, name) is None:  # as the interpreter says that it was closed
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _trains_with_others() -> bool:

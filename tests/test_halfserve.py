@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -114,6 +115,16 @@ def test_a_full_disk_is_told_in_one_line(arguments: list[str]) -> None:
     assert done.returncode == 1
     assert done.stderr.endswith(": [Errno 28] No space left on device\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
+def test_an_error_is_one_line_where_standard_files_are_closed(closed: str) -> None:
+    command = shlex.join([sys.executable, "-m", "halfserve", "infer", "m", "--input", "x=-"])
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=60, check=False, input=""
+    )
+    assert done.returncode == 2
+    assert done.stderr == "halfserve infer: --input x=-: standard input: as JSON: Expecting value at line 1, column 1\n"
 
 
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import tritonclient.grpc as triton
 import trustme
 
 from protos import inference_pb2 as pb
-from serve.client import InferenceClient, InferenceClientError
+from serve.client import InferenceClient, InferenceClientError, RetryPolicy
 from serve.client.connection.tls import Tls
 from tests.models import save_mlp
 
@@ -101,6 +102,25 @@ def test_serves_although_nobody_can_be_told(repository: Path, kind: str) -> None
     assert process.returncode == 0
     assert "Errno" not in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux has it")
+@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_no_file_of_the_server_gets_the_number_of_a_closed_standard_one(mlp: Path, tmp_path: Path, closed: str) -> None:
+    path = tmp_path / "grpc.sock"
+    command = shlex.join([*HALFSERVE, str(mlp), "--grpc-port", "0", "--no-http", "--admin-socket", str(path)])
+    process = subprocess.Popen(["/bin/sh", "-c", f"exec {command} {closed}"], stdout=subprocess.DEVNULL)
+    try:
+        with InferenceClient(f"unix:{path}", retries=RetryPolicy(wait_for_server=True)) as client:
+            client.wait_until_ready("mlp", timeout_s=30)
+            standard = [Path(f"/proc/{process.pid}/fd/{number}").resolve() for number in range(3)]
+        process.terminate()
+        assert process.wait(60) == 0  # uvloop ends a process that closes one of these numbers
+    finally:
+        process.kill()
+        process.wait()
+    for redirection in closed.split():
+        assert standard[{"<": 0, ">": 1, "2": 2}[redirection[0]]] == Path(os.devnull)
 
 
 @pytest.fixture(scope="module")
