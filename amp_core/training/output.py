@@ -97,3 +97,14 @@ class Output:
             save_checkpoint(self._folder / CHECKPOINT, checkpoint)
             if checkpoint.record and self._run.is_complete:
                 write_record(checkpoint.record, self._folder)
+
+
+def rewrite_record(run: TrainingRun) -> None:
+    """Write the record of a run that was complete before; nothing where there is none.
+
+    Raises:
+        TrainingError: If the folder cannot be written to.
+    """
+    if run.world.is_first and run.record:
+        with writing_into(run.settings.out):
+            write_record(run.record, run.settings.out)

@@ -110,6 +110,11 @@ class TrainingRun:
         """How many of the steps were skipped: the scheduler has counted the others."""
         return self.steps_done - int(self.training.scheduler.last_epoch)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """Which operation ran in which dtype and range, as this process has seen it; empty if nothing was ever recorded."""
+        return self._recording.to_dict()
+
     def _training(self, before: Checkpoint | None) -> Training:
         settings = self.settings
         model = build_model(settings.model).to(self.device)
@@ -266,7 +271,7 @@ class TrainingRun:
             rng=first_rng,
             other_ranks=other_rngs,
             metrics=self.metrics,
-            record=self._recording.to_dict(),
+            record=self.record,
             versions={"halfserve": version("halfserve"), "torch": str(torch.__version__)},
             settings=settings.to_checkpoint() | {"world_size": self.world.size},
         )

@@ -17,7 +17,7 @@ from amp_core.training.distributed import World
 from amp_core.training.errors import TrainingError
 from amp_core.training.folder import CHECKPOINT, own_folder
 from amp_core.training.log import StepRecord
-from amp_core.training.output import Output
+from amp_core.training.output import Output, rewrite_record
 from amp_core.training.random_state import kept_random_state, seed_everything
 from amp_core.training.run import Evaluation, TrainingRun
 from amp_core.training.settings import TrainingSettings
@@ -134,7 +134,8 @@ def _go_through(
     steps_before, skipped_before, epochs_before = run.steps_done, run.skipped_steps, run.epochs_done
     events = run.events()
     first = next(events, None)
-    if first is None:
+    if first is None:  # whoever ended the run before may have been stopped between the checkpoint and the record
+        rewrite_record(run)
         return
     run.require_savable()
     with Output(run, is_new=is_new, steps_done=steps_before, skipped_steps=skipped_before, epochs_done=epochs_before) as output:

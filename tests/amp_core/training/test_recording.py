@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
 from amp_core import recorder
 from amp_core.checkpoint import load_checkpoint
 from amp_core.training.train import train
@@ -52,6 +54,19 @@ def test_a_resumed_run_has_the_whole_record(tmp_path: Path) -> None:
     killed_in(run, 12)
     train(run, resume=True)
     assert (tmp_path / "whole" / "record.json").read_bytes() == (tmp_path / "resumed" / "record.json").read_bytes()
+
+
+@pytest.mark.parametrize("stale", [None, b"{}"])
+def test_a_run_that_was_stopped_before_its_record_gets_it_when_resumed(tmp_path: Path, stale: bytes | None) -> None:
+    train(settings(tmp_path, record_every=3))
+    files = [tmp_path / name for name in ("record.json", "record.png")]
+    before = [file.read_bytes() for file in files]
+    for file in files:
+        file.unlink()
+        if stale is not None:
+            file.write_bytes(stale)  # of an earlier run in this folder
+    train(settings(tmp_path, record_every=3), resume=True)
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_people_see_a_table(tmp_path: Path) -> None:
