@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from export.errors import ExportError
+from export.errors import ExportError, telling_place
 from export.files.model_file import ModelFile, open_model
 from export.files.model_writer import StagedModel, superseded_files
 from export.onnx_fp16.model_files import require_free
@@ -131,7 +131,7 @@ class RepositoryTarget:
             hidden = tempfile.TemporaryDirectory(prefix=f".{self.name}.", dir=folder, ignore_cleanup_errors=True)
         except OSError as error:
             raise ExportError(f"cannot write to the repository {self.repository}: {error.strerror or error}") from error
-        with hidden as made:
+        with hidden as made, telling_place(Path(made), self.repository / self.name):
             yield Path(made) / "model.onnx"
 
     def put(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> Put:

@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import onnx
 import onnx_ir
 
-from export.errors import ExportError
+from export.errors import ExportError, telling_place
 from export.files.atomic_write import sync_folder
 from export.files.external_data import data_files
 from export.files.model_file import PROTOBUF_LIMIT_BYTES
@@ -99,7 +99,7 @@ def staged_model(
         hidden = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error.strerror or error}: {target.parent}") from error
-    with hidden as folder:
+    with hidden as folder, telling_place(Path(folder), target.parent):
         try:
             with outlined(model) as outline:
                 staged = _staged(outline, Path(folder), target, external_data, shards or {}, limit_bytes)

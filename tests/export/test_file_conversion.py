@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -154,3 +155,18 @@ def test_what_cannot_be_placed_is_written_all_the_same(tmp_path: Path) -> None:
     assert isinstance(done.placement, str)
     assert "cannot open the model" in done.placement
     assert "Unknown" in {node.op_type for node in open_model(tmp_path / "out.onnx").proto.graph.node}
+
+
+@pytest.mark.parametrize("kind", ["file", "repository"])
+def test_an_error_names_the_place_that_was_given(source: Path, tmp_path: Path, kind: str) -> None:
+    def taken_away(step: str) -> None:
+        if step == "verifying":
+            next(tmp_path.rglob(".*/out.onnx" if kind == "file" else ".*/model.onnx")).unlink()
+
+    target = FileTarget(path=tmp_path / "out.onnx") if kind == "file" else RepositoryTarget(repository=tmp_path / "r", name="m")
+    place = tmp_path / "out.onnx" if kind == "file" else tmp_path / "r" / "m" / "model.onnx"
+    verification = Verification(samples=samples, budget=Budget(), adversarial=False)
+    with pytest.raises(ExportError, match=f"{re.escape(str(place))}: No such file") as caught:
+        convert_verified(source, target, options=Options(), verification=verification, progress=taken_away)
+    assert "/." not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
