@@ -54,9 +54,10 @@ def _read(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise ModelLoadError(f"{path}: cannot be read: {reason}; export the model again, or remove the file") from None
+    except OSError as error:  # of the system or the disk, which says nothing about the certificate
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ModelLoadError(f"{path}: cannot be read: it is no JSON; export the model again, or remove the file") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ModelLoadError(f"{path}: is no certificate that halfserve wrote; remove it, or export the model again")
     return content

@@ -146,6 +146,8 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
 
 
 def _unreadable(path: Path, error: Exception) -> ModelLoadError:
+    if isinstance(error, OSError):  # of the system or the disk, which says nothing about the model
+        return ModelLoadError(f"{path}: cannot be read: {error.strerror or error}")
     return ModelLoadError(f"{path}: is not a readable ONNX file ({str(error).splitlines()[0]}); export it again")
 
 

@@ -139,6 +139,16 @@ def test_what_is_no_certificate_is_refused(tmp_path: Path, content: bytes, text:
         check_certificate(model)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has it, and it cannot be read at 0")
+@pytest.mark.parametrize("name", ["model.onnx", "certificate.json"])
+def test_nobody_is_told_to_export_again_what_the_system_did_not_read(tmp_path: Path, name: str) -> None:
+    certified(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ModelLoadError, match=f"{name}: cannot be read: Input/output error$"):
+        check_certificate(tmp_path / "model.onnx")
+
+
 def test_a_model_that_memory_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(b"x" * 1_000_000)
