@@ -12,18 +12,56 @@ from typing import Any
 import onnx_ir
 import torch
 from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
-from onnxscript.onnx_opset import opset18
+from onnxscript.onnx_opset import opset18, opset23
 
 op: Any = opset18  # its annotations are of what it runs at once, not of what it records
+op23: Any = opset23
 AXES = 4  # batch, heads, length, width
-ATTENTION_OPSET = 23  # from which torch says it by ONNX's own Attention
+ATTENTION_OPSET = 23  # from which ONNX has an Attention of its own
 
 
 def attention_translations(opset_version: int | None) -> dict[Callable[..., Any], Callable[..., Any]]:
     """How attention is said in ONNX, for `torch.onnx.export`; None stands for torch's choice of the version."""
-    if opset_version is not None and opset_version >= ATTENTION_OPSET:
-        return {}
-    return {torch.ops.aten.scaled_dot_product_attention.default: _attention}
+    one_node = opset_version is not None and opset_version >= ATTENTION_OPSET
+    return {torch.ops.aten.scaled_dot_product_attention.default: _attention_23 if one_node else _attention}
+
+
+def _attention_23(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    missing = AXES - len(query.shape)
+    if missing > 0:
+        query, key, value = (_with_axes(tensor, missing) for tensor in (query, key, value))
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    if dropout_p or not _one_node_says_it(query, key, value, grouped=grouped):
+        result = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, grouped)
+    else:
+        mask = _of_every_pair(attn_mask, query, key)
+        result, _, _, _ = op23.Attention(query, key, value, attn_mask=mask, scale=scale, is_causal=is_causal)
+    return _without_axes(result, missing)
+
+
+def _one_node_says_it(query: Any, key: Any, value: Any, *, grouped: bool) -> bool:
+    """Whether ONNX's Attention takes the tensors: unlike torch it repeats none along the batch, and no head unasked."""
+    sizes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    if any(len(size) != AXES for size in sizes) or len({size[0] for size in sizes}) > 1:
+        return False
+    return len({size[1] for size in (sizes[1:] if grouped else sizes)}) == 1
+
+
+def _of_every_pair(mask: Any, query: Any, key: Any) -> Any:
+    """The mask with a row for each query and a place for each key, which ONNX Runtime does not repeat."""
+    if mask is None or tuple(mask.shape[-2:]) == (query.shape[2], key.shape[2]):
+        return mask
+    pairs = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
+    return op.Expand(mask, pairs)
 
 
 def _attention(
@@ -41,7 +79,11 @@ def _attention(
         query, key, value = (_with_axes(tensor, missing) for tensor in (query, key, value))
     result = aten_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     result = _zero_where_nothing_is_seen(result, query, attn_mask)
-    return op.Squeeze(result, op.Constant(value_ints=list(range(missing)))) if missing > 0 else result
+    return _without_axes(result, missing)
+
+
+def _without_axes(tensor: Any, missing: int) -> Any:
+    return op.Squeeze(tensor, op.Constant(value_ints=list(range(missing)))) if missing > 0 else tensor
 
 
 def _with_axes(tensor: Any, missing: int) -> Any:

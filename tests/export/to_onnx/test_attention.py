@@ -45,7 +45,7 @@ def module() -> nn.Module:
     return Attending().eval()
 
 
-@pytest.mark.parametrize("opset_version", [None, 18])
+@pytest.mark.parametrize("opset_version", [None, 18, 23])
 @pytest.mark.parametrize("mask", [MASK, PAIRS, added(MASK), added(PAIRS)], ids=["keys", "pairs", "keys-added", "pairs-added"])
 def test_a_row_that_sees_nothing_answers_zero_as_in_torch(module: nn.Module, mask: Tensor, opset_version: int | None) -> None:
     inputs = {"x": TOKENS, "mask": mask}
@@ -92,7 +92,32 @@ class Headless(nn.Module):
         )
 
 
-def test_tensors_without_heads_attend_too() -> None:
-    opened = session(export_onnx(Headless().eval(), {"x": TOKENS, "mask": MASK}))
+@pytest.mark.parametrize("opset_version", [None, 23])
+def test_tensors_without_heads_attend_too(opset_version: int | None) -> None:
+    opened = session(export_onnx(Headless().eval(), {"x": TOKENS, "mask": MASK}, opset_version=opset_version))
     more = torch.cat([MASK, ~MASK[1:2]])
     assert difference(Headless(), opened, {"x": torch.cat([TOKENS, TOKENS[:1].neg()]), "mask": more}) < 5e-6
+
+
+class Repeating(nn.Module):
+    """Attention in which masks, heads and sequences of the context stand for several."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        attend = functional.scaled_dot_product_attention
+        heads = x.view(*x.shape[:2], 4, 2).transpose(1, 2)
+        pairs, one = heads[:, ::2], heads[:, :1]
+        return (
+            attend(heads, heads, heads, attn_mask=mask[:1]),
+            attend(heads, heads, heads, attn_mask=added(mask)[:1, None, :, None]),
+            attend(heads, pairs, pairs, attn_mask=mask[:, None, None, :], enable_gqa=True),
+            attend(heads, heads, heads, enable_gqa=True),
+            attend(heads, heads[:1], heads[:1], is_causal=True),
+            attend(heads, one, one),
+        )
+
+
+@pytest.mark.parametrize("opset_version", [None, 23])
+def test_what_stands_for_several_is_repeated_as_torch_repeats_it(opset_version: int | None) -> None:
+    opened = session(export_onnx(Repeating().eval(), {"x": TOKENS, "mask": MASK}, opset_version=opset_version))
+    more = torch.cat([MASK, ~MASK[1:2]])
+    assert difference(Repeating(), opened, {"x": torch.cat([TOKENS, TOKENS[:1].neg()]), "mask": more}) < 5e-6
