@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +94,31 @@ def test_no_token_is_told_from_a_wrong_one(tmp_path: Path, shown: bytes | None) 
     for wrong in (b"Bearer x", b"Bearer \xff", b"Basic eDp5"):
         with pytest.raises(UnauthenticatedError, match="the token is not valid here"):
             tokens.admit(wrong, Role.INFER)
+
+
+def steps_of_a_wrong_token(tokens: Tokens) -> int:
+    """Calls within the one that refuses it."""
+    steps: list[str] = []
+
+    def step(_frame: Any, event: str, _argument: Any) -> None:
+        steps.append(event)
+
+    before = sys.getprofile()
+    sys.setprofile(step)
+    try:
+        with pytest.raises(UnauthenticatedError):
+            tokens.admit(b"Bearer x", Role.INFER)
+    finally:
+        sys.setprofile(before)
+    return len(steps)
+
+
+def test_a_wrong_token_costs_the_same_among_many_as_among_few(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    tokens_in(path, alice=Role.INFER)
+    few = steps_of_a_wrong_token(Tokens(path))
+    tokens_in(path, **{f"user{number}": Role.INFER for number in range(500)})
+    assert steps_of_a_wrong_token(Tokens(path)) == few
 
 
 def test_a_broken_file_leaves_the_tokens_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
