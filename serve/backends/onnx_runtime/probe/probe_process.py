@@ -21,6 +21,8 @@ DEFAULT_COMMAND = (sys.executable, "-P", str(CHILD))
 NICENESS, LOWEST = 15, 19
 LIGHT_KB = 128 << 10
 KILLED = -9  # by SIGKILL, which Windows has no name for
+# No model sends them: a terminal or a service manager that stops the server stops its processes, too.
+STOPPED = {-signal.SIGTERM, -signal.SIGINT} | ({-signal.SIGHUP, -signal.SIGQUIT} if sys.platform != "win32" else set())
 
 
 class TrialEndedError(Exception):
@@ -114,6 +116,8 @@ class ProbeProcess:
             raise TrialEndedError(f"loading and running it once took more than {limit_s:g} s")
         if code == KILLED:
             raise TrialEndedError("the system ended the trial (out of memory?)")
+        if code in STOPPED:
+            raise TrialEndedError(f"somebody stopped the trial ({_name(code)})")
         if code >= 0 and sys.platform != "win32":
             raise TrialEndedError(f"the trial's process ended with code {code}")
         raise CrashedError(_name(code))

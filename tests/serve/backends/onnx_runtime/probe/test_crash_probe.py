@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -133,13 +134,20 @@ def test_a_refusal_is_no_crash(probing: Probing, tmp_path: Path) -> None:
     [
         ("import time; time.sleep(600)", "loading and running it once took more than 0.2 s"),
         ("import os; os.kill(os.getpid(), 9)", r"the system ended the trial \(out of memory\?\)"),
+        *(
+            (
+                f"import os, time; os.kill(os.getpid(), {int(name)}); time.sleep(600)",
+                rf"somebody stopped the trial \({name.name}\)",
+            )
+            for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        ),
         ("raise SystemExit(3)", "the trial's process ended with code 3"),
     ],
 )
 def test_a_trial_that_says_nothing_about_the_model_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, program: str, reason: str
 ) -> None:
-    limit_s = 0.2 if "sleep" in program else 60.0
+    limit_s = 0.2 if "more than" in reason else 60.0
     probing = Probing(tmp_path / "verdicts", command=(sys.executable, "-S", "-c", program), limit_s=limit_s)
     assert probing.level(save_mlp(tmp_path / "m.onnx")) is OptimizationLevel.ALL
     probing.probe.close()
