@@ -20,7 +20,7 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
     but no file, such as a pipe or /dev/null, cannot be replaced and is written to as the block goes.
 
     Raises:
-        OSError: the folder is missing or cannot be written to; what stood under the name stays as it was.
+        OSError: the folder is missing or cannot be written to; what stood under the name stays as it was. It names the file.
     """
     if _is_special(path):
         with path.open("wb") as file:
@@ -36,8 +36,10 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
         if target.exists():
             temporary.chmod(target.stat().st_mode & PERMISSIONS)
         temporary.replace(target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:  # which names nothing, or a file that is not there any more
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

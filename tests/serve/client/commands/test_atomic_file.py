@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,28 @@ def test_leaves_what_was_there_when_interrupted(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     with pytest.raises(ZeroDivisionError, match="division"), written_whole(path) as file:
         file.write(b"half%d" % (1 // 0))
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("refused", ["open", "write", "fsync", "chmod", "replace"])
+def test_what_the_system_refuses_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([".a.bin.0123"] if refused == "replace" else []))
+
+    def write() -> None:
+        with written_whole(path):
+            if refused == "write":
+                refuse()
+
+    if refused != "write":
+        monkeypatch.setattr(os if refused == "fsync" else Path, refused, refuse)
+    with pytest.raises(OSError, match=rf"^\[Errno {errno.ENOSPC}\] No space left on device: '{path}'$"):
+        write()
+    monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
