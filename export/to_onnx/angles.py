@@ -1,4 +1,4 @@
-"""Angles in every quarter: torch's own translations turn the wrong way where one side is 0."""
+"""Angles in every quarter, and signs: torch's own translations turn the wrong way where a side is 0, and see no sign of -0."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir
 import torch
+from onnxscript.function_libs.torch_lib.ops.core import aten_signbit
 from onnxscript.onnx_opset import opset18
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -31,8 +32,9 @@ class AnglesByParts(TorchFunctionMode):
 
 
 def angle_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """How angles are said in ONNX, for `torch.onnx.export`."""
-    return {torch.ops.aten.angle.default: _angle, torch.ops.aten.atan2.default: _atan2}
+    """How angles and signs are said in ONNX, for `torch.onnx.export`."""
+    aten = torch.ops.aten
+    return {aten.angle.default: _angle, aten.atan2.default: _atan2, aten.signbit.default: _signbit}
 
 
 def _angle(x: Any) -> Any:
@@ -51,6 +53,10 @@ def _atan2(y: Any, x: Any) -> Any:
     steep = op.Atan(op.Where(alike, op.Sign(tall), op.Div(tall, wide)))
     turned = op.Where(_is_negative(x), op.Sub(half_turn, steep), steep)
     return op.Where(_is_negative(y), op.Neg(turned), turned)
+
+
+def _signbit(x: Any) -> Any:
+    return _is_negative(x) if x.dtype.is_floating_point() else aten_signbit(x)
 
 
 def _is_negative(x: Any) -> Any:

@@ -52,3 +52,10 @@ def test_an_angle_of_a_complex_number_is_the_one_between_its_parts() -> None:
 )
 def test_an_angle_of_a_real_number_is_half_a_turn_or_none(x: Tensor) -> None:
     require_same(torch.angle, x)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.tensor([SIDES]), torch.tensor([SIDES]).half(), torch.tensor([[-3, 0, 3]])], ids=["float32", "float16", "int64"]
+)
+def test_the_sign_of_a_zero_is_seen(x: Tensor) -> None:
+    require_same(torch.signbit, x)
