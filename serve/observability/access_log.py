@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from serve.engine.figures.statistics import BatchTimes
 from serve.engine.model import Model
-from serve.observability.exchange import Caller, Exchange, told
+from serve.observability.exchange import MAX_TEXT, Caller, Exchange, told
 from serve.observability.outbox import Outbox
 from serve.observability.trace_context import TraceContext
 
 TOGETHER = 64  # answers; making their lines takes some 100 us
-MAX_TEXT = 256  # characters of what clients choose
 THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # Python takes longer to format a float than all the rest takes
 
 

@@ -12,6 +12,7 @@ from serve.observability.trace_context import TraceContext, parent_of
 
 Result = bytes | InferenceError
 MAX_ERROR = 512  # characters
+MAX_TEXT = 256  # characters of what clients choose, in a line or a span: many of them may wait for a disk
 
 
 def told(error: Exception | None) -> str:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from serve.engine.figures.statistics import BatchTimes
-from serve.observability.exchange import Exchange, told
+from serve.observability.exchange import MAX_TEXT, Exchange, told
 from serve.observability.outbox import Outbox
 from serve.observability.trace_context import TraceContext
 from serve.observability.trace_settings import TraceControl
@@ -21,7 +21,7 @@ class TraceRecord:
         context: its trace.
         model: asked.
         version: of it.
-        request_id: as sent.
+        request_id: as sent, its first MAX_TEXT bytes.
         rows: of its batch dimension.
         request_bytes: of its message.
         response_bytes: of the answer; 0 without one.
@@ -101,7 +101,7 @@ class Tracer:
                 context=context,
                 model=model.name,
                 version=str(model.version),
-                request_id=exchange.request_id.decode("utf-8", "replace"),
+                request_id=exchange.request_id[:MAX_TEXT].decode("utf-8", "replace"),
                 rows=exchange.rows,
                 request_bytes=exchange.request_bytes,
                 response_bytes=response_bytes,

@@ -63,6 +63,17 @@ def test_a_request_is_traced_in_its_callers_trace(serving: Serving, tmp_path: Pa
     assert list(map(int, moments)) == sorted(map(int, moments))
 
 
+def test_no_more_than_the_beginning_of_a_long_id_is_kept(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    with (
+        serving(ObserveOptions(trace_to=str(file), trace_rate=1)) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        client.infer("mlp", row(), request_id="é" * 100_000, client_timeout=CLIENT_TIMEOUT_S)
+    request = named(spans_of(file), "inference.GRPCInferenceService/ModelInfer")
+    assert attributes(request)["halfserve.request_id"] == "é" * 128
+
+
 def test_without_a_caller_one_in_so_many_is_traced_under_the_id_that_the_log_tells(serving: Serving, tmp_path: Path) -> None:
     file, log = tmp_path / "traces.json", tmp_path / "access.log"
     options = ObserveOptions(trace_to=str(file), trace_rate=2, access_log=AccessLog.ALL, access_log_file=log)
