@@ -20,7 +20,7 @@ from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import PLACE_PARAMETERS, place_of
 
 # Typed contents that protobuf writes as an array has them. One by one, a batch of pictures would take a fourth of a second.
-LIKE_RAW = frozenset({"fp32_contents", "fp64_contents"})
+LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,23 @@ def test_typed_contents_are_the_numbers_however_they_are_written(wire: str, fiel
     array = decode_inputs(message, model(spec("x", wire, -1, -1)), OFF).inputs["x"]
     assert (array.dtype, array.shape, array.tobytes()) == (dtype, (2, 3), numbers.tobytes())
     assert typed(wire, field, [], [1, 0]).shape == (1, 0)
+
+
+def test_typed_truth_values_are_not_looked_at_one_by_one() -> None:
+    count = 100_000
+    message = ModelInferRequest()
+    message.inputs.add(name="x", datatype="BOOL", shape=[1, count + 2])
+    written = b"\x0a\xa0\x8d\x06" + b"\x02\x00" * (count // 2)  # together, and each true one as another number than 1
+    message.inputs[0].contents.MergeFromString(b"\x08\x00" + written + b"\xfa\x01\x01a" + b"\x08\x80\x01")
+    truth = model(spec("x", "BOOL", -1, -1))
+    tracemalloc.start()
+    try:
+        array = decode_inputs(message, truth, OFF).inputs["x"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (array.dtype, array.tolist()) == (np.bool_, [[False, *[True, False] * (count // 2), True]])
+    assert peak < 4 * count  # a list of them takes eight bytes for each
 
 
 @pytest.mark.parametrize(
