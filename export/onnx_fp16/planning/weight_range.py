@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
@@ -16,6 +17,8 @@ _COMPARING = frozenset({"Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "L
 _MASKING = frozenset({"Add", "Where", "Min", "Max", "Cast", "Mul"}) | MOVERS
 _DISCRETE = frozenset({onnx_ir.DataType.BOOL, onnx_ir.DataType.INT32, onnx_ir.DataType.INT64, onnx_ir.DataType.UINT8})
 _SOFTMAX = frozenset({"LogSoftmax", "Softmax"})
+# By less, float16's most negative number hides no longer; by more, it is infinite, and a row that is hidden whole is NaN.
+_SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-6, 1.0
 
 
 def weight_of(plan: Plan, value: onnx_ir.Value) -> onnx_ir.TensorProtocol | None:
@@ -130,48 +133,68 @@ class WeightRange:
         return self._may_saturate(value)
 
     def _may_saturate(self, value: onnx_ir.Value) -> bool:
-        """Whether a constant only masks what a Softmax takes; then float16's most negative number does as well as any."""
+        """Whether a constant only masks what a Softmax takes; then float16's most negative number does as well as any.
+
+        Unless it is scaled after: then all that masks with the constant is kept, the Softmax included.
+        """
         known = self.scans[value]
-        if known.vanishes or not known.overflows or not _only_masks(value):
+        uses = None if known.vanishes or not known.overflows else _uses_of_mask(value)
+        if uses is None:
             return False
-        self._plan.saturated.add(value)
-        return True
+        if all(_hides_as_well(node, index) for node, index in uses):
+            self._plan.saturated.add(value)
+            return True
+        for node, _ in uses:
+            self._plan.keep(node, _unfit_reason(_constant(value), known) or "")
+        return False
 
 
-def _only_masks(value: onnx_ir.Value) -> bool:
-    """Whether all that is made of a constant ends in a Softmax, by nothing but what masks are made with."""
-    waiting, seen = [value], set[onnx_ir.Value]()
+def _uses_of_mask(value: onnx_ir.Value) -> list[tuple[onnx_ir.Node, int]] | None:
+    """What reads a constant up to the Softmax, nodes and inputs, if there is nothing but what masks are made with."""
+    waiting, seen, found = [value], set[onnx_ir.Value](), list[tuple[onnx_ir.Node, int]]()
     while waiting:
         current = waiting.pop()
         if current in seen:
             continue
         seen.add(current)
         if current.is_graph_output() or not current.uses():
-            return False
+            return None
         for node, index in current.uses():
             if node.domain or (node.op_type == "Attention" and index != 3):
-                return False
+                return None
+            found.append((node, index))
             if node.op_type in _SOFTMAX or node.op_type == "Attention":
                 continue
-            if node.op_type not in _MASKING or (node.op_type == "Mul" and not _is_discrete(node.inputs[1 - index])):
-                return False
+            if node.op_type not in _MASKING or (node.op_type == "Mul" and _factors(node.inputs[1 - index]) is None):
+                return None
             waiting += node.outputs
-    return True
+    return found
 
 
-def _is_discrete(value: onnx_ir.Value | None) -> bool:
-    """Whether a value comes from booleans, integers and constants alone, as masks do. A factor of data masks nothing."""
-    waiting, seen = [value], set[onnx_ir.Value | None]()
+def _factors(value: onnx_ir.Value | None) -> list[onnx_ir.TensorProtocol] | None:
+    """The constants of a value that comes from booleans, integers and constants alone, as masks do; else it masks nothing."""
+    waiting, seen, found = [value], set[onnx_ir.Value | None](), list[onnx_ir.TensorProtocol]()
     while waiting:
         current = waiting.pop()
-        if current is None or current in seen or constant_of(current) is not None or current.dtype in _DISCRETE:
+        if current is None or current in seen or current.dtype in _DISCRETE:
             continue
         seen.add(current)
+        constant = constant_of(current)
+        if constant is not None:
+            found.append(constant)
+            continue
         maker = current.producer()
         if maker is None or maker.domain or maker.op_type not in ELEMENTWISE | MOVERS:
-            return False
+            return None
         waiting += maker.inputs
-    return True
+    return found
+
+
+def _hides_as_well(node: onnx_ir.Node, index: int) -> bool:
+    """Whether float16's most negative number is as good as a lower one after a node, too."""
+    factors = _factors(node.inputs[1 - index]) if node.op_type == "Mul" else None
+    sizes = [np.abs(factor.numpy()) for factor in factors or () if factor.dtype not in _DISCRETE]
+    return all(((size == 0) | ((size >= _SMALLEST_FACTOR) & (size <= _LARGEST_FACTOR))).all() for size in sizes)
 
 
 def _constant(value: onnx_ir.Value) -> str:

@@ -76,6 +76,15 @@ def test_a_mask_made_of_integers_may_saturate(kind: str) -> None:
     assert halve(model)[1].kept == ()
 
 
+@pytest.mark.parametrize(("factor", "saturates"), [(1e-4, False), (2.0, False), (0.125, True), ([1.0, 0, 0.5, -1], True)])
+def test_a_mask_saturates_where_it_hides_after_its_factor_too(factor: float | list[float], *, saturates: bool) -> None:
+    body = "w = Where (b, x, low) t = Mul (w, k) y = Softmax (t)"
+    model = parse(f"g (float[2, 4] x, bool[2, 4] b) => (float[2, 4] y) {{ {body} }}", low=-1e9, k=factor)
+    converted = judged(model, {"x": normal(2, 4), "b": np.array([[True, False, True, False], [False] * 4])})
+    assert types(converted)["low"] == (FLOAT16 if saturates else FLOAT)
+    assert set(reasons(halve(model)[1])) == (set() if saturates else {"w", "t", "y"})
+
+
 def test_a_temperature_is_no_mask() -> None:
     model = parse("g (float[2, 4] x) => (float[2, 4] y) { t = Mul (x, k) y = Softmax (t) }", k=1e6)
     kept = reasons(halve(model)[1])
