@@ -49,7 +49,8 @@ class StagedModel:
         """Move the files into place, the model file last, so that a reader finds the old model or the new one.
 
         Raises:
-            ExportError: A file cannot be moved; then nothing has changed.
+            ExportError: A file cannot be moved; then nothing has changed. Or the disk does not confirm that the model has
+                moved; then the new one is there, until a power cut at least.
         """
         folder, moved = self.target.parent, []
         try:
@@ -61,6 +62,7 @@ class StagedModel:
                     moved.append(place)
             sync_folder(folder)
             self.path.replace(self.target)
+            moved.clear()  # the model that is there now needs them
             sync_folder(folder)
         except OSError as error:
             for file in moved:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -146,6 +148,23 @@ def test_what_fails_to_take_its_place_leaves_the_data_that_was_there(tmp_path: P
                 with pytest.raises(ExportError, match="cannot write .*out.onnx: Is a directory"):
                     staged.publish()
     assert open_model(tmp_path / "kept.onnx").proto == canonical(sums())
+
+
+def test_a_model_that_has_its_place_keeps_its_data_where_the_disk_fails_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, sync = tmp_path / "out.onnx", os.fsync
+
+    def broken(descriptor: int) -> None:
+        if place.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    expected = pytest.raises(ExportError, match="cannot write .*out.onnx: Input/output error")
+    with expected, staged_model(onnx_ir.from_proto(sums()), place, external_data="yes") as staged:
+        staged.publish()
+    assert open_model(place).proto == canonical(sums())
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
