@@ -105,7 +105,7 @@ class Driver:
         while backlog:
             link = self._links.with_room()
             if link is None:
-                self._recorder.held_back += due
+                self._recorder.held_back += min(due, len(backlog))  # the latest are the last
                 return
             share = -(-len(backlog) // len(self._links.all))
             for _ in range(min(share, link.room)):

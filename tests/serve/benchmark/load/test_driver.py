@@ -110,6 +110,16 @@ def test_large_messages_pass_the_flow_control_window(server: RunningServer, clie
     assert (tally.latency.total, tally.messages) == (4, {})
 
 
+@pytest.mark.parametrize(("concurrency", "held_back"), [(6, 0), (7, 1), (10, 4)])
+def test_only_requests_that_found_no_room_were_held_back(
+    concurrency: int, held_back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "MAX_CONNECTIONS", 2)
+    with peer(lambda this, stream: this.answer(stream), {MAX_CONCURRENT_STREAMS: 3}) as place:
+        tally, _ = drive(place, Order(concurrency=concurrency, requests=concurrency))
+    assert (tally.latency.total, tally.held_back) == (concurrency, held_back)
+
+
 def test_latency_counts_from_when_a_request_was_to_be_sent() -> None:
     """A server that stalls until all twenty requests are there: the first one's latency spans the other nineteen's times."""
     waiting: list[int] = []
