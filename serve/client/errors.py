@@ -5,6 +5,12 @@ from __future__ import annotations
 from enum import Enum
 
 RETRY_HINT_KEY = "grpc-retry-pushback-ms"  # gRPC's own trailer for "come back in so many milliseconds"
+LONGEST_HINT = 10  # digits, 115 days: gRPC's own clients take no longer one, and no sleep lasts as long
+
+
+def hinted_s(hint: str) -> float | None:
+    """The seconds that a retry hint asks to wait; None for any value but a number of milliseconds, gRPC's word for "don't"."""
+    return int(hint) / 1000 if hint.isdecimal() and hint.isascii() and len(hint) <= LONGEST_HINT else None
 
 
 class Repeat(Enum):

@@ -15,6 +15,7 @@ from serve.client.errors import (
     Unsupported,
     deadline_exceeded,
     error_of_code,
+    hinted_s,
 )
 
 # What grpc itself says when no server has spoken.
@@ -107,7 +108,7 @@ def _tls_trouble(details: str, address: str) -> str:
 def _retry_hint(trailers: Any, code: str) -> tuple[float | None, Repeat]:
     """Seconds to wait, and whether to come back at all: any value but a number of milliseconds is gRPC's word for "don't"."""
     hints = [str(value) for key, value in trailers or () if key == RETRY_HINT_KEY]
-    if hints and hints[0].isdigit() and hints[0].isascii():
-        return int(hints[0]) / 1000, Repeat.SAFE if code in REFUSALS else Repeat.NO
+    if hints and (wait_s := hinted_s(hints[0])) is not None:
+        return wait_s, Repeat.SAFE if code in REFUSALS else Repeat.NO
     # Without a hint it may have been a proxy that lost the server half-way.
     return None, Repeat.IF_IDEMPOTENT if code == "UNAVAILABLE" and not hints else Repeat.NO

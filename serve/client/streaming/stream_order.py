@@ -17,6 +17,7 @@ from serve.client.errors import (
     InvalidRequest,
     ServerUnavailable,
     error_of_code,
+    hinted_s,
 )
 from serve.client.exchanges.calls import Exchange
 from serve.client.exchanges.messages import check_answer, infer_request, output_arrays
@@ -202,9 +203,8 @@ def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[s
         return StreamAnswer(index, {}, error)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
     hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
-    retry_after_s = int(hint) / 1000 if _is_number(hint) else None
     code = CODE_NAMES.get(number, "UNKNOWN")
-    return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=retry_after_s))
+    return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=hinted_s(hint)))
 
 
 def _is_number(text: str) -> bool:

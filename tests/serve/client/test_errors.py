@@ -106,12 +106,20 @@ def test_a_call_that_was_never_sent_may_be_made_again(details: str, repeat: Repe
         ((("grpc-retry-pushback-ms", "1500"),), 1.5),
         ((("other", "1"), ("grpc-retry-pushback-ms", "0")), 0.0),
         ((("grpc-retry-pushback-ms", "-1"),), None),
+        ((("grpc-retry-pushback-ms", "9" * 10),), 9_999_999.999),
+        ((("grpc-retry-pushback-ms", "9" * 19),), None),
+        ((("grpc-retry-pushback-ms", "9" * 400),), None),
+        ((("grpc-retry-pushback-ms", "9" * 5000),), None),
         ((), None),
         (None, None),
     ],
 )
 def test_the_retry_hint(trailers: Any, seconds: float | None) -> None:
     assert translated("RESOURCE_EXHAUSTED", "full", trailers).retry_after_s == seconds
+
+
+def test_a_hint_that_is_no_time_is_the_word_for_never() -> None:
+    assert translated("UNAVAILABLE", "full", (("grpc-retry-pushback-ms", "9" * 400),)).repeat is Repeat.NO
 
 
 def test_every_error_can_be_caught_as_one() -> None:
