@@ -79,6 +79,16 @@ def test_does_not_wait_past_the_deadline() -> None:
         run(retried(ask(), RetryPolicy(retries=3), RetryBudget(), Deadline.after(30)), [hint, "too late"])
 
 
+def test_a_success_gives_back_a_tenth_of_a_repetition_up_to_a_hundred() -> None:
+    budget = RetryBudget()
+    for _ in range(20):
+        budget.give()
+    assert [budget.take() for _ in range(101)] == [True] * 100 + [False]
+    for _ in range(15):
+        budget.give()
+    assert [budget.take(), budget.take()] == [True, False]
+
+
 def test_the_budget_bounds_the_repetitions_of_a_client() -> None:
     budget, policy = RetryBudget(), RetryPolicy(retries=10)
     for _ in range(10):
