@@ -51,7 +51,8 @@ class LossScale:
     def on(self, device: torch.device) -> Tensor:
         """The scale, on a device; the first such device becomes its home."""
         if self.tensor is None:
-            self.tensor = torch.full((), self._initial, dtype=torch.float32, device=device)
+            # Not with full: a recorder would take it for one of the model's numbers, in the first step that a process runs.
+            self.tensor = torch.tensor(self._initial, dtype=torch.float32, device=device)
             self.growth_tracker = torch.full((), self._initial_tracker, dtype=torch.int32, device=device)
             self.hysteresis.move_to(device)
             self._note_bound(self._initial)

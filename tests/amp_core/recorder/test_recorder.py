@@ -185,6 +185,15 @@ def test_it_goes_on_from_an_earlier_record() -> None:
     assert second.to_dict() == second.to_dict()
 
 
+def test_the_scalers_own_scale_is_none_of_the_models_numbers() -> None:
+    model, scaler = nn.Linear(3, 1), GradScaler("cpu", init_scale=2.0**17)
+    recorder = Recorder(model)
+    with recorder.step(1, scale=scaler.get_scale()):
+        scaler.scale(model(torch.rand(2, 3)).mean()).backward()  # the first loss, for which the scale becomes a tensor
+    assert "aten.mul.Tensor" in {entry.op for entry in recorder.record().entries}
+    assert "aten.full.default" not in {entry.op for entry in recorder.record().entries}
+
+
 def test_what_is_no_record_changes_nothing() -> None:
     recorder = Recorder(Block())
     with recorder.step(1):

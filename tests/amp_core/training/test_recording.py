@@ -48,10 +48,13 @@ def test_what_is_imported_for_it_draws_nothing(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "first", tmp_path / "unrecorded")
 
 
-def test_a_resumed_run_has_the_whole_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("killed_at", "checkpoint_every"), [(12, 5), (14, 6)], ids=["between recorded steps", "with a recorded step"]
+)
+def test_a_resumed_run_has_the_whole_record(tmp_path: Path, killed_at: int, checkpoint_every: int) -> None:
     train(settings(tmp_path / "whole", record_every=3))
-    run = settings(tmp_path / "resumed", record_every=3, checkpoint_every=5)
-    killed_in(run, 12)
+    run = settings(tmp_path / "resumed", record_every=3, checkpoint_every=checkpoint_every)
+    killed_in(run, killed_at)
     train(run, resume=True)
     assert (tmp_path / "whole" / "record.json").read_bytes() == (tmp_path / "resumed" / "record.json").read_bytes()
 
