@@ -11,6 +11,10 @@ class ExportError(Exception):
     """A model, an input, a file or a setting that this stage cannot work with; the text is one line and says what to do."""
 
 
+class UsageError(ExportError):
+    """Options that do not go together, or one that cannot be read."""
+
+
 @contextmanager
 def telling_place(hidden: Path, place: Path) -> Iterator[None]:
     """Let errors name the place that the user has given, where the work is done in a hidden one that is gone afterwards."""

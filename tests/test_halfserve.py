@@ -75,6 +75,27 @@ def test_every_command_says_which_errors_are_the_users(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert", "in.onnx"],
+        ["convert", "in.onnx", "out.onnx", "--fp32-twin"],
+        ["convert", "in.onnx", "--repository", "models", "--overwrite"],
+        ["convert", "in.onnx", "out.onnx", "--no-verify", "--certificate", "c.json"],
+        ["convert", "in.onnx", "out.onnx", "--html"],
+        ["convert", "in.onnx", "out.onnx", "--min-agreement", "2"],
+        ["verify", "in.onnx", "out.onnx", "--dim", "n"],
+        ["export", "checkpoint.pt", "--repository", "models", "--dynamic", "tokens"],
+        ["check", "examples.digits.model:model"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together_are_wrong_usage(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["trian"], "No such command 'trian'"),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from export.errors import ExportError
+from export.errors import UsageError
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class Budget:
         for name in ("max_scaled_error", "max_abs_error", "max_non_finite", "adversarial_factor", "min_headroom"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ExportError(f"{name} is {value}; expected a number of at least 0")
+                raise UsageError(f"{name} is {value}; expected a number of at least 0")
         if not 0 <= self.min_agreement <= 1:
-            raise ExportError(f"min_agreement is {self.min_agreement}; expected a share from 0 to 1")
+            raise UsageError(f"min_agreement is {self.min_agreement}; expected a share from 0 to 1")
 
 
 def violations(figures: Figures, budget: Budget) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.leaks.finder import find_dtype_leaks
 from export.leaks.model_inputs import ModelInputs, from_checkpoint, inputs_from_data, inputs_from_descriptions, model_of
 from export.leaks.table import leak_table, totals
@@ -20,7 +20,7 @@ class LeaksFoundError(Exception):
     """The model has errors or warnings; the text says how many."""
 
 
-EXIT_CODES: dict[type[Exception], int] = {LeaksFoundError: 4, ExportError: 1}
+EXIT_CODES: dict[type[Exception], int] = {LeaksFoundError: 4, UsageError: 2, ExportError: 1}
 
 
 def check(
@@ -61,7 +61,7 @@ def check(
 
 def _prepared(model: str, descriptions: list[str], data: str | None) -> tuple[nn.Module, ModelInputs]:
     if descriptions and data:
-        raise ExportError("both --input and --data are given; expected one of them")
+        raise UsageError("both --input and --data are given; expected one of them")
     chosen = inputs_from_descriptions(descriptions) if descriptions else None
     if Path(model).is_file():
         module, samples = from_checkpoint(model)
@@ -70,5 +70,5 @@ def _prepared(model: str, descriptions: list[str], data: str | None) -> tuple[nn
         raise ExportError(f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY")
     module = model_of(model)
     if chosen is None and data is None:
-        raise ExportError('nothing to run the model on; give --input "float32[2,3,32,32]", or --data MODULE:FACTORY')
+        raise UsageError('nothing to run the model on; give --input "float32[2,3,32,32]", or --data MODULE:FACTORY')
     return module, chosen or inputs_from_data(data or "", module)

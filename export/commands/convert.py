@@ -17,7 +17,7 @@ from export.commands.conversion_output import as_plain, explain, print_conversio
 from export.commands.made_up import NOTE, sizes_of, way_out
 from export.commands.output_files import page_beside, require_output
 from export.conversion_targets import FileTarget, RepositoryTarget, Target
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
 from export.files.model_writer import ExternalData
 from export.sample_files import load_samples
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from export.verification.metrics import Array
 
 MAX_BATCH_SIZE = 32
-EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
 _conversion = partial(typer.Option, rich_help_panel="Conversion")
 _verification = partial(typer.Option, rich_help_panel="Verification")
@@ -162,15 +162,15 @@ def _target(
     overwrite: bool,
 ) -> Target:
     if (target is None) == (repository is None):
-        raise ExportError("give either the file to write or --repository, one of the two")
+        raise UsageError("give either the file to write or --repository, one of the two")
     if target is not None:
         if name is not None or version is not None or max_batch_size is not None or fp32_twin:
-            raise ExportError(
+            raise UsageError(
                 "--name, --version, --max-batch-size and --fp32-twin belong to --repository; leave the file to write out"
             )
         return FileTarget(path=target, overwrite=overwrite)
     if overwrite:
-        raise ExportError("a version in a repository is never replaced; leave --overwrite out")
+        raise UsageError("a version in a repository is never replaced; leave --overwrite out")
     return RepositoryTarget(
         repository=repository or Path(),
         name=source.stem if name is None else name,
@@ -185,7 +185,7 @@ def _require_verify(*, verify: bool, samples: Path | None, certificate: Path | N
         option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value
     ]
     if not verify and needing:
-        raise ExportError(f"--{needing[0]} needs verification; leave --no-verify out")
+        raise UsageError(f"--{needing[0]} needs verification; leave --no-verify out")
 
 
 def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:

@@ -17,11 +17,11 @@ from export.checkpoint_pipeline import export_checkpoint
 from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
 from export.commands.dynamic_sizes import dynamic_sizes
 from export.commands.output_files import page_beside, require_output
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators
 from export.module_pipeline import Wishes
 
-EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1, CheckpointError: 1}
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1, CheckpointError: 1}
 
 _version = partial(typer.Option, rich_help_panel="Version")
 _verification = partial(typer.Option, rich_help_panel="Conversion and verification")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 
 NOTE = "the inputs were made up; give --samples for a verdict on your own"
 
@@ -13,13 +13,13 @@ def sizes_of(entries: Sequence[str]) -> dict[str, int]:
     """Sizes of dimensions by name, from NAME=SIZE.
 
     Raises:
-        ExportError: An entry is not of that form.
+        UsageError: An entry is not of that form.
     """
     sizes = {}
     for entry in entries:
         name, _, size = entry.rpartition("=")
         if not name or not (size.isascii() and size.isdigit()) or int(size) < 1:
-            raise ExportError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
+            raise UsageError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
         sizes[name] = int(size)
     return sizes
 

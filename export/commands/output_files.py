@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 
 
 def require_output(path: Path | None, what: str, *, others: Iterable[Path | None]) -> None:
@@ -43,8 +43,8 @@ def page_beside(certificate: Path | None, *, html: bool) -> Path | None:
     """The file of the page beside a certificate, where one is wanted.
 
     Raises:
-        ExportError: It is wanted, and there is no certificate for it to be beside.
+        UsageError: It is wanted, and there is no certificate for it to be beside.
     """
     if html and certificate is None:
-        raise ExportError("--html writes its page beside the certificate; give --certificate PATH too")
+        raise UsageError("--html writes its page beside the certificate; give --certificate PATH too")
     return certificate.with_suffix(".html") if html and certificate is not None else None

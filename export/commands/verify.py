@@ -16,7 +16,7 @@ from export.certificate.html import certificate_page
 from export.certificate.table import certificate_table
 from export.commands.made_up import NOTE, sizes_of, way_out
 from export.commands.output_files import require_output
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.files.atomic_write import write_atomically
 from export.files.model_file import ModelFile, open_model
 from export.sample_files import load_samples
@@ -27,7 +27,7 @@ from export.verification.verify import verify as verify_models
 if TYPE_CHECKING:
     from export.verification.metrics import Array
 
-EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, ExportError: 1}
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
 _samples = partial(typer.Option, rich_help_panel="Inputs")
 _budget = partial(typer.Option, rich_help_panel="Budget")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from amp_core.calling import arguments_of
 from amp_core.checkpoint import build_data, load_checkpoint
 from amp_core.checkpoint import call_factory as _call_factory  # type: ignore[attr-defined]  # (a checkpoint names factories)
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.samples import take_samples
 
 EXAMPLES = 2
@@ -86,7 +86,7 @@ def inputs_from_descriptions(descriptions: list[str]) -> ModelInputs:
     fixed seed.
 
     Raises:
-        ExportError: A description is none.
+        UsageError: A description is none.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = ModelInputs()
@@ -95,7 +95,7 @@ def inputs_from_descriptions(descriptions: list[str]) -> ModelInputs:
         found = DESCRIPTION.fullmatch(description.strip())
         if found is None or found["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
-            raise ExportError(f"input {description!r}: expected DTYPE[SIZES], such as float32[2,3,32,32]; dtypes are {known}")
+            raise UsageError(f"input {description!r}: expected DTYPE[SIZES], such as float32[2,3,32,32]; dtypes are {known}")
         made = _random(DTYPES[found["dtype"]], _sizes(found["shape"], description), int(found["limit"] or 2), generator)
         if found["name"]:
             inputs.kwargs[found["name"]] = made
@@ -107,7 +107,7 @@ def inputs_from_descriptions(descriptions: list[str]) -> ModelInputs:
 def _sizes(text: str, description: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdigit() for part in parts):
-        raise ExportError(f"input {description!r}: expected sizes between commas, such as float32[2,3,32,32]")
+        raise UsageError(f"input {description!r}: expected sizes between commas, such as float32[2,3,32,32]")
     return [int(part) for part in parts]
 
 
