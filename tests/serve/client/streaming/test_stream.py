@@ -1,36 +1,26 @@
-"""Streams of both clients, against the real server and a scripted one."""
+"""Streams of both clients, against the real server."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
 from serve.client import (
     AsyncInferenceClient,
-    Cancelled,
-    DeadlineExceeded,
     InferenceClient,
     InferenceClientError,
     InvalidRequest,
     ModelNotFound,
-    Overloaded,
-    ServerUnavailable,
 )
 from serve.client.streaming import stream_order
-from serve.client.streaming.stream_order import StreamOrder
 from tests.serve.client.conftest import Connect
-from tests.serve.client.driving import metadata
-from tests.serve.client.scripted_server import Failure, ScriptedServer
+from tests.serve.client.streaming.streamed import Clock
 from tests.serve.running_server import RunningServer
 
 WAIT_S = 20
@@ -38,19 +28,6 @@ WAIT_S = 20
 
 def rows(count: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(3).standard_normal((count, 64)).astype(np.float16)
-
-
-def streamed(index: str, *values: float, error: str = "", **parameters: Any) -> pb.ModelStreamInferResponse:
-    """An answer of the model "m" to the request of an id."""
-    response = pb.ModelStreamInferResponse(error_message=error)
-    response.infer_response.id = index
-    if values:
-        response.infer_response.raw_output_contents.append(np.array(values, np.float32).tobytes())
-        response.infer_response.outputs.add(name="y", datatype="FP32", shape=[len(values)])
-    for name, value in parameters.items():
-        field = "int64_param" if isinstance(value, int) else "string_param"
-        setattr(response.infer_response.parameters[name.replace("_", "-")], field, value)
-    return response
 
 
 def test_answers_come_in_the_order_of_the_requests(server: RunningServer, connect: Connect) -> None:
@@ -140,23 +117,6 @@ def test_a_source_whose_own_task_was_cancelled(server: RunningServer) -> None:
     asyncio.run(ask())
 
 
-def test_closing_the_client_ends_its_streams(scripted: ScriptedServer) -> None:
-    scripted.serve_model()
-    scripted.answers["ModelStreamInfer"] = [streamed("0", 1)]
-    scripted.held.add("ModelStreamInfer")
-
-    async def ask() -> None:
-        async with AsyncInferenceClient(scripted.address) as client:
-            stream = client.stream_infer("m", [{"x": [[1, 2]]}] * 2)
-            first = asyncio.ensure_future(anext(stream))
-            assert await asyncio.to_thread(scripted.arrived.wait, WAIT_S)
-            await client.close()
-            with pytest.raises(Cancelled, match="was given up before"):
-                await first
-
-    asyncio.run(ask())
-
-
 def test_an_unknown_model_ends_the_stream(server: RunningServer, connect: Connect) -> None:
     with pytest.raises(ModelNotFound, match="nope"):
         list(connect(server.address).stream_infer("nope", [{"x": rows(1)}]))
@@ -166,104 +126,6 @@ def test_an_unknown_model_ends_the_stream(server: RunningServer, connect: Connec
 def test_in_flight_has_bounds(connect: Connect, in_flight: Any) -> None:
     with pytest.raises(InvalidRequest, match="in_flight must be 1 to 65536 requests, not"):
         list(connect("127.0.0.1:1").stream_infer("m", [], in_flight=in_flight))
-
-
-def test_answers_out_of_order_are_put_in_order(scripted: ScriptedServer, connect: Connect) -> None:
-    scripted.serve_model()
-    scripted.answers["ModelStreamInfer"] = [streamed("1", 1), streamed("0", 0), streamed("2", 2)]
-    scripted.patient = True
-    answers = list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 3))
-    assert [answer.outputs["y"].tolist() for answer in answers] == [[0], [1], [2]]
-
-
-def test_an_error_has_the_status_that_the_server_adds(scripted: ScriptedServer, connect: Connect) -> None:
-    scripted.serve_model()
-    full = streamed("0", error="full", grpc_status=8, grpc_retry_pushback_ms="1500")
-    never = streamed("2", error="full", grpc_status=8, grpc_retry_pushback_ms="9" * 400)
-    scripted.answers["ModelStreamInfer"] = [full, streamed("", error="odd"), never]
-    first, second, third = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 3)
-    assert isinstance(third.error, Overloaded)
-    assert third.error.retry_after_s is None
-    assert isinstance(first.error, Overloaded)
-    assert first.error.retry_after_s == 1.5
-    assert second.error is not None
-    assert (second.error.code, str(second.error)) == ("UNKNOWN", "odd")
-
-
-@pytest.mark.parametrize(
-    ("script", "kind", "text"),
-    [
-        ([streamed("0", 1), streamed("0", 1)], InferenceClientError, "answered request '0' of a stream, which does not wait"),
-        ([streamed("5", 1)], InferenceClientError, "answered request '5'"),
-        ([streamed("zero", 1)], InferenceClientError, "answered request 'zero'"),
-        ([streamed("0" * 5000, 1)], InferenceClientError, "answered request '000"),
-        ([b"\xff\xff"], InferenceClientError, "deserializing|no message that can be read"),
-        ([streamed("0", 1), Failure("UNAVAILABLE", "going down")], ServerUnavailable, "^going down$|closed the connection"),
-        ([Failure("UNIMPLEMENTED", "no streams")], InferenceClientError, "^no streams$|closed the connection"),
-    ],
-    ids=["twice", "unasked", "foreign", "long", "unreadable", "lost", "unknown"],
-)
-def test_a_stream_that_breaks(scripted: ScriptedServer, connect: Connect, script: Any, kind: Any, text: str) -> None:
-    scripted.serve_model()
-    scripted.answers["ModelStreamInfer"] = script
-    with pytest.raises(kind, match=text):
-        list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=WAIT_S))
-
-
-def test_an_answer_that_is_empty(scripted: ScriptedServer, connect: Connect) -> None:
-    scripted.serve_model()
-    scripted.answers["ModelStreamInfer"] = [pb.ModelStreamInferResponse(), streamed("1", 1)]
-    first, second = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2)
-    assert first.error is not None
-    assert (first.error.code, str(first.error)) == ("INTERNAL", "the server's answer holds neither outputs nor an error")
-    assert second.outputs["y"].tolist() == [1]
-
-
-def test_no_answer_in_time(scripted: ScriptedServer, connect: Connect) -> None:
-    scripted.serve_model()
-    scripted.answers["ModelStreamInfer"] = [streamed("0", 1)]
-    scripted.held.add("ModelStreamInfer")
-    stream = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=0.1)
-    with pytest.raises(DeadlineExceeded, match="answered none of 2 requests of a stream within 0.1 s; allow more time"):
-        list(stream)
-    assert scripted.cancelled.wait(WAIT_S)
-
-
-def test_a_stream_that_the_server_does_not_end(scripted: ScriptedServer, connect: Connect) -> None:
-    scripted.serve_model()
-    scripted.answers["ModelStreamInfer"] = [streamed("0", 1), streamed("1", 2)]
-    scripted.endless = True
-    started_s = time.monotonic()
-    answers = list(connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, timeout_s=0.1))
-    assert [answer.outputs["y"].tolist() for answer in answers] == [[1], [2]]
-    assert time.monotonic() - started_s < WAIT_S / 2  # the server would have waited longer
-    assert scripted.cancelled.wait(WAIT_S)
-
-
-def test_the_server_has_time_to_end_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(stream_order, "time", clock)
-    order = StreamOrder(metadata("FP32"), {}, address="h:1")
-    order.request({"x": [1.0]})
-    clock.now = 3.0
-    order.accept(streamed("0", 1.0))
-    clock.now = 60.0
-    assert not order.is_over(5)  # the source may have more
-    order.complete()
-    assert [order.is_over(5), order.patience_s(5)] == [False, 5]
-    clock.now = 65.0
-    assert order.is_over(5)
-    assert not order.is_over(None)
-
-
-class Clock:
-    """Stands for the module `time`: an hour passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def test_time_that_the_caller_takes_does_not_count(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,24 +154,6 @@ def test_time_that_an_asyncio_caller_takes_does_not_count(server: RunningServer,
     assert asyncio.run(ask()) == [0, 1, 2, 3]
 
 
-def test_time_that_the_source_takes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    order = StreamOrder(metadata("FP32"), {}, address="h:1")
-    assert order.patience_s(None) is None
-    now += 60  # the source had nothing to send
-    assert order.patience_s(5) == 5
-    order.request({"x": [1.0]})
-    now += 4
-    assert order.patience_s(5) == 1
-    order.request({"x": [1.0]})
-    order.accept(streamed("0", 1.0))
-    assert order.patience_s(5) == 5
-    now += 5
-    with pytest.raises(DeadlineExceeded, match="h:1 answered none of 1 requests of a stream within 5 s"):
-        order.patience_s(5)
-
-
 def test_an_exception_between_two_answers_is_the_only_one(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     """The exception keeps the stream alive, so that asyncio.run is what closes it."""
 
@@ -335,26 +179,6 @@ def test_asynchronous_sources(server: RunningServer) -> None:
             return [answer.index async for answer in client.stream_infer("mlp", source(), in_flight=2)]
 
     assert asyncio.run(ask()) == [0, 1, 2, 3, 4]
-
-
-@given(st.permutations(range(6)), st.sets(st.integers(0, 5)))
-def test_any_order_of_answers_becomes_the_order_of_requests(arrival: list[int], misfits: set[int]) -> None:
-    order, taken = StreamOrder(metadata("FP32"), {}, address="h:1"), []
-    sent = [order.request({"x": ["no number"] if index in misfits else [1.0]}) for index in range(6)]
-    assert [request is None for request in sent] == [index in misfits for index in range(6)]
-    for index in arrival:
-        if index not in misfits:
-            order.accept(streamed(str(index), float(index)))
-        taken += [answer.index for answer in order.ready()]
-    assert taken == list(range(6))
-    order.check_complete()
-
-
-def test_a_stream_that_ends_too_early() -> None:
-    order = StreamOrder(metadata("FP32"), {}, address="h:1")
-    order.request({"x": [1.0]})
-    with pytest.raises(ServerUnavailable, match="h:1 ended a stream with 1 requests unanswered; send them again"):
-        order.check_complete()
 
 
 def test_a_fork_amid_a_stream_says_so_and_leaves_it_to_its_parent(
