@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,10 +34,11 @@ def take_samples(data: Dataset[Any], count: int) -> Samples:
     """Stack the first `count` items (input, target) of a data set with a length, by its own `collate_fn` where it has one.
 
     Raises:
+        UsageError: Fewer than one is asked for.
         ExportError: The items are no such pairs, or their inputs differ in shape and cannot be stacked.
     """
     if count < 1:
-        raise ExportError(f"samples is {count}; expected at least 1")
+        raise UsageError(f"samples is {count}; expected at least 1")
     items = [data[index] for index in range(min(count, len(data)))]  # type: ignore[arg-type]  # (checked when it was built)
     collate = getattr(data, "collate_fn", None)
     if collate is not None:

@@ -131,18 +131,18 @@ def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: py
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (("--min-agreement", 2), "min_agreement is 2.0; expected a share from 0 to 1"),
-        (("--name", "../x"), "'../x' is no model name"),
-        (("--keep-fp32", "zz"), "keep_fp32 'zz' matches no parameter"),
-        (("--samples", 0), "samples is 0; expected at least 1"),
+        (("--min-agreement", 2), 2, "min_agreement is 2.0; expected a share from 0 to 1"),
+        (("--name", "../x"), 1, "'../x' is no model name"),
+        (("--keep-fp32", "zz"), 1, "keep_fp32 'zz' matches no parameter"),
+        (("--samples", 0), 2, "samples is 0; expected at least 1"),
     ],
 )
 def test_wrong_options_are_one_line(
-    arguments: tuple[object, ...], message: str, save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    arguments: tuple[object, ...], code: int, message: str, save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(save("cnn", "images"), "--repository", tmp_path / "models", *arguments) == 1
+    assert run(save("cnn", "images"), "--repository", tmp_path / "models", *arguments) == code
     assert f"halfserve export: {message}" in capfd.readouterr().err
     assert not (tmp_path / "models").exists()
 

@@ -98,21 +98,21 @@ def test_given_samples_are_repeated_to_the_longest(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (("--dim", "width"), "--dim 'width' is not of the form NAME=SIZE"),
-        (("--dim", "depth=3"), "no input has a dimension 'depth'; there are batch, width, x.0, x.1"),
-        (("--samples", "/nowhere.npz"), "cannot read the samples /nowhere.npz: No such file"),
-        (("--labels", "/nowhere.npy"), "cannot read the labels /nowhere.npy: No such file"),
-        (("--html", "/nowhere/v.html"), "cannot write the page /nowhere/v.html: expected a file in a folder that exists"),
-        (("--certificate", "/proc/c.json"), "cannot write the certificate /proc/c.json: No such file"),
-        (("--max-scaled-error", "-1"), "max_scaled_error is -1.0; expected a number of at least 0"),
+        (("--dim", "width"), 2, "--dim 'width' is not of the form NAME=SIZE"),
+        (("--dim", "depth=3"), 1, "no input has a dimension 'depth'; there are batch, width, x.0, x.1"),
+        (("--samples", "/nowhere.npz"), 1, "cannot read the samples /nowhere.npz: No such file"),
+        (("--labels", "/nowhere.npy"), 1, "cannot read the labels /nowhere.npy: No such file"),
+        (("--html", "/nowhere/v.html"), 1, "cannot write the page /nowhere/v.html: expected a file in a folder that exists"),
+        (("--certificate", "/proc/c.json"), 1, "cannot write the certificate /proc/c.json: No such file"),
+        (("--max-scaled-error", "-1"), 2, "max_scaled_error is -1.0; expected a number of at least 0"),
     ],
 )
 def test_wrong_options_are_one_line(
-    pair: tuple[Path, Path], arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path], arguments: tuple[str, ...], code: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*pair, *arguments) == 1
+    assert run(*pair, *arguments) == code
     out, err = capfd.readouterr()
     assert out == ""
     assert f"halfserve verify: {message}" in err
