@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -60,10 +61,10 @@ class SharedRegion:
             dtype: of its elements: any of fixed size, such as np.float16 or ml_dtypes.bfloat16.
 
         Raises:
-            InvalidRequest: there is no room left for it, or its elements have no fixed size.
+            InvalidRequest: there is no room left for it, its sizes are none, or its elements have no fixed size.
         """
-        sizes, element = ((shape,) if isinstance(shape, int) else tuple(shape)), np.dtype(dtype)
-        if element.hasobject:
+        sizes, element = _sizes_of(shape), np.dtype(dtype)
+        if element.hasobject or not element.itemsize:
             raise InvalidRequest(f"shared memory holds numbers, not {element}; send BYTES in the message")
         needed = math.prod(sizes) * element.itemsize
         with self._lock:
@@ -95,6 +96,17 @@ class SharedRegion:
     def unlink(self) -> None:
         """Remove the object's name; doing so twice is fine."""
         self._unlink()
+
+
+def _sizes_of(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A negative size would stand for what is left of the region, where other arrays lie."""
+    try:
+        sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0:
+        raise InvalidRequest(f"an array has sizes of 0 or more, whole numbers all, not {shape!r}")
+    return sizes
 
 
 def _map_new(path: str, byte_size: int) -> mmap.mmap:

@@ -25,6 +25,7 @@ from serve.client import (
 from serve.client.sharing import shared_tensors
 from serve.client.sharing.shared_region import FOLDER
 from serve.client.sharing.shared_tensors import SlabPool
+from serve.client.values.places import Place
 from tests.models import save_model
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
@@ -294,11 +295,23 @@ def test_where_arrays_lie() -> None:
     [
         (9999, np.int16, r"an array of 19998 bytes does not fit the region of 8192 bytes \(0 are taken\)"),
         (1, object, "holds numbers, not object"),
+        (4, "S", r"holds numbers, not \|S0"),
+        (-1, np.float32, "sizes of 0 or more, whole numbers all, not -1"),
+        ((2, -3), np.float16, r"not \(2, -3\)"),
+        (2.5, np.float32, r"not 2\.5"),
     ],
 )
-def test_arrays_that_a_region_cannot_hold(shape: int, dtype: Any, text: str) -> None:
+def test_arrays_that_a_region_cannot_hold(shape: Any, dtype: Any, text: str) -> None:
+    region = SharedRegion(1000)
     with pytest.raises(InvalidRequest, match=text):
-        SharedRegion(1000).array(shape, dtype)
+        region.array(shape, dtype)
+    assert region.place_of(region.array(1, np.int8)) == Place(region=region.name, offset=0, byte_size=1)
+
+
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    sizes = np.array([300, 300], np.int16)  # whose product is no int16
+    assert SharedRegion(300 * 300).array(sizes, np.uint8).shape == (300, 300)  # type: ignore[arg-type]  # (as numpy takes them)
+    assert SharedRegion(1000).array(np.int64(4), np.float32).shape == (4,)  # type: ignore[arg-type]  # (likewise)
 
 
 def test_regions_that_cannot_be() -> None:
