@@ -87,11 +87,15 @@ def _from_bf16(array: Array) -> Array:
     return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
 
 
+def _has_numbers(array: Array) -> bool:
+    return array.dtype.kind in "fiub" or array.dtype.name == "bfloat16"
+
+
 def _difference(name: str, pairs: Sequence[tuple[Array, Array]]) -> Difference:
     max_abs = scaled = 0.0
     mismatched, agreements = 0, []
     for ours, theirs in pairs:
-        if ours.dtype.kind not in "fiub" and ours.dtype.name != "bfloat16":
+        if not (_has_numbers(ours) and _has_numbers(theirs)):
             mismatched += int((ours != theirs).sum())
             continue
         a, b = ours.astype(np.float64), theirs.astype(np.float64)
@@ -101,7 +105,7 @@ def _difference(name: str, pairs: Sequence[tuple[Array, Array]]) -> Difference:
             largest = float(np.abs(a[finite] - b[finite]).max())
             max_abs = max(max_abs, largest)
             scaled = max(scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
-        if a.ndim >= 2 and a.shape[-1] > 1:
+        if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # a detector may have found nothing
             agreements.append(float((a.argmax(-1) == b.argmax(-1)).mean()))
     agreement = sum(agreements) / len(agreements) if agreements else None
     return Difference(output=name, max_abs=max_abs, scaled=scaled, mismatched=mismatched, agreement=agreement)

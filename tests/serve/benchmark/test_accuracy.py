@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.utils import serialize_byte_tensor
 
 from protos import inference_pb2 as pb
 from serve.benchmark.accuracy import differences
 from serve.client import InferenceClient
 
-WIRES = {"float16": "FP16", "float32": "FP32", "int64": "INT64", "uint16": "BF16"}
+WIRES = {"object": "BYTES", "float16": "FP16", "float32": "FP32", "int64": "INT64", "uint16": "BF16"}
 
 
 class Answering(InferenceClient):
@@ -22,7 +23,9 @@ class Answering(InferenceClient):
         response = pb.ModelInferResponse()
         for name, array in next(self._answers).items():
             response.outputs.add(name=name, datatype=WIRES[array.dtype.name], shape=array.shape)
-            response.raw_output_contents.append(array.tobytes())
+            response.raw_output_contents.append(
+                serialize_byte_tensor(array).item() if array.dtype.hasobject else array.tobytes()
+            )
         return response
 
 
@@ -64,3 +67,20 @@ def test_equal_answers_differ_by_nothing(scale: float) -> None:
     answer = {"y": np.arange(6, dtype=np.float32).reshape(2, 3) * scale}
     (found,), _ = differences(Answering(answer), REQUESTS[:1], Answering(answer), REQUESTS[:1])
     assert found.to_json() == {"output": "y", "max_abs": 0, "scaled": 0, "mismatched": 0, "agreement": 1.0}
+
+
+def test_texts_are_equal_or_not_and_a_number_is_no_text() -> None:
+    words, numbers = np.array([[b"a", b"b"]], np.object_), np.zeros((1, 2), np.float32)
+    ours = Answering({"y": words, "n": numbers}, {"y": words, "n": numbers})
+    theirs = Answering({"y": np.array([[b"a", b"c"]], np.object_), "n": words}, {"y": numbers, "n": numbers})
+    mixed, texts = differences(ours, REQUESTS, theirs, REQUESTS)[0]
+    assert (texts.mismatched, texts.max_abs, texts.agreement) == (1 + 2, 0.0, None)
+    assert (mixed.mismatched, mixed.max_abs, mixed.agreement) == (2, 0.0, 1.0)
+
+
+def test_an_answer_without_rows_agrees_in_none() -> None:
+    rows, none = np.eye(2, 5, dtype=np.float32), np.zeros((0, 5), np.float32)
+    (found,), _ = differences(Answering({"y": none}), REQUESTS[:1], Answering({"y": none}), REQUESTS[:1])
+    assert found.to_json() == {"output": "y", "max_abs": 0, "scaled": 0, "mismatched": 0, "agreement": None}
+    (found,), _ = differences(Answering({"y": rows}, {"y": none}), REQUESTS, Answering({"y": rows}, {"y": none}), REQUESTS)
+    assert found.agreement == 1.0
