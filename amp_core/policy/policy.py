@@ -129,12 +129,7 @@ class Policy:
         return "\n".join(native_rules.explain(name, self.rules().get(name), str(self), device_type) for name in names)
 
     def _with(self, rule: Rule, ops: Iterable[str]) -> Policy:
-        changes = dict(self.changes)
-        for op in ops:
-            _known(op)
-            changes.pop(op, None)
-            changes[op] = rule
-        return Policy(self.preset, tuple(changes.items()))
+        return Policy(self.preset, (*self.changes, *((op, rule) for op in ops)))
 
 
 _PRESETS: dict[str, dict[Rule, Iterable[str]]] = {

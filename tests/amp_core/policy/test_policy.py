@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from amp_core.policy.op_names import overloads_of, qualified_name, qualified_nam
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OPS = ("sum", "exp", "softmax", "matmul", "LSTMCell", "__pow__", "gelu", "einsum")
+OPS = ("sum", "exp", "softmax", "matmul", "LSTMCell", "lstm_cell", "__pow__", "pow", "gelu", "einsum")
 policies = st.builds(
     Policy,
     st.sampled_from(["native", "cuda"]),
@@ -54,6 +54,27 @@ def test_changing_a_policy_makes_another_and_a_later_change_wins(policy: Policy,
     assert str(policy) == before
     for name in qualified_names(op):
         assert changed.rules().get(name, Rule.NATIVE) is rule
+
+
+def test_of_a_policy_made_by_hand_the_latest_change_of_an_operation_stays() -> None:
+    policy = Policy("cuda", (("pow", Rule.FP32), ("exp", Rule.LOW), ("pow", Rule.BAN)))
+    assert policy.changes == (("exp", Rule.LOW), ("pow", Rule.BAN))
+    assert str(policy) == "cuda+low:exp+ban:pow"
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "message"),
+    [
+        (3, (), "starts with the name of a preset, native or cuda; got 3"),
+        ("cuda", (("softmx", Rule.LOW),), "did you mean 'softmax'"),
+        ("cuda", ((["exp"], Rule.LOW),), r"an operation is named by a string, such as 'softmax'; got \['exp'\]"),
+        ("cuda", (("exp", "fp31"),), r"expected changes as pairs \(operation, rule\), a rule being low"),
+        ("cuda", (("exp", Rule.LOW, 1),), "expected changes as pairs"),
+    ],
+)
+def test_a_policy_made_by_hand_is_checked(preset: Any, changes: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Policy(preset, changes)
 
 
 def test_native_is_a_preset_on_the_class_and_a_change_on_a_policy() -> None:
