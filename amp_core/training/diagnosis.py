@@ -120,9 +120,8 @@ def _loss(training: Training, batch: Batch, region: AbstractContextManager[Any])
 def is_finite(value: Any) -> bool:
     """Whether no tensor in a value, or in the tuples, lists and dicts that it is made of, holds an infinity or a NaN."""
     if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(
-            torch.isfinite(value.coalesce().values() if value.is_sparse else value).all()
-        )
+        has_fractions = value.is_floating_point() or value.is_complex()
+        return not has_fractions or bool(torch.isfinite(value.coalesce().values() if value.is_sparse else value).all())
     if isinstance(value, dict):
         return all(map(is_finite, value.values()))
     return not isinstance(value, (tuple, list)) or all(map(is_finite, value))

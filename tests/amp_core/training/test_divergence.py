@@ -105,10 +105,11 @@ def test_looking_for_the_cause_leaves_everything_as_it_was(tmp_path: Path) -> No
         for name, value in training.model.state_dict().items():
             assert torch.equal(value, before[name]), name
         assert all(parameter.grad is None for parameter in training.model.parameters())
+        assert not any(module._forward_hooks for module in training.model.modules())
 
 
 def test_is_finite_looks_into_everything() -> None:
     good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
     assert is_finite([good, {"a": (good, 3, None)}, torch.ones(2, dtype=torch.int64), good.to_sparse()])
-    for value in (bad, [good, bad], {"a": {"b": (good, bad)}}, bad.to_sparse()):
+    for value in (bad, [good, bad], {"a": {"b": (good, bad)}}, {"a": good, "b": bad}, bad.to_sparse(), torch.fft.rfft(bad)):
         assert not is_finite(value)
