@@ -58,6 +58,14 @@ def not_a_pair() -> TensorDataset:
     return pairs()[0]
 
 
+def three() -> tuple[TensorDataset, ...]:
+    return (*pairs(), pairs()[1])
+
+
+def empty_training() -> tuple[TensorDataset, TensorDataset]:
+    return TensorDataset(torch.ones(0, 2), torch.ones(0)), pairs()[1]
+
+
 def empty() -> tuple[TensorDataset, TensorDataset]:
     return pairs()[0], TensorDataset(torch.ones(0, 2), torch.ones(0))
 
@@ -136,9 +144,17 @@ def test_foreign_files_are_refused_in_one_line(tmp_path: Path, content: Any, mes
     assert "\n" not in str(error.value)
 
 
-def test_a_field_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c.pt", checkpoint(epoch="three"))
-    with pytest.raises(CheckpointError, match="has epoch as str, expected int"):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("three", "has epoch as str, expected int"),
+        (True, "has epoch as bool, expected int"),
+        (-1, "has epoch -1, expected 0 or above"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(tmp_path: Path, value: Any, message: str) -> None:
+    save_checkpoint(tmp_path / "c.pt", checkpoint(epoch=value))
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path / "c.pt")
 
 
@@ -241,6 +257,8 @@ def test_a_model_that_the_weights_do_not_fit() -> None:
     [
         ("not_a_pair", "returned a TensorDataset; expected a pair of torch data sets"),
         ("no_model", "returned a int; expected a pair of torch data sets"),
+        ("three", "returned a tuple of 3; expected a pair of torch data sets"),
+        ("empty_training", "the training set that '.*' returned has no items"),
         ("empty", "the held-out set that '.*' returned has no items"),
         (
             "streamed_held_out",
