@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferRequest
+from serve.engine.batches.late_inputs import LateArray, LateInputs
 from serve.engine.batches.raw_inputs import RawInput, RawLayout
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
-from serve.engine.tensors import Array, TensorSpec
+from serve.engine.tensors import Array, Tensors, TensorSpec
 from serve.protocol.raw_tensors import from_raw
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import PLACE_PARAMETERS, place_of
 
 # Typed contents that protobuf writes as an array has them. One by one, a batch of pictures would take a fourth of a second.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
+# From so many bytes of a BYTES input, or elements of typed contents that are read one by one, they are read by the thread that
+# computes them: each takes 0.05 to 0.25 us.
+LATE_BYTES, LATE_ELEMENTS = 2**14, 2**12
+PIECE = 4096  # elements that are taken in one go: meanwhile nothing else in this process runs
 
 
 @dataclass(frozen=True)
@@ -28,18 +34,18 @@ class DecodedInputs:
     """The tensors of a request that fit the model.
 
     Attributes:
-        inputs: read-only views on the received bytes where possible.
+        inputs: read-only views on the received bytes where possible; what takes long to read is read when it is asked for.
         rows: of the batch dimension; 1 for a model without one.
         bucket: equal for requests of one shape, apart from the batch dimension.
     """
 
-    inputs: dict[str, Array]
+    inputs: Tensors
     rows: int
     bucket: Hashable
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
-    """Check every input against the model and view its bytes as an array.
+    """Check every input against the model and view its bytes as an array. What is read late may turn out wrong then.
 
     Raises:
         InvalidArgumentError: a name, datatype, shape, row or byte count is wrong; the text names the input and both values.
@@ -52,7 +58,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
     if raw and len(raw) != sent:
         raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {sent}, one per input that is sent")
     entries = iter(raw)
-    arrays: dict[str, Array] = {}
+    arrays: dict[str, Array | LateArray] = {}
     for tensor, place in zip(request.inputs, places, strict=True):
         spec = _spec(tensor, model, arrays)
         if (raw or place is not None) and tensor.HasField("contents"):
@@ -60,19 +66,19 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
             raise InvalidArgumentError(f"input {spec.name!r} has contents and {other}, expected one of them")
         try:
             if place is not None:
-                arrays[spec.name] = _from_raw(memory.read(place).data, spec.datatype, tensor.shape)
+                arrays[spec.name] = _from_raw(memory.read(place).data, spec, tensor.shape)
             elif raw:
-                arrays[spec.name] = _from_raw(next(entries), spec.datatype, tensor.shape)
+                arrays[spec.name] = _from_raw(next(entries), spec, tensor.shape)
             else:
-                arrays[spec.name] = _from_contents(tensor.contents, spec.datatype, tensor.shape)
+                arrays[spec.name] = _from_contents(tensor.contents, spec, tensor.shape)
         except ValueError as error:
-            raise InvalidArgumentError(f"input {spec.name!r} {error}") from None
+            raise _wrong(spec, error) from None
     if len(arrays) != len(model.inputs):
         missing = ", ".join(repr(name) for name in model.inputs if name not in arrays)
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
     rows = _rows(arrays, model)
-    arrays = {name: model.inputs[name].to_model(array) for name, array in arrays.items()}
-    return DecodedInputs(arrays, rows, _bucket(arrays, model))
+    arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
+    return DecodedInputs(_inputs(arrays), rows, _bucket(arrays, model))
 
 
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
@@ -101,7 +107,7 @@ def input_places(request: ModelInferRequest) -> list[Place | None]:
     return [place_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
 
 
-def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: dict[str, Array]) -> TensorSpec:
+def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mapping[str, Any]) -> TensorSpec:
     spec = model.inputs.get(tensor.name)
     if spec is None:
         raise InvalidArgumentError(f"input {tensor.name!r} is not one of the model's: {_names(model.inputs)}")
@@ -115,7 +121,7 @@ def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: dict[s
     return spec
 
 
-def _rows(arrays: dict[str, Array], model: Model) -> int:
+def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
     if not model.max_batch_size:
         return 1
     sizes = {name: array.shape[0] for name, array in arrays.items()}
@@ -127,7 +133,7 @@ def _rows(arrays: dict[str, Array], model: Model) -> int:
     return rows
 
 
-def _bucket(arrays: dict[str, Array], model: Model) -> Hashable:
+def _bucket(arrays: Mapping[str, Array | LateArray], model: Model) -> Hashable:
     # Without a batch dimension requests run alone, as a batch is one row then; how long that takes depends on the whole shape.
     first = 1 if model.max_batch_size else 0
     if len(arrays) == 1:
@@ -137,13 +143,17 @@ def _bucket(arrays: dict[str, Array], model: Model) -> Hashable:
     return tuple(arrays[name].shape[first:] for name in model.inputs)
 
 
-def _from_raw(raw: bytes | memoryview, datatype: Datatype, shape: Sequence[int]) -> Array:
+def _from_raw(raw: bytes | memoryview, spec: TensorSpec, shape: Sequence[int]) -> Array | LateArray:
+    datatype = spec.datatype
+    if datatype.itemsize is None and len(raw) > LATE_BYTES:
+        return _late(spec, shape, partial(from_raw, raw, datatype, tuple(shape)))
     array = from_raw(raw, datatype, shape)
     # Bit patterns are enough for a client; a backend computes with the numbers.
     return array.view(datatype.array_dtype) if datatype.numpy is None else array
 
 
-def _from_contents(contents: Any, datatype: Datatype, shape: Sequence[int]) -> Array:
+def _from_contents(contents: Any, spec: TensorSpec, shape: Sequence[int]) -> Array | LateArray:
+    datatype = spec.datatype
     if datatype.contents is None:
         raise ValueError(f"of datatype {datatype.wire} has no typed contents, expected its bytes in raw_input_contents")
     values = getattr(contents, datatype.contents)
@@ -157,12 +167,42 @@ def _from_contents(contents: Any, datatype: Datatype, shape: Sequence[int]) -> A
         contents.DiscardUnknownFields()
         written = memoryview(contents.SerializeToString())  # a tag, a length, and then the elements
         return from_raw(written[-len(values) * (datatype.itemsize or 1) :], datatype, shape)
+    if len(values) > LATE_ELEMENTS:
+        return _late(spec, shape, partial(_one_by_one, values, datatype))
+    return _one_by_one(values, datatype).reshape(shape)
+
+
+def _one_by_one(values: Any, datatype: Datatype) -> Array:
     array = np.empty(len(values), datatype.numpy)
     try:
-        array[:] = list(values)
+        for at in range(0, len(values), PIECE):
+            array[at : at + PIECE] = values[at : at + PIECE]
     except OverflowError:
         raise ValueError(f"has an element in {datatype.contents} outside the range of {datatype.wire}") from None
-    return array.reshape(shape)
+    return array
+
+
+def _late(spec: TensorSpec, shape: Sequence[int], read: Callable[[], Array]) -> LateArray:
+    def checked() -> Array:
+        try:
+            return read()
+        except ValueError as error:
+            raise _wrong(spec, error) from None
+
+    return LateArray(tuple(shape), checked)
+
+
+def _to_model(array: Array | LateArray, spec: TensorSpec) -> Array | LateArray:
+    return replace(array, shape=spec.shape_for_model(array.shape)) if isinstance(array, LateArray) else spec.to_model(array)
+
+
+def _inputs(arrays: Mapping[str, Array | LateArray]) -> Tensors:
+    read = {name: array for name, array in arrays.items() if not isinstance(array, LateArray)}
+    return read if len(read) == len(arrays) else LateInputs(arrays)
+
+
+def _wrong(spec: TensorSpec, error: ValueError) -> InvalidArgumentError:
+    return InvalidArgumentError(f"input {spec.name!r} {error}")
 
 
 def _names(specs: dict[str, TensorSpec]) -> str:

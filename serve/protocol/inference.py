@@ -14,7 +14,7 @@ from serve.engine.errors import BackendError, InferenceError, InvalidArgumentErr
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.requests import InferRequest
-from serve.engine.tensors import Array, Tensors
+from serve.engine.tensors import Tensors
 from serve.protocol.codec import decode_inputs, input_places, raw_layout
 from serve.protocol.infer_wire import cut_request
 from serve.protocol.messages import check_fields, parse
@@ -112,7 +112,7 @@ class Inference:
             self._memory.check(place)
         return RawInputs(layout, data, offsets, form.readers)
 
-    def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, dict[str, Array]]:
+    def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
         decoded = decode_inputs(request, model, self._memory)
         outputs = wanted_names(request, model)

@@ -12,6 +12,7 @@ from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferRequest
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
+from serve.engine.batches.late_inputs import LateInputs
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
 from serve.engine.queueing.batch_limits import BatchLimits
@@ -204,6 +205,55 @@ def test_typed_truth_values_are_not_looked_at_one_by_one() -> None:
 def test_wrong_typed_contents_are_refused(wire: str, field: str, values: list[Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         typed(wire, field, values, [1, 1])
+
+
+MANY = 10_000
+PREFIXED = b"".join(bytes([size, 0, 0, 0]) + b"e" * size for size in (number % 7 for number in range(MANY)))
+
+
+@pytest.mark.parametrize(
+    ("wire", "given", "expected"),
+    [
+        ("BYTES", PREFIXED, [b"e" * (number % 7) for number in range(MANY)]),
+        ("BYTES", {"bytes_contents": [b"%d" % number for number in range(MANY)]}, [b"%d" % number for number in range(MANY)]),
+        ("INT64", {"int64_contents": range(-5, MANY - 5)}, list(range(-5, MANY - 5))),
+    ],
+)
+def test_many_elements_that_are_read_one_by_one_are_read_by_who_asks(wire: str, given: Any, expected: list[Any]) -> None:
+    message = ModelInferRequest()
+    tensor = message.inputs.add(name="x", datatype=wire, shape=[1, MANY // 2, 2])
+    if isinstance(given, bytes):
+        message.raw_input_contents.append(given)
+    else:
+        (field,) = given
+        getattr(tensor.contents, field).extend(given[field])
+    whole = TensorSpec(name="x", datatype=BY_WIRE[wire], shape=(-1, MANY // 2, 2), model_shape=(-1, 2, MANY // 2))
+    decoded = decode_inputs(message, model(whole), OFF)
+    assert isinstance(decoded.inputs, LateInputs)
+    assert (decoded.rows, decoded.bucket, list(decoded.inputs)) == (1, (2, MANY // 2), ["x"])
+    array = decoded.inputs["x"]
+    assert (array.dtype, array.shape) == (BY_WIRE[wire].numpy, (1, 2, MANY // 2))
+    assert array.ravel().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("wire", "given", "message"),
+    [
+        ("BYTES", PREFIXED[:-1], f"input 'x' ends inside BYTES element {MANY - 1}, expected a 4-byte length and as many bytes"),
+        ("BYTES", PREFIXED + bytes(4), f"input 'x' has more than {MANY} BYTES elements, expected {MANY}"),
+        ("INT8", [*[1] * (MANY - 1), 300], "input 'x' has an element in int_contents outside the range of INT8"),
+    ],
+)
+def test_many_wrong_elements_get_the_same_words_when_they_are_read(wire: str, given: Any, message: str) -> None:
+    request = ModelInferRequest()
+    tensor = request.inputs.add(name="x", datatype=wire, shape=[1, MANY])
+    if isinstance(given, bytes):
+        request.raw_input_contents.append(given)
+    else:
+        tensor.contents.int_contents.extend(given)
+    decoded = decode_inputs(request, model(spec("x", wire, -1, -1)), OFF)
+    with pytest.raises(InvalidArgumentError, match=message):
+        decoded.inputs["x"]
 
 
 def test_a_huge_shape_is_a_clear_error() -> None:
