@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,8 +78,13 @@ def new_token(
     return token, " ".join([line, *attributes])
 
 
-def read_tokens(path: Path) -> list[Holder]:
+def read_tokens(path: Path, known: dict[str, Holder] | None = None) -> list[Holder]:
     """The holders in a file, in its order.
+
+    Args:
+        path: of the file.
+        known: the lines that were read the last time, which are not taken apart again: a line takes 10 us, and a file may have
+            thousands, be changed by one, or be wrong and be read each second. Gets those of this time. None knows none.
 
     Raises:
         SecurityError: it cannot be read, a line is none, a name or a token comes twice, or there is no token.
@@ -90,26 +95,32 @@ def read_tokens(path: Path) -> list[Holder]:
         raise SecurityError(f"token file {path} cannot be read: {error.strerror}; `halfserve token` makes its lines") from None
     except UnicodeDecodeError:
         raise SecurityError(f"token file {path} is no text; {EXPECTED} in each line") from None
-    holders = [
-        _holder(line.strip(), f"token file {path}, line {number}") for number, line in enumerate(lines, 1) if _says(line)
-    ]
+    holders = _holders(lines, path, {} if known is None else known)
     if not holders:
         raise SecurityError(f"token file {path} holds no token, so nobody could come in; {EXPECTED}")
-    _check_once("name", path, [(holder, holder.name) for holder in holders])
-    _check_once("token", path, [(holder, holder.digest.hex()) for holder in holders])
+    _check_once("name", path, holders, [holder.name for holder in holders])
+    _check_once("token", path, holders, [holder.digest for holder in holders])
     return holders
 
 
-def _check_once(what: str, path: Path, values: list[tuple[Holder, str]]) -> None:
-    seen = set[str]()
-    for holder, value in values:
+def _holders(lines: list[str], path: Path, known: dict[str, Holder]) -> list[Holder]:
+    holders: list[Holder] = []
+    before = known.copy()
+    known.clear()
+    for number, line in enumerate(lines, 1):
+        said = line.strip()
+        if said and not said.startswith("#"):
+            holder = known[said] = before.get(said) or _holder(said, f"token file {path}, line {number}")
+            holders.append(holder)
+    return holders
+
+
+def _check_once(what: str, path: Path, holders: list[Holder], values: Sequence[str | bytes]) -> None:
+    seen = set[str | bytes]()
+    for holder, value in zip(holders, values, strict=True):
         if value in seen:
             raise SecurityError(f"token file {path} has the {what} of {holder.name!r} twice; expected one line for each")
         seen.add(value)
-
-
-def _says(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _holder(line: str, where: str) -> Holder:

@@ -40,7 +40,8 @@ class Tokens:
             SecurityError: it cannot be used.
         """
         self._path = path
-        self._file = Reloadable(lambda: read_tokens(path), "the tokens that were read before stay valid", [path])
+        lines: dict[str, Holder] = {}
+        self._file = Reloadable(lambda: read_tokens(path, lines), "the tokens that were read before stay valid", [path])
         self._ends = TokenEnds(path, clock)
         self._valid: dict[str, Holder] = {}
         self._by_digest: dict[bytes, Holder] = {}
@@ -118,7 +119,7 @@ class Tokens:
     def _take(self) -> None:
         """Who stays the same stays the same object: `check` can do without comparing."""
         before = self._valid
-        self._valid = {new.name: old if (old := before.get(new.name)) == new else new for new in self._file.value}
+        self._valid = {new.name: _same(before.get(new.name), new) for new in self._file.value}
         self._by_digest = {holder.digest: holder for holder in self._valid.values()}
         self._hides_models = any(holder.rights is not None for holder in self._valid.values())
         self._ends.take(self._valid.values())
@@ -126,6 +127,10 @@ class Tokens:
     def _find(self, token: bytes) -> Holder | None:
         """By the token's hash: how long it takes tells at most of hashes, of which nobody can choose a part."""
         return self._by_digest.get(hashlib.sha256(token).digest())
+
+
+def _same(old: Holder | None, new: Holder) -> Holder:
+    return old if old is not None and (old is new or old == new) else new
 
 
 def _token(authorization: bytes | None) -> bytes | None:

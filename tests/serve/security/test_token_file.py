@@ -11,7 +11,7 @@ import pytest
 from serve.engine.errors import PermissionDeniedError, UnauthenticatedError
 from serve.security.errors import SecurityError
 from serve.security.roles import Role
-from serve.security.token_file import new_token, read_tokens
+from serve.security.token_file import Holder, new_token, read_tokens
 from serve.security.tokens import Tokens
 from tests.serve.security.guarded import tokens_in
 
@@ -48,6 +48,22 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, content: str, tex
         read_tokens(tmp_path / "tokens")
     assert text in str(refused.value)
     assert str(tmp_path / "tokens") in str(refused.value)
+
+
+def test_lines_that_were_read_before_are_not_taken_apart_again(tmp_path: Path) -> None:
+    path, known = tmp_path / "tokens", dict[str, Holder]()
+    lines = [LINE.replace("a:", f"{name}:", 1).replace("0", digit) for name, digit in (("a", "0"), ("b", "1"), ("c", "2"))]
+    path.write_text("\n".join(lines))
+    first = read_tokens(path, known)
+    path.write_text("\n".join([*lines, "no token"]))
+    for _ in range(2):
+        with pytest.raises(SecurityError, match="line 4: is no token"):
+            read_tokens(path, known)
+    path.write_text("\n".join(["# two are gone", f"  {lines[2]}", lines[0].replace(":infer", ":admin")]))
+    same, other = read_tokens(path, known)
+    assert same is first[2]
+    assert (other.name, other.roles) == ("a", frozenset({Role.ADMIN})), "what a line says is what counts"
+    assert len(known) == 2
 
 
 def test_a_token_that_stands_where_its_hash_belongs_is_not_repeated(tmp_path: Path) -> None:
