@@ -13,11 +13,12 @@ from export.files.format_opset import format_opset
 from export.onnx_fp16.casting import Caster
 from export.onnx_fp16.cleanup import drop_idle_casts
 from export.onnx_fp16.element_types.value_types import declared_values, forget_inferred
-from export.onnx_fp16.graph_walk import all_nodes
+from export.onnx_fp16.graph_walk import all_nodes, bodies
 from export.onnx_fp16.mark import is_marked, mark
 from export.onnx_fp16.planning.block_lists import Known, require_known
 from export.onnx_fp16.planning.containers import settle_containers
 from export.onnx_fp16.planning.islands import close_islands
+from export.onnx_fp16.planning.op_sets import MOVERS
 from export.onnx_fp16.planning.plan import Plan, blank_plan
 from export.onnx_fp16.planning.reasons import keep_nodes
 from export.onnx_fp16.planning.weight_range import WeightRange
@@ -27,6 +28,7 @@ from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, rep
 from export.onnx_fp16.settings import settings_of
 
 FIRST_OPSET_WITH_CASTS = 6  # that say types by number
+_COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,8 @@ def convert(
         The model and the report.
 
     Raises:
-        ExportError: A list names something that the model does not have, functions cannot be inlined, a repair failed, or casts
-            are needed in a model from before opset 6.
+        ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in
+            bfloat16, a repair failed, or casts are needed in a model from before opset 6.
     """
     settings = settings_of(keep_io_types, op_block_list, node_block_list, repair)
     if is_marked(model, settings):
@@ -81,6 +83,7 @@ def convert(
     else:
         prepare(model, settings)
         repairs = ()
+    _refuse_bfloat16(model)
     known.add(model)
     require_known(known, settings)
     counted = float_nodes(model)
@@ -106,6 +109,18 @@ def _decide(plan: Plan) -> WeightRange:
     settle_containers(plan)  # again: a kept node may hold a sequence
     close_islands(plan)
     return ranges
+
+
+def _refuse_bfloat16(model: onnx_ir.Model) -> None:
+    """Such nodes would stay as they are, in a model that is to be float16 and that is taken for one."""
+    for node in all_nodes(model):
+        if node.op_type in _COMPUTE_NOTHING or any(bodies(node)):
+            continue
+        if any(value is not None and value.dtype == onnx_ir.DataType.BFLOAT16 for value in (*node.inputs, *node.outputs)):
+            raise ExportError(
+                f"{node.op_type} {node.name!r} computes in bfloat16; expected a float32 model: export it again from the module "
+                "after .float(), which keeps every weight's value, and convert that"
+            )
 
 
 def _require_casts(model: onnx_ir.Model, caster: Caster) -> None:

@@ -97,6 +97,8 @@ def _values(value: Input, shape: list[int], limit: int | None, generator: np.ran
     named = value.name.lower()
     if value.dtype == np.bool_ or ("mask" in named and np.issubdtype(value.dtype, np.integer)):
         return np.ones(shape, value.dtype)
+    if value.elem_type == onnx.TensorProto.BFLOAT16:  # samples would not help: ONNX Runtime takes none from numpy
+        raise ExportError(f"input {value.name!r} is {value}, which cannot be verified: export the model again, in float32")
     if not np.issubdtype(value.dtype, np.integer):
         raise ExportError(f"input {value.name!r} is {value}; values for it cannot be made up: give samples")
     if "token_type" in named or "segment" in named:

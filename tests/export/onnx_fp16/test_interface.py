@@ -191,7 +191,7 @@ def test_a_model_in_float16_stays_as_it_is() -> None:
 def test_doubles_bfloats_and_eight_bits_stay() -> None:
     model = parse(
         """g (double[3] d, bfloat16[3] b, float[3] x) => (double[3] e, bfloat16[3] c, float8e4m3fn[3] q, float[3] y) {
-        e = Mul (d, dw) c = Neg (b) q = Cast <to = 17> (x) f = Cast <to = 1> (d) y = Add (f, x) }""",
+        e = Mul (d, dw) c = Identity (b) q = Cast <to = 17> (x) f = Cast <to = 1> (d) y = Add (f, x) }""",
     )
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1e300, 1, 2]), "dw"))
     converted, _ = halve(model)
@@ -199,3 +199,21 @@ def test_doubles_bfloats_and_eight_bits_stay() -> None:
     known = types(converted)
     assert (known["dw"], known["e"]) == (onnx.TensorProto.DOUBLE, onnx.TensorProto.DOUBLE)
     assert (known["c"], known["q"]) == (onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT8E4M3FN)
+
+
+@pytest.mark.parametrize("repair", [True, False])
+@pytest.mark.parametrize("body", ["y = Neg (c)", "c2 = Abs (c) y = Cast <to = 1> (c2)"])
+def test_what_computes_in_bfloat16_is_refused(body: str, repair: bool) -> None:
+    kind = "float" if "Cast" in body else "bfloat16"
+    model = parse(f"g (float[3] x) => ({kind}[3] y) {{ a = Exp (x) c = Cast <to = 16> (a) {body} }}")
+    with pytest.raises(ExportError, match=r"(Neg 'y'|Abs 'c2') computes in bfloat16; expected a float32 model: .*\.float\(\)"):
+        convert_float_to_float16(model, repair=repair)
+
+
+def test_what_computes_in_bfloat16_is_seen_in_bodies() -> None:
+    model = parse(
+        """g (bool c, bfloat16[3] x) => (bfloat16[3] y) { y = If (c) <
+        then_branch = t () => (bfloat16[3] a) { a = Identity (x) }, else_branch = e () => (bfloat16[3] b) { b = Neg (x) }> }"""
+    )
+    with pytest.raises(ExportError, match="Neg .* computes in bfloat16"):
+        convert_float_to_float16(model)

@@ -80,9 +80,10 @@ def test_sizes_beyond_memory_are_refused(bert: onnx.ModelProto, size: int) -> No
     [
         (TensorProto.FLOAT, None, "input 'x' declares no shape, so none can be made up; give samples"),
         (TensorProto.STRING, ["n"], r"input 'x' is string \[n\]; values for it cannot be made up: give samples"),
+        (TensorProto.BFLOAT16, ["n"], r"input 'x' is bfloat16 \[n\], which cannot be verified: export the model again, in"),
     ],
 )
-def test_inputs_that_cannot_be_made_up_ask_for_samples(elem_type: int, shape: list[str] | None, message: str) -> None:
+def test_inputs_that_cannot_be_made_up_say_what_to_do(elem_type: int, shape: list[str] | None, message: str) -> None:
     values = [helper.make_tensor_value_info(name, elem_type, shape) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", values[:1], values[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
