@@ -9,6 +9,7 @@ from export.onnx_fp16.graph_walk import all_nodes, bodies, is_float
 from export.onnx_fp16.planning.block_lists import block_reason
 from export.onnx_fp16.planning.exact_arithmetic import keep_exact
 from export.onnx_fp16.planning.plan import Plan
+from export.onnx_fp16.planning.quantized_gaps import quantized_gaps
 from export.onnx_fp16.planning.quantized_layers import REASON as BETWEEN_REASON
 from export.onnx_fp16.planning.quantized_layers import nodes_between
 from export.onnx_fp16.planning.runtime_gaps import runtime_gap
@@ -31,6 +32,8 @@ def keep_nodes(plan: Plan) -> None:
     keep_exact(plan)
     for node in nodes_between(plan.model):
         plan.keep(node, BETWEEN_REASON)
+    for node, reason in quantized_gaps(plan.model):
+        plan.keep(node, reason)
 
 
 def _keep_unsupported(plan: Plan, node: onnx_ir.Node) -> None:

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from benchmarks.converters.runtime import Session
+from export.onnx_fp16.planning.quantized_gaps import BIAS_REASON, CONCAT_REASON
+from tests.export.onnx_fp16.models import halve, normal, parse, reasons
+
+LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"]
+STEP = 0.02
+
+
+def quantized(name: str, source: str = "", scale: str = "s") -> str:
+    return f"q{name} = QuantizeLinear ({source or name}, {scale}, zero) d{name} = DequantizeLinear (q{name}, {scale}, zero) "
+
+
+def model(body: str, result: str, *, opset: int = 21, **weights: Any) -> onnx.ModelProto:
+    scales = {"s": np.float32(0.01), "step": np.float32(STEP), "zero": np.uint8(128)}
+    graph = f"g (float[2, 4, 8, 8] x, float[2, 4, 8, 8] z) => (float[a, b, c, d] y) {{ {body} y = Identity ({result}) }}"
+    return parse(graph, opset=opset, **(scales | weights))
+
+
+def steps_away(source: onnx.ModelProto, converted: onnx.ModelProto, level: str) -> float:
+    feeds = {"x": normal(2, 4, 8, 8), "z": normal(2, 4, 8, 8)}
+    before = Session(source.SerializeToString(), "ORT_DISABLE_ALL").run(feeds)[0]
+    after = Session(converted.SerializeToString(), level).run(feeds)[0]
+    return float(np.abs(after.astype(np.float64) - before).max()) / STEP
+
+
+BOTH = quantized("x") + quantized("z")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "joined",
+    [
+        "c = Concat <axis = 1> (dx, dz)",
+        "t = Transpose <perm = [0, 1, 3, 2]> (dx) c = Concat <axis = 1> (t, dz)",
+        "t = MaxPool <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (dx) c = Concat <axis = 1> (t, dz)",
+        "t = Concat <axis = 1> (dx, dz) c = Transpose <perm = [0, 1, 3, 2]> (t)",
+    ],
+)
+def test_a_concat_of_quantized_tensors_opens_and_is_right(joined: str, level: str) -> None:
+    source = model(BOTH + joined + quantized("c", scale="step"), "dc")
+    converted, report = halve(source)
+    assert set(reasons(report).values()) == {CONCAT_REASON}
+    assert steps_away(source, converted, level) < 1.5
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        "r = Relu (dx) c = Concat <axis = 1> (r, dz)",
+        "c = Concat <axis = 1> (dx, z)",
+        "e = Concat <axis = 1> (dx, dz) c = Relu (e)",
+    ],
+)
+def test_another_concat_is_float16(joined: str) -> None:
+    source = model(BOTH + joined + quantized("c", scale="step"), "dc")
+    converted, report = halve(source)
+    assert reasons(report) == {}
+    assert steps_away(source, converted, "ORT_ENABLE_ALL") < 1.5
+
+
+def test_a_concat_whose_result_is_read_as_it_is_is_float16() -> None:
+    body = BOTH + "c = Concat <axis = 1> (dx, dz) " + quantized("c", scale="step") + "e = Abs (c) f = Add (e, dc)"
+    assert reasons(halve(model(body, "f"))[1]) == {}
+
+
+def layer(scale: float, *, op: str = "Conv", bias: float = 1.0, end: str = "Relu") -> onnx.ModelProto:
+    weights: dict[str, Any] = {
+        "w": np.random.default_rng(0).integers(-127, 127, (4, 4, 3, 3)).astype(np.int8),
+        "s": np.float32(scale),
+        "ws": np.full(4 if op == "Conv" else (), scale, np.float32),
+        "b": bias * normal(4),
+    }
+    body = f"dw = DequantizeLinear <axis = 0> (w, ws) p = {op} (dx, dw, b) e = {end} (p) "
+    return model(quantized("x") + body + quantized("e", scale="step"), "de", **weights)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("op", ["Conv", "ConvTranspose"])
+@pytest.mark.parametrize("scale", [1e-4, 1e-3, 4e-3])
+def test_the_bias_of_a_layer_between_quantized_tensors_keeps_its_value(scale: float, op: str, level: str) -> None:
+    source = layer(scale, op=op)
+    converted, report = halve(source)
+    assert reasons(report) == {"dw": BIAS_REASON}
+    assert steps_away(source, converted, level) < 1.5
+
+
+def test_a_large_bias_is_no_quotient_for_float16() -> None:
+    assert reasons(halve(layer(0.01))[1]) == {}
+    assert reasons(halve(layer(0.01, bias=50.0))[1]) == {"dw": BIAS_REASON}
+
+
+def test_a_layer_whose_bias_the_runtime_leaves_alone_is_float16() -> None:
+    assert reasons(halve(layer(1e-3, end="Sigmoid"))[1]) == {}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scales_that_are_no_constants_may_be_small(level: str) -> None:
+    source = layer(1e-3)
+    (place,) = (index for index, tensor in enumerate(source.graph.initializer) if tensor.name == "s")
+    scale = onnx.numpy_helper.to_array(source.graph.initializer[place])
+    del source.graph.initializer[place]
+    halved = onnx.helper.make_node("Mul", ["hs", "two"], ["s"], name="s")
+    source.graph.node.insert(0, halved)
+    for name, value in (("hs", scale / 2), ("two", np.float32(2))):
+        source.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name))
+    converted, report = halve(source)
+    assert reasons(report)["dw"] == BIAS_REASON
+    assert steps_away(source, converted, level) < 1.5
