@@ -6,6 +6,7 @@ from export.onnx_fp16.passes import RepairPass
 from export.onnx_fp16.repair.fold_batch_norm import FoldBatchNorm
 from export.onnx_fp16.repair.fold_scale import FoldScale
 from export.onnx_fp16.repair.keep_fragile import KeepFragile
+from export.onnx_fp16.repair.keep_masks import KeepMasks
 from export.onnx_fp16.repair.limit_gelu import LimitGelu
 from export.onnx_fp16.repair.refuse_layer_norm import RefuseLayerNorm
 from export.onnx_fp16.repair.refuse_log_softmax import RefuseLogSoftmax
@@ -25,5 +26,6 @@ REPAIRS: tuple[RepairPass, ...] = (
     RefuseSoftplus(),
     LimitGelu(),
     SoftenMasks(),
+    KeepMasks(),
     KeepFragile(),
 )
