@@ -14,7 +14,7 @@ from export.certificate.figures import Figures
 from export.certificate.probe import Probe
 from export.certificate.risk import Risk
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict, Plot
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 
 SCHEMA = "halfserve.certificate"
 SCHEMA_VERSION = 2
@@ -178,6 +178,8 @@ def read_certificate(content: bytes | str) -> Certificate:
         return _from_json(data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ExportError(f"the certificate is incomplete or damaged: {type(error).__name__} {error}") from error
+    except UsageError as error:  # a budget that nobody could have asked for
+        raise ExportError(f"the certificate is incomplete or damaged: {error}") from error
 
 
 def _from_json(data: dict[str, Any]) -> Certificate:

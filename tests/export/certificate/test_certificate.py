@@ -17,7 +17,7 @@ from export.certificate.probe import Probe
 from export.certificate.risk import Risk
 from export.certificate.table import certificate_table
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.verification.metrics import compare
 
 Certify = Callable[[onnx.ModelProto], Certificate]
@@ -144,12 +144,14 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 or 2"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: KeyError 'outputs'"),
         (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
+        (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),
         (damaged(lambda data: data.pop("onnx_sha256")), "incomplete or damaged: TypeError"),
     ],
 )
 def test_what_is_no_certificate_is_refused(full: Certificate, content: Callable[[Certificate], bytes], message: str) -> None:
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=message) as caught:
         read_certificate(content(full))
+    assert not isinstance(caught.value, UsageError), "nobody has used it wrongly"
 
 
 def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> None:
