@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from export.conversion_targets import Target
 from export.errors import ExportError
+from export.files.atomic_write import waiting_file
 from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from export.files.model_writer import ExternalData
 from export.onnx_fp16.model_files import StagedConversion, staged_conversion
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
+Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
+
+
+def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  # noqa: ARG001  (see Beside)
+    """No more files."""
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +128,7 @@ def convert_verified(
     options: Options,
     verification: Verification | None,
     progress: Callable[[str], None],
+    beside: Beside = nothing_beside,
 ) -> Converted:
     """Convert a file, verify the result where it waits, and put it into place if it passes.
 
@@ -130,6 +138,7 @@ def convert_verified(
         options: How to convert.
         verification: How to verify; None not to.
         progress: Is told each step before it begins.
+        beside: More files that a verdict is written to, with the model or not at all: paths and what they hold.
 
     Raises:
         BudgetExceeded: The float16 model differs too much; nothing was written.
@@ -157,7 +166,13 @@ def convert_verified(
                     certificate = _verified(attempt, arrays, verification, target.model_name, progress)
                 except BudgetExceeded as still:
                     raise SearchFailed(still, found) from still
-        return _put(target, attempt, certificate, found)
+        with ExitStack() as waiting:
+            files = () if certificate is None else beside(certificate)
+            puts = [waiting.enter_context(waiting_file(path, content)) for path, content in files]
+            converted = _put(target, attempt, certificate, found)
+            for put in puts:
+                put()
+        return converted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,15 @@ from amp_core.policy import Policy
 from export.certificate.budget import Budget
 from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
-from export.file_conversion import Accumulators, Converted, Options, Verification, convert_verified
+from export.file_conversion import (
+    Accumulators,
+    Beside,
+    Converted,
+    Options,
+    Verification,
+    convert_verified,
+    nothing_beside,
+)
 from export.float32_parts import float32_parts, mark_float32
 from export.samples import Samples
 from export.to_onnx.call import Call, call_of
@@ -44,6 +52,7 @@ class Wishes:
         search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
+        beside: More files that the verdict is written to.
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -53,6 +62,7 @@ class Wishes:
     search: bool = True
     adversarial: bool = True
     accumulators: Accumulators = "float32"
+    beside: Beside = nothing_beside
 
 
 def export_module(
@@ -188,6 +198,7 @@ def export_verified(
             options=Options(keep_io_types=wishes.keep_io_types),
             verification=verification,
             progress=progress,
+            beside=wishes.beside,
         )
 
 

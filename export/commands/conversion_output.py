@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from export.certificate.certificate import BudgetExceeded
+from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.table import certificate_table
 from export.conversion_table import conversion_table
-from export.file_conversion import Converted, SearchFailed
-from export.files.atomic_write import write_atomically
+from export.file_conversion import Beside, Converted, SearchFailed
 from export.placement.table import placement_lines, placement_table
 
 if TYPE_CHECKING:
@@ -32,19 +32,18 @@ def _search_table(found: SearchResult) -> Group:
     return search_table(found)
 
 
-def write_certificate(done: Converted, path: Path, *, html: bool) -> None:
-    """Write the certificate as JSON, and as a page beside it if asked for; nothing where nothing was verified.
+def verdict_files(path: Path | None, page: Path | None) -> Beside:
+    """What is written with a model: its certificate as JSON, and as a page, where a path is given."""
 
-    Raises:
-        ExportError: A file cannot be written.
-    """
-    if done.certificate is None:
-        return
-    write_atomically(path, done.certificate.to_bytes())
-    if html:
-        from export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
+    def files(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:
+        found = [] if path is None else [(path, certificate.to_bytes())]
+        if page is not None:
+            from export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
 
-        write_atomically(path.with_suffix(".html"), certificate_page(done.certificate).encode())
+            found.append((page, certificate_page(certificate).encode()))
+        return found
+
+    return files
 
 
 def as_plain(done: Converted) -> dict[str, Any]:

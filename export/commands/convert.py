@@ -13,7 +13,7 @@ from rich.console import Console
 
 from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
-from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
+from export.commands.conversion_output import as_plain, explain, print_conversion, verdict_files
 from export.commands.made_up import NOTE, sizes_of, way_out
 from export.commands.output_files import page_beside, require_output
 from export.conversion_targets import FileTarget, RepositoryTarget, Target
@@ -134,7 +134,14 @@ def convert(
         )
     try:
         with stderr.status("starting") as status:
-            done = convert_verified(source, place, options=options, verification=verification, progress=status.update)
+            done = convert_verified(
+                source,
+                place,
+                options=options,
+                verification=verification,
+                progress=status.update,
+                beside=verdict_files(certificate, page),
+            )
     except BudgetExceeded as error:
         explain(stderr, error)
         raise
@@ -142,8 +149,6 @@ def convert(
         if samples is None and (help_ := way_out(error)):
             raise ExportError(f"{error}; {help_}") from error
         raise
-    if certificate is not None and done.certificate is not None:
-        write_certificate(done, certificate, html=html)
     if as_json:
         typer.echo(json.dumps(as_plain(done)))
     else:

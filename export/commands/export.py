@@ -14,7 +14,7 @@ from amp_core.checkpoint import CheckpointError
 from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
 from export.checkpoint_pipeline import export_checkpoint
-from export.commands.conversion_output import as_plain, explain, print_conversion, write_certificate
+from export.commands.conversion_output import as_plain, explain, print_conversion, verdict_files
 from export.commands.dynamic_sizes import dynamic_sizes
 from export.commands.output_files import page_beside, require_output
 from export.errors import ExportError, UsageError
@@ -85,6 +85,7 @@ def export(
         search=search,
         adversarial=adversarial,
         accumulators=accumulators,
+        beside=verdict_files(certificate, page),
     )
     try:
         with stderr.status("starting") as status:
@@ -102,8 +103,6 @@ def export(
     except BudgetExceeded as error:
         explain(stderr, error)
         raise
-    if certificate is not None:
-        write_certificate(done, certificate, html=html)
     if as_json:
         typer.echo(json.dumps({**as_plain(done), "version": int(done.path.name)}))
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from export.errors import ExportError
@@ -18,24 +20,50 @@ def write_atomically(path: Path | str, content: bytes) -> None:
     Raises:
         ExportError: The folder is missing or cannot be written to, or the disk is full.
     """
+    with waiting_file(path, content) as put:
+        put()
+
+
+@contextmanager
+def waiting_file(path: Path | str, content: bytes) -> Iterator[Callable[[], None]]:
+    """Write `content` beside `path` now, all that may fail but a rename; what comes out puts it there, as `write_atomically`.
+
+    On leaving, what was not put there is removed. What is there but no file is written to at once.
+
+    Raises:
+        ExportError: See `write_atomically`.
+    """
     path = Path(path)
+    place, waits, temporary = path, False, path
     try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)
-        else:
-            _replace(path.resolve(), content)
+        with _named(path):
+            waits = path.is_file() or not path.exists()
+            if waits:
+                place = path.resolve()
+                temporary = place.with_name(f".{place.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+                write_and_sync(temporary, content)
+            else:
+                path.write_bytes(content)
+
+        def put() -> None:
+            with _named(path):
+                if waits:
+                    temporary.replace(place)
+                    sync_folder(place.parent)
+
+        yield put
+    finally:
+        if waits:
+            with _named(path):
+                temporary.unlink(missing_ok=True)  # on a disk that is only read it says the same
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    try:
-        write_and_sync(temporary, content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # where even this cannot be done, on a disk that is only read, it says the same
-    sync_folder(path.parent)
 
 
 def write_and_sync(path: Path, content: bytes) -> None:

@@ -74,6 +74,19 @@ def test_a_file_becomes_a_verified_float16_file(run: Run) -> None:
     check_embedded("out.onnx", certificate)
 
 
+@pytest.mark.parametrize("full", ["c.json", "c.html"])
+def test_a_verdict_that_cannot_be_written_leaves_everything_as_it_was(full: str, run: Run) -> None:
+    Path("out.onnx").write_bytes(b"the model before")
+    Path("c.json").write_bytes(b"its certificate")
+    Path(full).unlink(missing_ok=True)
+    Path(full).symlink_to("/dev/full")
+    before = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    result = run("in.onnx", "out.onnx", "--overwrite", "--samples", "in.npz", "--certificate", "c.json", "--html")
+    assert result.exit_code == 1
+    assert str(result.exception) == f"cannot write {full}: No space left on device"
+    assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == before
+
+
 def test_a_converted_model_can_be_converted_and_certified_again(run: Run) -> None:
     for source, target in (("in.onnx", "out.onnx"), ("out.onnx", "again.onnx")):
         result = run(source, target, "--samples", "in.npz", "--certificate", f"{target}.json")

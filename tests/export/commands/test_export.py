@@ -61,6 +61,15 @@ def test_a_checkpoint_becomes_a_certified_version(save: Save, tmp_path: Path, ca
     assert "max_batch_size: 8" in (repository / "digits" / "config.pbtxt").read_text()
 
 
+def test_a_verdict_that_cannot_be_written_adds_no_version(
+    save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    repository = tmp_path / "models"
+    assert run(save("cnn", "images"), "--repository", repository, "--certificate", "/dev/full") == 1
+    assert capfd.readouterr().err.strip().endswith("cannot write /dev/full: No space left on device")
+    assert not repository.exists()
+
+
 def test_json_is_one_object_and_nothing_else(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("--repository", tmp_path / "models", "--json", "--keep-fp32", "1", "--version", 7, "--samples", 9)
     assert run(save("cnn", "images"), *arguments) == 0

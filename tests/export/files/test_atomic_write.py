@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from export.errors import ExportError
-from export.files.atomic_write import write_and_sync, write_atomically
+from export.files.atomic_write import waiting_file, write_and_sync, write_atomically
 
 
 def test_it_replaces_the_file_and_leaves_nothing_beside(tmp_path: Path) -> None:
@@ -45,6 +45,19 @@ def test_a_link_goes_on_pointing_to_its_file(tmp_path: Path) -> None:
     write_atomically(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_what_is_not_put_there_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+
+    def fail() -> None:
+        with waiting_file(tmp_path / "file", b"new"):
+            assert len(list(tmp_path.iterdir())) == 2
+            raise OSError("the model beside it")
+
+    with pytest.raises(OSError, match="the model beside it"):
+        fail()
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
 
 
 def test_new_files_never_overwrite(tmp_path: Path) -> None:
