@@ -69,6 +69,8 @@ class BrowserGuard:
 
     def _known(self, host: str) -> bool:
         name = _name(host)
+        if not name:  # a probe that speaks HTTP/1.0, such as a load balancer's; browsers always name one
+            return True
         return name in self._names or name == "localhost" or name.endswith(".localhost") or _is_address(name)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+
 import httpx
 import pytest
 
@@ -36,6 +38,18 @@ def test_a_name_that_was_made_to_lead_here_is_refused(http: httpx.Client) -> Non
 @pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1", "[::1]:80", "10.1.2.3:99", "a.localhost"])
 def test_addresses_and_localhost_are_no_names(http: httpx.Client, host: str) -> None:
     assert http.get("/v2/health/live", headers={"host": host}).status_code == 200
+
+
+def test_a_probe_of_http_1_0_names_no_host(http: httpx.Client) -> None:
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80)) as peer, peer.makefile("rb") as answer:
+        peer.sendall(b"GET /v2/health/ready HTTP/1.0\r\n\r\n")  # HAProxy's `option httpchk GET /v2/health/ready`
+        assert answer.readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+def test_a_page_of_another_origin_is_refused_whatever_host_is_left_out(http: httpx.Client) -> None:
+    headers = {"host": "", "origin": "https://evil.example"}
+    assert http.get("/v2/health/live", headers=headers).status_code == 200
+    assert http.post("/v2/repository/index", headers=headers).status_code == 403
 
 
 def test_names_may_be_allowed(server: RunningServer) -> None:
