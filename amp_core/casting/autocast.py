@@ -10,7 +10,7 @@ import torch
 from amp_core.casting.decoration import decorate
 from amp_core.casting.policy_kernel import EXPORT_REFUSAL
 from amp_core.casting.region import Region, enter, leave, prepare_torch
-from amp_core.casting.traced_region import prepare, traced_region
+from amp_core.casting.traced_region import may_have_a_policy, prepare, traced_region
 from amp_core.casting.untraced import untraced
 from amp_core.policy import Policy, PolicyError
 from amp_core.policy.native_rules import has_autocast
@@ -68,9 +68,10 @@ class autocast(Region):  # noqa: N801  (torch's name)
             return super().__new__(cls)
         kind = _device_type(device_type)
         prepare_torch(kind)  # the traced region is torch's, and so would its defects be
+        takes_policies = not exporting and may_have_a_policy()
         if policy is None:
             return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
-        if exporting or torch.compiler.is_exporting():
+        if not takes_policies:
             if str(policy) != "native":
                 raise RuntimeError(EXPORT_REFUSAL)
             return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

@@ -82,5 +82,23 @@ def prepare() -> None:
         callback_handler.register_end_callback(_unwind)
 
 
-# What torch.compiler.assume_constant_result does, without its loading Dynamo: a call runs as it is while Dynamo traces.
+def _type_of_regions(_: object) -> type:
+    return torch.autocast
+
+
+def may_have_a_policy() -> bool:
+    """Whether what Dynamo is tracing can keep a policy, which torch.export cannot.
+
+    It also tells Dynamo of which type torch.autocast's objects are: torch 2.11's asks when `__new__` makes one, and gives up.
+    """
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable  # noqa: PLC0415  (only where it is loaded already)
+
+    if "python_type" not in vars(AutocastModeVariable):
+        AutocastModeVariable.python_type = _type_of_regions  # type: ignore[assignment,method-assign]  # (mypy reads it as bound)
+    return not torch.compiler.is_exporting()
+
+
+# What torch.compiler.assume_constant_result does, without its loading Dynamo: a call runs as it is while Dynamo traces. Traced,
+# torch 2.11's is_exporting says yes to torch.compile too.
 prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001  (see above)
+may_have_a_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001  (see above)
