@@ -38,7 +38,7 @@ def make_kernel(overload: OpOverload) -> Callable[..., Any]:
             rule = rules.get(name)
             if rule is None or not torch.is_autocast_enabled(device_type):
                 continue
-            eligible = _eligible_tensors((*args, *kwargs.values()) if kwargs else args, device_type)
+            eligible = eligible_tensors((*args, *kwargs.values()) if kwargs else args, device_type)
             if eligible:
                 return _apply(rule, device_type, eligible, args, kwargs)
         if takes_numbers:
@@ -57,8 +57,8 @@ def make_kernel(overload: OpOverload) -> Callable[..., Any]:
                 return overload(*args, **kwargs)
             dtype = _target_dtype(rule, device_type, eligible)
             if any([tensor.dtype is not dtype for tensor in eligible]):  # noqa: C419  (a generator costs more than it saves)
-                args = _cast(args, device_type, dtype)
-                kwargs = {key: _cast(value, device_type, dtype) for key, value in kwargs.items()}
+                args = cast_all(args, device_type, dtype)
+                kwargs = {key: cast_all(value, device_type, dtype) for key, value in kwargs.items()}
             return overload(*args, **kwargs)
 
     return kernel
@@ -95,6 +95,11 @@ def _target_dtype(rule: Rule, device_type: str, eligible: list[torch.Tensor]) ->
         return torch.get_autocast_dtype(device_type)
     if rule is Rule.FP32:
         return torch.float32
+    return widest_dtype(eligible)
+
+
+def widest_dtype(eligible: list[torch.Tensor]) -> torch.dtype:
+    """What these tensors meet in: two different low-precision dtypes in float32."""
     dtypes = {tensor.dtype for tensor in eligible}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -103,7 +108,8 @@ def _target_dtype(rule: Rule, device_type: str, eligible: list[torch.Tensor]) ->
 _CASTABLE = {torch.float16, torch.bfloat16, torch.float32}
 
 
-def _eligible_tensors(values: Iterable[Any], device_type: str) -> list[torch.Tensor]:
+def eligible_tensors(values: Iterable[Any], device_type: str) -> list[torch.Tensor]:
+    """Those of a call's tensors, in lists too, that autocast may cast on a device."""
     found: list[torch.Tensor] = []
     is_there = f"is_{device_type}"  # asked five times faster than device.type
     for value in values:
@@ -111,15 +117,16 @@ def _eligible_tensors(values: Iterable[Any], device_type: str) -> list[torch.Ten
             if value.dtype in _CASTABLE and getattr(value, is_there):
                 found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _eligible_tensors(value, device_type)
+            found += eligible_tensors(value, device_type)
     return found
 
 
-def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+def cast_all(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """An argument with every eligible tensor in it cast; all else stays as it is."""
     if isinstance(value, torch.Tensor):
         is_castable = value.dtype in _CASTABLE and value.dtype is not dtype and value.device.type == device_type
         return value.to(dtype) if is_castable else value
-    return type(value)([_cast(item, device_type, dtype) for item in value]) if isinstance(value, (list, tuple)) else value
+    return type(value)([cast_all(item, device_type, dtype) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def _bare(name: str) -> str:

@@ -93,7 +93,7 @@ def prepare_torch(device_type: str) -> None:
     """Install what regions of a device need in torch, once per process; nothing if it has no autocast, of which torch tells."""
     if not has_autocast(device_type):
         return
-    repair_promotion()
+    repair_promotion(device_type)
     repair_lstm()
     watch_weight_writes(device_type)
     cast_cache.watch_optimizers()

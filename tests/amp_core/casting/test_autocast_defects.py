@@ -8,13 +8,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from amp_core import autocast
 
@@ -231,6 +233,44 @@ def test_defect_7_operations_that_do_not_promote_by_themselves() -> None:
     with autocast("cpu", BRAIN, policy="cuda"):
         assert torch.dot(halves, others).dtype is FULL
         assert torch.dot(halves, halves).dtype is HALF
+
+
+@pytest.fixture
+def cuda_rules() -> Iterator[None]:
+    """torch's autocast for CUDA, switched on as in a region that ours has prepared; that needs no device."""
+    with autocast("cuda", BRAIN, enabled=False):
+        torch.set_autocast_enabled("cuda", True)
+        yield
+
+
+def ones(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device="cuda")
+
+
+# Without grid_sampler, which torch finds the shape of by indexing: that needs a device (policy/test_cuda_lists.py).
+PROMOTED: dict[str, Callable[[torch.dtype, torch.dtype], Tensor]] = {
+    "addcdiv": lambda x, y: torch.addcdiv(ones(x, 3), ones(x, 3), ones(y, 3)),
+    "addcmul": lambda x, y: torch.addcmul(ones(x, 3), ones(x, 3), ones(y, 3)),
+    "atan2": lambda x, y: torch.atan2(ones(x, 3), ones(y, 3)),
+    "bilinear": lambda x, y: functional.bilinear(ones(x, 2, 3), ones(x, 2, 3), ones(y, 2, 3, 3)),
+    "cross": lambda x, y: torch.cross(ones(x, 3), ones(y, 3), dim=0),
+    "dot": lambda x, y: torch.dot(ones(x, 3), ones(y, 3)),
+    "index_put": lambda x, y: torch.index_put(ones(x, 3), (ones(torch.int64, 2),), ones(y, 2)),
+    "scatter_add": lambda x, y: torch.scatter_add(ones(x, 3), 0, ones(torch.int64, 2), ones(y, 2)),
+    "tensordot": lambda x, y: torch.tensordot(ones(x, 3, 3), ones(y, 3, 3), 1),
+    "vdot": lambda x, y: torch.vdot(ones(x, 3), ones(y, 3)),
+}
+
+
+@pytest.mark.usefixtures("cuda_rules")
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("name", PROMOTED)
+def test_defect_7_on_cuda(name: str) -> None:
+    function = PROMOTED[name]
+    with FakeTensorMode():  # knows devices that are not there
+        assert [function(dtype, dtype).dtype for dtype in (HALF, BRAIN, FULL)] == [HALF, BRAIN, FULL]
+        for x, y in ((HALF, BRAIN), (BRAIN, HALF), (HALF, FULL), (FULL, BRAIN)):
+            assert function(x, y).dtype is FULL
 
 
 @both
