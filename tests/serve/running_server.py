@@ -86,9 +86,10 @@ def running_server(
     *,
     shared_memory: bool = False,
     observe: ObserveOptions | None = None,
+    make_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
 ) -> Iterator[RunningServer]:
     """Start a server on the models that `make_models` returns; stop it at the end."""
-    loop = new_event_loop()
+    loop = make_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
     server = RunningServer(loop, make_models, make_transport, shared_memory=shared_memory, observe=observe)

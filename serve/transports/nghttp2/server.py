@@ -31,6 +31,7 @@ BACKLOG = 1024
 RECEIVE_BYTES = 2**18  # taken from a socket at a time
 NOTICE_S = 1.0  # for clients to read that they are to go elsewhere
 FLUSH_S = 1.0  # for the last bytes of an ended connection to leave
+STOOD_STILL_S = 1.0  # a timer that comes so late: the process was stopped, or its machine slept
 
 
 class Nghttp2Server:
@@ -110,7 +111,7 @@ class Nghttp2Server:
             where = self._socket or address_of(self._host, self._port)
             hint = "path" if self._socket is not None else "(0 finds a free one) or --host"
             raise BindError(f"cannot listen on {where}: {reason}; choose another {self._option} {hint}") from None
-        self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)
+        self._sweep_later(loop)
         return 0 if self._socket is not None else int(self._servers[0].sockets[0].getsockname()[1])
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -220,10 +221,21 @@ class Nghttp2Server:
         if self._linger is not None:
             self._linger.answered(alone=self._is_one)
 
-    def _sweep(self) -> None:
-        """Look after time: strangers, the silent, the stalled and the old."""
+    def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        seconds = self._limits.sweep_s
+        self._sweeping = loop.call_later(seconds, self._sweep, loop.time() + seconds)
+
+    def _sweep(self, due_s: float) -> None:
+        """Look after time, unless it stood still: the clock comes before the sockets then, and clients may have sent since."""
         loop = asyncio.get_running_loop()
-        now, limits = loop.time(), self._limits
+        now = loop.time()
+        if now - due_s < STOOD_STILL_S:
+            self._look_after_time(now)
+        self._sweep_later(loop)
+
+    def _look_after_time(self, now: float) -> None:
+        """Give up strangers, the silent, the stalled and the old."""
+        limits = self._limits
         for connection in list(self._connections):
             age_s, silent_s = now - connection.opened_s, now - connection.heard_s
             unanswered_s = 0.0 if connection.pinged_s is None else now - connection.pinged_s
@@ -239,4 +251,3 @@ class Nghttp2Server:
             if silent_s > limits.keepalive_s and connection.pinged_s is None:
                 connection.ping()
             connection.give_up_stalled(now - limits.stall_s)
-        self._sweeping = loop.call_later(self._limits.sweep_s, self._sweep)
