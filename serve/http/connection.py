@@ -10,7 +10,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from serve.http.options import HttpLimits
+from serve.http.options import MOMENT_S, HttpLimits
 
 
 class HttpConnection(H11Protocol):
@@ -71,7 +71,11 @@ class HttpConnection(H11Protocol):
         super().on_response_complete()
         self._unread_bytes = self._write_buffer()
         if self._unread_bytes and self._unread is None:
-            self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread)
+            self._await_reading()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that nothing more has come from."""
+        self.timeout_keep_alive_task = self.loop.call_later(MOMENT_S, super().timeout_keep_alive_handler)
 
     def leave(self) -> None:
         """Close once the client has closed, if it is still sending."""
@@ -109,12 +113,21 @@ class HttpConnection(H11Protocol):
         return self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
 
     def _await_headers(self) -> None:
-        self._overdue = self.loop.call_later(self._limits.header_s, self.transport.abort)
+        self._overdue = self.loop.call_later(self._limits.header_s, self._abort_soon)
+
+    def _abort_soon(self) -> None:
+        self._overdue = self.loop.call_later(MOMENT_S, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
+
+    def _await_reading(self) -> None:
+        self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread_soon)
+
+    def _check_unread_soon(self) -> None:
+        self._unread = self.loop.call_later(MOMENT_S, self._check_unread)
 
     def _check_unread(self) -> None:
         """Give up on an answer of which nothing was read since the last look."""
@@ -126,7 +139,7 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
             return
         self._unread_bytes = left
-        self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread)
+        self._await_reading()
 
     def _write_buffer(self) -> int:
         return int(self.transport.get_write_buffer_size())

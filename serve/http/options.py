@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 2**20
+# A process that was stopped, or whose machine slept, looks at its clock first and then at its sockets. Nobody's time is over
+# before it has had this moment to read what has come, or to write what has been waiting.
+MOMENT_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
 from serve.engine.errors import DeadlineExceededError, InvalidArgumentError, MessageTooLargeError, UnavailableError
 from serve.http.content_coding import decompressed
-from serve.http.options import HttpLimits
+from serve.http.options import MOMENT_S, HttpLimits
 
 T = TypeVar("T")
 SMALL_BYTES = 1024  # even what inflates a thousandfold is quickly inflated
@@ -114,14 +116,17 @@ class BodyReader:
         return share
 
     async def _next(self, request: Request) -> tuple[bytes, bool]:
-        try:
-            async with asyncio.timeout(self._limits.stall_s):
-                message = await request.receive()
-        except TimeoutError:
-            raise DeadlineExceededError("the rest of the request did not come; send it again") from None
+        message = await self._message(request)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         return message.get("body", b""), message.get("more_body", False)
+
+    async def _message(self, request: Request) -> Message:
+        for limit_s in (self._limits.stall_s, MOMENT_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    return await request.receive()
+        raise DeadlineExceededError("the rest of the request did not come; send it again")
 
 
 async def client_gone(request: Request) -> None:
