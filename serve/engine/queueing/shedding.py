@@ -22,6 +22,8 @@ from serve.engine.requests import InferRequest
 CARE, SPARE = 0.25, 0.2
 SHORT_S, SAMPLE = 0.001, 4  # of batches as short as that, one in so many is learned from: to learn takes time too
 PLENTY = 4.0  # times of what everybody would take who may be waiting, each alone
+# Without a request for so long, the process may have stood still with all that it computes (SIGSTOP, a machine that sleeps).
+STOOD_STILL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +63,7 @@ class Shedding:
         # Whoever has so much time, while so few wait, is let in without a closer look; set anew after each batch.
         self._longest_s = self._plenty_s = 0.0
         self._batches = 0
+        self._asked_s = 0.0  # when the latest request came
         self._has_refused = False  # since the last batch: then each is learned from, in case that is not needed any more
         self._plenty_waiting = 0
 
@@ -99,6 +102,9 @@ class Shedding:
             Why it is not to be taken; None when it is.
         """
         is_confident = self._pace.arrive(request.bucket, now)
+        if now - self._asked_s > STOOD_STILL_S:
+            self._begin_to_wait(now)
+        self._asked_s = now
         target = self._target_s
         if target is not None:
             within = request.arrived_ns / 1e9 + target
@@ -132,6 +138,11 @@ class Shedding:
         likely_s = pace.likely_s(bucket, rows)
         takes_s = min(pace.at_most_s(bucket, rows), max(pace.mostly_s(bucket, rows), likely_s + CARE * has_s))
         return start + (max(takes_s, likely_s + SPARE * has_s) if full else takes_s)
+
+    def _begin_to_wait(self, now: float) -> None:
+        """Take what is overdue for due: it may have had no time yet."""
+        for batch in self.running:
+            batch.likely_end_s = max(batch.likely_end_s, now)
 
     def refusal(self, request: InferRequest, end_s: float) -> InferenceError:
         """The error of a request that would be answered at `end_s`."""

@@ -44,6 +44,18 @@ def test_an_instance_is_free_when_all_that_it_was_given_is_done(instances: int, 
     assert shed.free_s(0.05) == pytest.approx(free)
 
 
+@pytest.mark.parametrize(("asks_every_s", "is_taken"), [(0.5, False), (60.0, True)], ids=["hangs", "stood still"])
+def test_a_batch_is_overdue_only_while_others_come(asks_every_s: float, *, is_taken: bool) -> None:
+    shed = shedding(1)
+    shed.started("a", 4, 100.0)
+    now, refused = 100.0, False
+    while now < 160.0:  # all have ten seconds
+        now += asks_every_s
+        arrived_ns = int(now * 1e9)
+        refused = shed.admit(InferRequest({}, (), 1, "a", now + 10, print, arrived_ns=arrived_ns), now) is not None
+    assert refused is not is_taken
+
+
 def test_who_finds_the_queue_full_is_told_when_it_should_be_empty() -> None:
     statistics = Statistics()
     assert full_error(FullError("6 requests wait"), 6, statistics).retry_after_s == 0.001, "nothing is known yet"
