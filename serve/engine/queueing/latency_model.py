@@ -44,14 +44,18 @@ class LatencyModel:
         """Whether it has seen enough to foretell."""
         return self.batches >= CONFIDENT
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """Learn from a batch of `rows` rows that took `seconds`."""
+    def observe(self, rows: int, seconds: float, *, happened_before: bool = False) -> None:
+        """Learn from a batch of `rows` rows that took `seconds`.
+
+        `happened_before`: what made it stray made another one stray at that time too, and says no more of how often that is.
+        """
         if self.batches >= CONFIDENT // 2:
             fitted = max(1e-9, self._fitted(rows))
             if self._is_new(seconds / fitted):
                 self._begin_anew(rows, seconds)
                 return
-            self._ratios.append(seconds / fitted)
+            if not (happened_before and self._ratios):
+                self._ratios.append(seconds / fitted)
             # What strays by more is a hiccup, or the start of something new, which the next batches will confirm.
             seconds = min(max(seconds, fitted / STRAY), fitted * STRAY)
         self._weight = self._weight * KEEP + 1.0

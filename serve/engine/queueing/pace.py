@@ -64,9 +64,9 @@ class Pace:
         arrivals.arrive(now)
         return model.batches >= CONFIDENT
 
-    def observe(self, bucket: Hashable, rows: int, seconds: float) -> None:
-        """Learn from a batch of `rows` rows that took `seconds`."""
-        self._of(bucket)[0].observe(self._padded(rows), seconds)
+    def observe(self, bucket: Hashable, rows: int, seconds: float, *, happened_before: bool = False) -> None:
+        """Learn from a batch of `rows` rows that took `seconds`; for `happened_before` see `LatencyModel.observe`."""
+        self._of(bucket)[0].observe(self._padded(rows), seconds, happened_before=happened_before)
         self._known.move_to_end(bucket)
 
     # Foretelling; 0 seconds as long as that is a guess

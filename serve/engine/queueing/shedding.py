@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
 from serve.engine.figures.statistics import Statistics
 from serve.engine.queueing.batch_queue import BatchQueue, FullError
+from serve.engine.queueing.latency_model import OFF
 from serve.engine.queueing.pace import Pace
 from serve.engine.requests import InferRequest
 
@@ -64,6 +65,7 @@ class Shedding:
         self._longest_s = self._plenty_s = 0.0
         self._batches = 0
         self._asked_s = 0.0  # when the latest request came
+        self._strayed_s = 0.0  # when a batch ended that took far too long
         self._has_refused = False  # since the last batch: then each is learned from, in case that is not needed any more
         self._plenty_waiting = 0
 
@@ -89,7 +91,7 @@ class Shedding:
         self.running.discard(batch)
         self._batches += 1
         if took_s is not None and (took_s > SHORT_S or self._has_refused or self._batches % SAMPLE == 0):
-            self._pace.observe(batch.bucket, batch.rows, took_s)
+            self._learn(batch, now, took_s)
         self._has_refused = False
         self._longest_s = max(now - batch.started_s, 0.95 * self._longest_s)
         self._plenty_waiting = 2 * len(self._queue) + self._pace.limits.max_rows
@@ -143,6 +145,14 @@ class Shedding:
         """Take what is overdue for due: it may have had no time yet."""
         for batch in self.running:
             batch.likely_end_s = max(batch.likely_end_s, now)
+
+    def _learn(self, batch: Running, now: float, took_s: float) -> None:
+        likely_s = self._pace.likely_s(batch.bucket, batch.rows)
+        strays = took_s > OFF * likely_s > 0
+        # What has held up one batch has held up all that ran then: it happened once.
+        self._pace.observe(batch.bucket, batch.rows, took_s, happened_before=strays and batch.started_s < self._strayed_s)
+        if strays:
+            self._strayed_s = now
 
     def refusal(self, request: InferRequest, end_s: float) -> InferenceError:
         """The error of a request that would be answered at `end_s`."""
