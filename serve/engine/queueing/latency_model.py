@@ -67,7 +67,8 @@ class LatencyModel:
         self._fit()
         if self.batches % REFRESH == 0 or self.batches == CONFIDENT:
             ranked = sorted(self._ratios)
-            self.safe, self.fair = (max(1.0, ranked[int(rank * len(ranked))]) for rank in (SAFE_RANK, FAIR_RANK))
+            most = len(ranked) - 2  # one odd batch is not to stand for all, where there are less than a hundred
+            self.safe, self.fair = (max(1.0, ranked[min(int(rank * len(ranked)), most)]) for rank in (SAFE_RANK, FAIR_RANK))
 
     def _is_new(self, ratio: float) -> bool:
         """Whether so many batches in a row strayed in one direction that what was learned does not hold any more."""

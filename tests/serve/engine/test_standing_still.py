@@ -14,7 +14,7 @@ PEAK = MAX_ROWS / (FIXED + PER_ROW * MAX_ROWS)  # requests a second, of one inst
 TARGET_S, STILL_S, AFTER_S = 0.2, 60.0, 3.0
 
 
-@pytest.mark.parametrize(("instances", "at"), [(8, 6.0)], ids=["everywhere"])
+@pytest.mark.parametrize(("instances", "at"), [(1, 1.0), (8, 6.0)], ids=["early", "everywhere"])
 def test_a_minute_in_which_all_stood_still_makes_batches_no_smaller(instances: int, at: float) -> None:
     usual = linear(FIXED, PER_ROW)
 
