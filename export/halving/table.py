@@ -16,7 +16,7 @@ def half_table(report: HalfReport, *, limit: int = 40) -> Table:
         limit: In rows; the caption says how many there are beyond.
 
     Returns:
-        A row for each repair, float32 module asked for, remarkable tensor and warning, for `rich.print`.
+        A row for each warning, repair, float32 module asked for and remarkable tensor, for `rich.print`.
     """
     counts = ", ".join(f"{count} {action}" for action, count in sorted(report.actions.items())) or "none"
     table = Table(title=f"tensors: {counts}", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -24,12 +24,12 @@ def half_table(report: HalfReport, *, limit: int = 40) -> Table:
     table.add_column("elements", justify="right", no_wrap=True)
     table.add_column("action", no_wrap=True)
     table.add_column("why", overflow="fold")
-    rows = [(", ".join(repair.nodes), "", "repaired", repair.text) for repair in report.repairs]
+    rows = [("", "", "warning", warning) for warning in report.warnings]  # first: a large model has more rows than the limit
+    rows += [(", ".join(repair.nodes), "", "repaired", repair.text) for repair in report.repairs]
     rows += [(name or "(model)", "", "kept", reason) for name, reason in report.fp32_reasons]
     rows += [
         (tensor.name, f"{tensor.elements:,}", tensor.action, _why(tensor)) for tensor in report.tensors if tensor.is_remarkable
     ]
-    rows += [("", "", "warning", warning) for warning in report.warnings]
     for row in rows[:limit]:
         table.add_row(*row, style={"kept": "yellow", "warning": "red"}.get(row[2]))
     if len(rows) > limit:

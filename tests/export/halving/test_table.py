@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -42,7 +43,19 @@ def test_it_has_an_end() -> None:
     assert "8 rows more" in text(module, limit=2)
 
 
-def test_warnings_are_shown() -> None:
+def test_masks_are_shown() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_buffer("mask", torch.tensor([0.0, -1e9]))
     assert "an additive mask" in text(module)
+
+
+def test_what_cannot_be_kept_is_shown_before_all_else() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.Softmax(-1)).eval()
+    report = replace(to_half(module, keep_fp32=["2"]).report, warnings=("the model itself overflows",))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(half_table(report, limit=1), half_table(report))
+    assert isinstance(console.file, io.StringIO)
+    short, whole = console.file.getvalue().split("rows more")
+    assert "the model itself overflows" in short
+    assert "folded" not in short
+    assert "keep_fp32 '2'" in whole
