@@ -138,6 +138,12 @@ def test_integers_and_complex_numbers_are_left_alone() -> None:
     assert half.get_buffer("1.ids").dtype == torch.int64
     assert half.get_buffer("1.rotation").dtype == torch.complex64
     assert decision(module, "1.ids").action == "untouched"
+    assert to_half(module).report.fp32_modules == ("1",)  # what works with complex numbers gives float32, whatever it is given
+
+
+def test_fractions_that_float16_has_not_are_rounded() -> None:
+    made = decision(buffered(mean=torch.tensor([0.1, 2049.5])), "1.mean")
+    assert (made.action, made.reason) == ("halved", "within float16's range")
 
 
 def test_patterns_keep_tensors_and_submodules() -> None:

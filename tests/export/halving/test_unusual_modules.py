@@ -183,6 +183,21 @@ def test_what_cannot_be_kept_is_a_warning() -> None:
     assert "in the outermost module itself: float16 follows it; rescale there" in report.warnings[0]
 
 
+def test_a_submodule_that_overflowed_is_kept_with_the_leaf_inside_that_did() -> None:
+    block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Identity())
+    nn.init.constant_(block.get_parameter("0.weight"), 1e5)
+    report = to_half(
+        nn.Sequential(nn.Sequential(block), nn.Linear(4, 4)), record=recorded(nn.Sequential(nn.Sequential(block)))
+    ).report
+    assert report.fp32_modules == ("0.0",)
+    assert report.warnings == ()
+    leaf = nn.Sequential(block.get_submodule("0"))
+    report = to_half(leaf, record=recorded(leaf)).report
+    assert report.fp32_modules == ("0",)
+    (warning,) = report.warnings
+    assert "reached 4e+05 in training (largest float16 is 65504) in 0: float16 follows it" in warning
+
+
 def test_the_record_of_another_model_is_refused() -> None:
     record = recorded(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ExportError, match="the record is of another model: it names '0', which this model does not have"):
