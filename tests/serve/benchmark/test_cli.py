@@ -89,6 +89,7 @@ def test_two_models_are_compared_in_speed_and_answers(server: RunningServer, cap
     load = ("--concurrency", "2", "--requests", "10", "--rounds", "2")
     found = figures(server, capsys, "mlp", "--against", "mlp", *load, "--against", f"{server.address}/mlp")
     assert [one["name"] for one in found["comparison"]] == ["mlp (1)", "mlp (2)", "mlp (3)"]
+    assert (found["version"], found["levels"]) == ("3", [found["comparison"][0]["rounds"][0]])
     assert found["comparison"][0]["rate_ratio"] == {"median": 1, "low": 1, "high": 1}
     assert [round_["requests"] for round_ in found["comparison"][1]["rounds"]] == [10, 10]
     assert [(one["outputs"][0]["max_abs"], one["not_compared"]) for one in found["differences"]] == [(0, []), (0, [])]

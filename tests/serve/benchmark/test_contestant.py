@@ -134,6 +134,7 @@ def test_until_stable_measures_windows_and_reads_the_counters_between_them(serve
     assert level.stable is not None
     assert len(shown) >= 3
     assert 0 < level.tally.seconds < sum(shown) + 1e-9
+    assert level.tally.seconds == pytest.approx(sum(window.seconds for window in level.windows[-3:]))
     assert level.server is not None
     assert level.server.requests > 0
     assert all("someone else" not in line for line in level.doubts())
@@ -146,6 +147,15 @@ def test_a_server_too_busy_to_tell_its_counters_is_measured_all_the_same(server:
     with Contestant(server.address, ["mlp"], RequestOptions()) as contestant:
         level = measure(replace(contestant.bench, read_totals=too_busy), Load(concurrency=2), SHORT)
     assert (level.requests, level.server) == (12, None)
+
+
+def test_the_counters_of_windows_are_those_of_the_windows_shown(server: RunningServer) -> None:
+    readings = (ServerTotals(requests=2**n) for n in range(50))
+    how = Measurement(seconds=0.05, until_stable=True, warmup_s=0)
+    with Contestant(server.address, ["mlp"], RequestOptions()) as contestant:
+        level = measure(replace(contestant.bench, read_totals=lambda: next(readings)), Load(concurrency=2), how)
+    edges = len(level.windows)
+    assert level.server == ServerTotals(requests=2**edges - 2 ** (edges - 3))
 
 
 @pytest.mark.parametrize("asked", ["m", "alias"])

@@ -50,6 +50,9 @@ def test_several_models_stand_beside_each_other() -> None:
     figures = Level.of(mixed, None, load=Load(concurrency=1), batch_size=1, models=["a", "b"]).to_json()
     assert [(one["model"], one["requests"]) for one in figures["models"]] == [("a", 2), ("b", 1)]
     assert figures["requests"] == 3
+    mixed = Tally(latencies=[histogram(1, 2), histogram()], seconds=1.0)
+    figures = Level.of(mixed, None, load=Load(concurrency=1), batch_size=1, models=["a", "never asked"]).to_json()
+    assert [one["model"] for one in figures["models"]] == ["a"]
 
 
 def test_windows_show_what_happened_when() -> None:
@@ -79,6 +82,7 @@ def doubts(load: Load, made: Tally, **changes: bool | str) -> list[str]:
 def test_figures_that_can_be_believed_have_no_doubts() -> None:
     assert level().doubts() == []
     assert doubts(Load(rate=2), tally([1, 2, 3, 4], lateness=histogram(0.1), busy=0.2)) == []
+    assert doubts(Load(rate=2), tally([1, 2, 3, 4], busy=0.99)) == []  # it has sent them all in time
 
 
 def test_foreign_load_is_told() -> None:
@@ -90,7 +94,7 @@ def test_foreign_load_is_told() -> None:
     ("load", "changes", "text"),
     [
         (Load(concurrency=4), {"busy": 0.99}, "the load generator was the limit: it had nothing to wait for"),
-        (Load(rate=100), {"busy": 0.99}, "the load generator was the limit: it had nothing to wait for"),
+        (Load(rate=4), {"busy": 0.99}, "the load generator was the limit: it had nothing to wait for"),
         (Load(rate=2), {"lateness": histogram(0.1, 50)}, "the load generator was late by more than a quarter of p99"),
     ],
     ids=["closed", "rate", "late"],

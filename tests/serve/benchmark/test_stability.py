@@ -17,10 +17,11 @@ STEADY = tally([1.0] * 100)
         ([tally([9.0] * 5), STEADY, STEADY, STEADY], True),
         ([STEADY, STEADY, tally([1.0] * 95)], True),
         ([STEADY, STEADY, tally([1.0] * 70)], False),
+        ([STEADY, STEADY, tally([1.0] * 50, seconds=1.0)], True),
         ([STEADY, STEADY, tally([1.0] * 98 + [5.0] * 2)], False),
         ([STEADY, STEADY, tally([])], False),
     ],
-    ids=["too few", "steady", "steady at last", "nearly", "slower", "a tail", "nothing"],
+    ids=["too few", "steady", "steady at last", "nearly", "slower", "shorter", "a tail", "nothing"],
 )
 def test_three_windows_must_agree(windows: list[Tally], stable: bool) -> None:
     assert is_stable(windows, 99) is stable
