@@ -22,6 +22,9 @@ class Failure:
     trailers: tuple[tuple[str, str], ...] = ()
 
 
+ENDED = Failure("OK")  # in a stream's script: the stream ends here, whatever was asked
+
+
 class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ships no types
     """Each method takes its answers from `answers[method]` in turn and then keeps giving the last one.
 
@@ -79,6 +82,8 @@ class ScriptedServer(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc ship
     def _answer_stream(self, requests: Any, context: Any) -> Any:
         """One answer of the script for each request; the script's last one, if it is a failure, ends the call."""
         for request in list(requests) if self.patient else requests:
+            if self.answers["ModelStreamInfer"][0] == ENDED:
+                return
             yield self._answer("ModelStreamInfer", request, context)
         if self.endless:
             context.add_callback(self.cancelled.set)

@@ -18,7 +18,7 @@ from serve.client import (
     ServerUnavailable,
 )
 from tests.serve.client.conftest import Connect
-from tests.serve.client.scripted_server import Failure, ScriptedServer
+from tests.serve.client.scripted_server import ENDED, Failure, ScriptedServer
 from tests.serve.client.streaming.streamed import streamed
 
 WAIT_S = 20
@@ -47,9 +47,10 @@ def test_an_error_has_the_status_that_the_server_adds(scripted: ScriptedServer, 
         ([streamed("0" * 5000, 1)], InferenceClientError, "answered request '000"),
         ([b"\xff\xff"], InferenceClientError, "deserializing|no message that can be read"),
         ([streamed("0", 1), Failure("UNAVAILABLE", "going down")], ServerUnavailable, "^going down$|closed the connection"),
+        ([streamed("0", 1), ENDED], ServerUnavailable, "ended a stream with . requests unanswered|closed the connection"),
         ([Failure("UNIMPLEMENTED", "no streams")], InferenceClientError, "^no streams$|closed the connection"),
     ],
-    ids=["twice", "unasked", "foreign", "long", "unreadable", "lost", "unknown"],
+    ids=["twice", "unasked", "foreign", "long", "unreadable", "lost", "short", "unknown"],
 )
 def test_a_stream_that_breaks(scripted: ScriptedServer, connect: Connect, script: Any, kind: Any, text: str) -> None:
     scripted.serve_model()
@@ -64,6 +65,18 @@ def test_an_answer_that_is_empty(scripted: ScriptedServer, connect: Connect) -> 
     first, second = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2)
     assert first.error is not None
     assert (first.error.code, str(first.error)) == ("INTERNAL", "the server's answer holds neither outputs nor an error")
+    assert second.outputs["y"].tolist() == [1]
+
+
+def test_an_answer_without_what_was_asked_for(scripted: ScriptedServer, connect: Connect) -> None:
+    scripted.serve_model()
+    (metadata,) = scripted.answers["ModelMetadata"]
+    assert isinstance(metadata, pb.ModelMetadataResponse)
+    metadata.outputs.add(name="y", datatype="FP32", shape=[-1])
+    scripted.answers["ModelStreamInfer"] = [streamed("0"), streamed("1", 1)]
+    first, second = connect(scripted.address).stream_infer("m", [{"x": [[1, 2]]}] * 2, outputs=["y"])
+    assert first.error is not None
+    assert "the server's answer has 0 outputs 'y', expected one" in str(first.error)
     assert second.outputs["y"].tolist() == [1]
 
 

@@ -76,6 +76,11 @@ def test_only_so_many_are_in_flight(server: RunningServer, connect: Connect) -> 
     assert given_out <= 23
 
 
+def test_requests_that_are_never_sent_take_turns_too(server: RunningServer, connect: Connect) -> None:
+    answers = connect(server.address).stream_infer("mlp", [{"z": rows(1)}] * 3, in_flight=1)
+    assert [type(answer.error) for answer in answers] == [InvalidRequest] * 3
+
+
 def test_what_the_source_raises_comes_after_its_answers(server: RunningServer, connect: Connect) -> None:
     def source() -> Iterator[dict[str, Any]]:
         yield {"x": rows(1)}

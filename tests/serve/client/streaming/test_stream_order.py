@@ -31,6 +31,16 @@ def test_any_order_of_answers_becomes_the_order_of_requests(arrival: list[int], 
     order.check_complete()
 
 
+def test_an_error_that_names_no_request_is_the_first_one_s_that_waits() -> None:
+    order = StreamOrder(metadata("FP32"), {}, address="h:1")
+    for value in ([1.0], ["no number"], [1.0], [1.0]):
+        order.request({"x": value})
+    order.accept(streamed("0", 1.0))
+    order.accept(streamed("", error="odd"))
+    order.accept(streamed("3", 3.0))
+    assert [str(answer.error) for answer in order.ready()][2:] == ["odd", "None"]
+
+
 def test_a_stream_that_ends_too_early() -> None:
     order = StreamOrder(metadata("FP32"), {}, address="h:1")
     order.request({"x": [1.0]})
