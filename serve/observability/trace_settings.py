@@ -107,18 +107,20 @@ class TraceControl:
             self.everywhere = Sampler(_with(self.everywhere.settings, news))
             if keeps_count:
                 self.everywhere.left = left
+        if "trace_count" in checked:  # what is set is counted down from there, by all that it holds for
+            holds = {model} if model else {name for name in self.by_model if "trace_count" not in self._own[name]}
+            self.by_model = {name: sampler for name, sampler in self.by_model.items() if name not in holds}
         self._follow()
 
     def _follow(self) -> None:
-        """Make the models' samplers anew from their own settings and the global ones."""
+        """Make the models' samplers anew from their own settings and the global ones; what is left of their counts stays."""
         self._own = {model: own for model, own in self._own.items() if own}
         before = self.by_model
         self.by_model = {}
         for model, own in self._own.items():
             sampler = Sampler(_with(self.everywhere.settings, own))
-            known = before.get(model)
-            if known is not None and known.settings.count == sampler.settings.count:
-                sampler.left = known.left
+            if model in before:
+                sampler.left = before[model].left
             self.by_model[model] = sampler
 
 

@@ -55,6 +55,26 @@ def test_what_is_left_of_a_count_stays_when_other_settings_change() -> None:
     assert control.of("").count == 1
     control.update("", {"trace_count": ["5"]})
     assert control.of("").count == 5
+    control.update("mlp", {"trace_rate": ["1"]})
+    control.update("own", {"trace_count": ["2"]})
+    for model in ("mlp", "own"):
+        assert taken(control.by_model[model], [True, True]) == [True, True]
+    control.update("mlp", {"trace_rate": ["2"]})
+    control.update("", {"trace_rate": ["3"]})
+    assert [control.of(model).count for model in ("mlp", "own")] == [3, 0]
+
+
+def test_a_count_that_is_set_again_is_counted_down_again() -> None:
+    control = TraceControl(ON)
+    control.update("mlp", {"trace_rate": ["1"]})
+    control.update("own", {"trace_count": ["2"]})
+    for sampler in (control.everywhere, control.by_model["mlp"], control.by_model["own"]):
+        assert taken(sampler, [True, True]) == [True, True]
+    control.update("own", {"trace_count": ["2"]})
+    assert [control.of(model).count for model in ("", "mlp", "own")] == [1, 1, 2]
+    assert taken(control.by_model["own"], [True]) == [True]
+    control.update("", {"trace_count": ["3"]})
+    assert [control.of(model).count for model in ("", "mlp", "own")] == [3, 3, 1]
 
 
 @pytest.mark.parametrize(
