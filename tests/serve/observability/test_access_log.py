@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +19,7 @@ from protos import inference_pb2 as pb
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.figures.statistics import BatchTimes
 from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
 from serve.engine.requests import InferRequest
 from serve.observability.access_log import AccessLogger
 from serve.observability.exchange import Caller, Exchange
@@ -149,6 +152,31 @@ class Lines(list[str]):
         """Nothing is handed over."""
 
 
+def exchange_of(model: Model, request_id: bytes, caller: Caller) -> Exchange:
+    """Of a request that has been answered, but for the log."""
+    exchange = Exchange(Observer(InferenceCore([]), str), caller)
+    exchange.expect(5, lambda _: None)
+    exchange.taken(model, request_id, InferRequest({}, (), 1, None, None, lambda _: None, arrived_ns=0))
+    return exchange
+
+
+def test_a_single_line_does_not_wait_for_others() -> None:
+    model = held_model(HeldBackend(), "alone")
+    model.statistics.batch_done(BatchTimes(started=1, assembled=1, computed=2, split=2), [0], 1)
+    written = threading.Event()
+
+    async def log() -> bool:
+        outbox: Outbox[str] = Outbox(lambda _: written.set(), name="access log", every_s=0.001)
+        AccessLogger(outbox).answered(exchange_of(model, b"", Caller("here", {})), 7, 3)
+        was_written = await asyncio.to_thread(written.wait, CLIENT_TIMEOUT_S)
+        outbox.close(CLIENT_TIMEOUT_S)
+        return was_written
+
+    assert asyncio.run(log())
+    for worker in model.batcher.instances:
+        worker.stop()
+
+
 @given(st.binary(max_size=600), st.text(max_size=600), st.text(), st.integers(0, 10**13), st.integers(0, 10**13))
 def test_whatever_clients_send_the_line_is_json(request_id: bytes, name: str, peer: str, wait_ns: int, compute_ns: int) -> None:
     lines = Lines()
@@ -157,10 +185,7 @@ def test_whatever_clients_send_the_line_is_json(request_id: bytes, name: str, pe
     model = held_model(HeldBackend(), name)
     split = wait_ns + compute_ns
     model.statistics.batch_done(BatchTimes(started=wait_ns, assembled=wait_ns, computed=split, split=split), [0], 1)
-    exchange = Exchange(Observer(InferenceCore([]), str), caller)
-    exchange.expect(5, lambda _: None)
-    exchange.taken(model, request_id, InferRequest({}, (), 1, None, None, lambda _: None, arrived_ns=0))
-    log.answered(exchange, 7, split)
+    log.answered(exchange_of(model, request_id, caller), 7, split)
     log.failed(caller, (name, name, name), 5, "INTERNAL", InvalidArgumentError(name), wait_ns)
     answered, failed = map(json.loads, lines)  # the answer's was kept back, but comes first
     assert answered["model"] == name

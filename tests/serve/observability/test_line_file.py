@@ -34,6 +34,18 @@ def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
     assert path.read_text() == "three\n"
 
 
+def test_a_file_that_was_moved_away_is_let_go_of(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    file = LineFile(path)
+    for number in range(3):
+        file.write(["line\n"])
+        file.write(["line\n"])
+        path.rename(tmp_path / f"access.log.{number}")
+    held = {link.resolve() for link in Path("/proc/self/fd").iterdir()}
+    assert [number for number in range(3) if tmp_path / f"access.log.{number}" in held] == [2]
+    file.close()
+
+
 def test_without_a_path_lines_go_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     file = LineFile(None)
     file.write(["one\n"])

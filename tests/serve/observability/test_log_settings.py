@@ -3,7 +3,9 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -54,6 +56,20 @@ def test_the_time_can_be_put_in_front_and_taken_off_again(logger: tuple[logging.
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO halfserve-test-of-log-settings: i", lines[0])
     log_filter.apply(LogSettings(), logger[0])
     assert say_all(*logger)[0] == "INFO i"
+    log_filter.undo(logger[0])
+
+
+def test_the_time_in_front_is_that_of_no_time_zone(
+    logger: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        log_filter = LogFilter(LogSettings())
+        log_filter.apply(LogSettings(log_format=LogFormat.ISO8601), logger[0])
+        said = datetime.fromisoformat(say_all(*logger)[0].partition(" ")[0])
+    time.tzset()
+    assert abs(said.timestamp() - time.time()) < 3600
     log_filter.undo(logger[0])
 
 

@@ -57,6 +57,20 @@ def test_what_does_not_fit_is_dropped_and_counted_and_nothing_waits() -> None:
     assert got == list(range(10))
 
 
+def test_what_was_delivered_makes_room() -> None:
+    delivered = threading.Semaphore(0)
+
+    async def send() -> int:
+        outbox: Outbox[int] = Outbox(lambda _: delivered.release(), name="parcels", bound=3, every_s=0.0001)
+        for number in range(10):
+            outbox.put(number)
+            assert await asyncio.to_thread(delivered.acquire, timeout=WAIT_S)
+        outbox.close(WAIT_S)
+        return outbox.dropped
+
+    assert asyncio.run(send()) == 0
+
+
 def test_a_failing_delivery_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     failures = iter([True, True, False, True])
     got: list[str] = []

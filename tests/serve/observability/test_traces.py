@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ def named(spans: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def test_a_request_is_traced_in_its_callers_trace(serving: Serving, tmp_path: Path) -> None:
     file = tmp_path / "traces.json"
     options = ObserveOptions(trace_to=str(file))
+    began_ns = time.time_ns()
     with serving(options) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("mlp", row(3), request_id="traced", headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
         client.infer("mlp", row(3), request_id="not", headers={}, client_timeout=CLIENT_TIMEOUT_S)
@@ -55,12 +57,29 @@ def test_a_request_is_traced_in_its_callers_trace(serving: Serving, tmp_path: Pa
     assert [link["spanId"] for link in compute["links"]] == [batch["spanId"]]
     assert [(link["traceId"], link["spanId"]) for link in batch["links"]] == [(TRACE_ID, request["spanId"])]
     assert batch["traceId"] != TRACE_ID
+    assert (attributes(batch)["halfserve.rows"], attributes(batch)["halfserve.traced_requests"]) == ("3", "1")
     stages = [named(spans, f"compute_{stage}") for stage in ("input", "infer", "output")]
     assert {span["parentSpanId"] for span in stages} == {batch["spanId"]}
     moments = [request["startTimeUnixNano"], queue["startTimeUnixNano"], queue["endTimeUnixNano"]]
     moments += [compute["startTimeUnixNano"], *(span["endTimeUnixNano"] for span in stages)]
     moments += [compute["endTimeUnixNano"], request["endTimeUnixNano"]]
     assert list(map(int, moments)) == sorted(map(int, moments))
+    assert began_ns < int(moments[0])
+    assert int(moments[-1]) < time.time_ns()
+
+
+def test_a_model_has_a_count_of_its_own(serving: Serving, tmp_path: Path) -> None:
+    file = tmp_path / "traces.json"
+    with (
+        serving(ObserveOptions(trace_to=str(file), trace_rate=1)) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        client.update_trace_settings("mlp", {"trace_count": "1"}, client_timeout=CLIENT_TIMEOUT_S)
+        for number in range(3):
+            client.infer("mlp", row(), request_id=str(number), client_timeout=CLIENT_TIMEOUT_S)
+        client.infer("picky", index(0), request_id="other", client_timeout=CLIENT_TIMEOUT_S)
+    requests = [span for span in spans_of(file) if span["name"].endswith("ModelInfer")]
+    assert [attributes(span)["halfserve.request_id"] for span in requests] == ["0", "other"]
 
 
 def test_no_more_than_the_beginning_of_a_long_id_is_kept(serving: Serving, tmp_path: Path) -> None:
@@ -89,12 +108,10 @@ def test_without_a_caller_one_in_so_many_is_traced_under_the_id_that_the_log_tel
 
 def test_a_failed_request_has_a_span_with_its_status_and_no_values(serving: Serving, tmp_path: Path) -> None:
     file = tmp_path / "traces.json"
-    with (
-        serving(ObserveOptions(trace_to=str(file))) as server,
-        triton.InferenceServerClient(server.address) as client,
-        pytest.raises(InferenceServerException),
-    ):
-        client.infer("picky", index(SECRET), headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
+    with serving(ObserveOptions(trace_to=str(file))) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("picky", index(0), client_timeout=CLIENT_TIMEOUT_S)  # whose batch is not the failed one's
+        with pytest.raises(InferenceServerException):
+            client.infer("picky", index(SECRET), headers=PARENT, client_timeout=CLIENT_TIMEOUT_S)
     spans = spans_of(file)
     request = named(spans, "inference.GRPCInferenceService/ModelInfer")
     assert request["status"]["code"] == 2
