@@ -165,9 +165,17 @@ def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
         assert done.stdout.endswith(f"{expected}\n")
 
 
-def test_serve_help_does_not_wait_for_torch() -> None:
-    program = (
-        "import sys, halfserve\ntry: halfserve.main(['serve', '--help'])\nexcept SystemExit: print('torch' in sys.modules)"
-    )
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([name, "--help"] for name in halfserve.STAGES if name != "train"),
+        ["export", "checkpoint.pt", "--repository", "models", "--html"],
+        ["check", "MODULE:FACTORY", "--input", "float32[1]", "--data", "MODULE:FACTORY"],
+        ["demo", "--concurrency", "none"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_wrong_usage_do_not_wait_for_torch(arguments: list[str]) -> None:
+    program = f"import sys, halfserve\ntry: halfserve.main({arguments})\nexcept SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("False\n")

@@ -17,8 +17,6 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from examples.digits.ask import ask_held_out
-from examples.digits.report import DemoResult, result_tables, write_report
 from serve.benchmark.errors import BenchmarkArgumentError
 from serve.benchmark.loads import parse_concurrencies
 
@@ -82,6 +80,10 @@ def demo(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.monotonic()
     parse_concurrencies(concurrency)  # before the work, not after it
+    # These bring torch, which takes seconds: who asks for help, or is told of wrong usage, need not wait for it.
+    from examples.digits.ask import ask_held_out  # noqa: PLC0415  (see above)
+    from examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
+
     files = Files(out)
     files.folder.mkdir(parents=True, exist_ok=True)
     _step(console, "1/4", "train in fp16", _train(files, epochs))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from torch import nn
 
 from export.errors import ExportError, UsageError
-from export.leaks.finder import find_dtype_leaks
-from export.leaks.model_inputs import ModelInputs, from_checkpoint, inputs_from_data, inputs_from_descriptions, model_of
 from export.leaks.table import leak_table, totals
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from export.leaks.model_inputs import ModelInputs
 
 
 class LeaksFoundError(Exception):
@@ -48,6 +50,11 @@ def check(
 
     Example: halfserve check examples.digits.model:model --input "float32[2,1,8,8]"
     """
+    if inputs and data:
+        raise UsageError("both --input and --data are given; expected one of them")
+    # It brings torch, which takes seconds: who asks for help, or is told of wrong usage, need not wait for it.
+    from export.leaks.finder import find_dtype_leaks  # noqa: PLC0415  (see above)
+
     module, given = _prepared(model, inputs or [], data)
     with Console(stderr=True).status("running the model in float32 and float16"):
         report = find_dtype_leaks(module, *given.args, **given.kwargs)
@@ -60,8 +67,13 @@ def check(
 
 
 def _prepared(model: str, descriptions: list[str], data: str | None) -> tuple[nn.Module, ModelInputs]:
-    if descriptions and data:
-        raise UsageError("both --input and --data are given; expected one of them")
+    from export.leaks.model_inputs import (  # noqa: PLC0415  (see above)
+        from_checkpoint,
+        inputs_from_data,
+        inputs_from_descriptions,
+        model_of,
+    )
+
     chosen = inputs_from_descriptions(descriptions) if descriptions else None
     if Path(model).is_file():
         module, samples = from_checkpoint(model)

@@ -10,18 +10,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from amp_core.checkpoint import CheckpointError
 from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
-from export.checkpoint_pipeline import export_checkpoint
 from export.commands.conversion_output import as_plain, explain, print_conversion, verdict_files
-from export.commands.dynamic_sizes import dynamic_sizes
 from export.commands.output_files import page_beside, require_output
 from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators
-from export.module_pipeline import Wishes
 
-EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1, CheckpointError: 1}
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
 _version = partial(typer.Option, rich_help_panel="Version")
 _verification = partial(typer.Option, rich_help_panel="Conversion and verification")
@@ -77,8 +73,15 @@ def export(
     require_output(certificate, "the certificate", others=(checkpoint,))
     require_output(page, "the page", others=(checkpoint, certificate))
     stderr = Console(stderr=True)
+    budget = Budget(max_abs_error=max_abs_error, min_agreement=min_agreement)
+    # These bring torch, which takes seconds: who asks for help, or is told of wrong usage, need not wait for it.
+    from amp_core.checkpoint import CheckpointError  # noqa: PLC0415  (see above)
+    from export.checkpoint_pipeline import export_checkpoint  # noqa: PLC0415  (see above)
+    from export.commands.dynamic_sizes import dynamic_sizes  # noqa: PLC0415  (see above)
+    from export.module_pipeline import Wishes  # noqa: PLC0415  (see above)
+
     wishes = Wishes(
-        budget=Budget(max_abs_error=max_abs_error, min_agreement=min_agreement),
+        budget=budget,
         keep_fp32=keep_fp32 or (),
         keep_io_types=keep_io_types,
         dynamic=dynamic_sizes(dynamic or ()),
@@ -103,6 +106,8 @@ def export(
     except BudgetExceeded as error:
         explain(stderr, error)
         raise
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
     if as_json:
         typer.echo(json.dumps({**as_plain(done), "version": int(done.path.name)}))
     else:
