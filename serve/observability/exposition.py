@@ -20,6 +20,7 @@ from serve.observability.triton_metrics import triton_metrics
 
 CPU = CpuMetrics()
 TOGETHER = 8  # models, whose figures take some milliseconds to write
+STATES_TOGETHER = 256  # of versions, which take 8 us each
 
 
 class ServerCollector(Collector):
@@ -31,6 +32,7 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read every figure."""
         yield from _of_models(self._core.models())
+        yield state_metric(self._core.index())
         yield from _of_server(self._core)
 
 
@@ -42,8 +44,12 @@ async def exposition(core: InferenceCore) -> tuple[bytes, str]:
     for at in range(0, len(models), TOGETHER):
         texts.add(_of_models(models[at : at + TOGETHER]))
         await asyncio.sleep(0)
+    statuses = core.index()
+    for at in range(0, len(statuses), STATES_TOGETHER):
+        texts.add([state_metric(statuses[at : at + STATES_TOGETHER])])
+        await asyncio.sleep(0)
     texts.add(_of_server(core))
-    return texts.joined().encode(), CONTENT_TYPE
+    return texts.joined(), CONTENT_TYPE
 
 
 def _of_models(models: Sequence[Model]) -> Iterator[Metric]:
@@ -53,7 +59,6 @@ def _of_models(models: Sequence[Model]) -> Iterator[Metric]:
 
 
 def _of_server(core: InferenceCore) -> Iterator[Metric]:
-    yield state_metric(core.index())
     yield from server_metrics(core.figures, is_ready=core.is_ready)
     yield from CPU.collect()
     yield from gpu_metrics(find_nvml())

@@ -16,8 +16,9 @@ from tritonclient.utils import InferenceServerException
 from serve.engine.errors import BackendError, QueueFullError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
+from serve.engine.repository.version_states import State
 from serve.observability.cpu_metrics import CpuMetrics
-from serve.observability.exposition import TOGETHER, ServerCollector, exposition
+from serve.observability.exposition import STATES_TOGETHER, TOGETHER, ServerCollector, exposition
 from serve.observability.options import ObserveOptions
 from serve.observability.text_format import to_text
 from tests.serve.engine.fakes import HeldBackend, held_model
@@ -161,6 +162,24 @@ def test_the_loop_goes_on_while_many_models_are_told() -> None:
     assert len(parts) == 4 * TOGETHER + 1
     together = text[text.index("halfserve_queue_depth{") : text.rindex("halfserve_queue_depth{")]
     assert "# HELP" not in together
+
+
+def test_the_loop_goes_on_while_many_states_are_told() -> None:
+    async def run() -> tuple[str, int]:
+        core = InferenceCore([])
+        for number in range(3 * STATES_TOGETHER + 1):
+            core.states.set(f"m{number}", 1, State.LOADING)
+        telling = asyncio.create_task(exposition(core))
+        turns = 0
+        while not telling.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return telling.result()[0].decode(), turns
+
+    text, turns = asyncio.run(run())
+    assert turns >= 4
+    assert text.count("# TYPE halfserve_model_state gauge") == 1
+    assert text.count('state="LOADING"} 1') == 3 * STATES_TOGETHER + 1
 
 
 def test_a_registry_of_prometheus_client_takes_the_collector() -> None:
