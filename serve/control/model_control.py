@@ -147,7 +147,7 @@ class ModelControl:
 
         Where only some versions of a load were refused, versions of it and of the one before serve side by side.
         """
-        paths = [model.path for model in self._core.models() if model.name == name and model.path is not None]
+        paths = [model.path for model in self._core.served(name) if model.path is not None]
         kept = []
         for upload in self._uploads.pop(name, []):
             if any(path.is_relative_to(upload.name) for path in paths):

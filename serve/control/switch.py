@@ -125,7 +125,7 @@ class Switch:
         self._core.notify()
 
     def _served(self, name: str) -> dict[int, Model]:
-        return {model.version: model for model in self._core.models() if model.name == name}
+        return {model.version: model for model in self._core.served(name)}
 
 
 def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, MadeOf]]:

@@ -85,6 +85,11 @@ class InferenceCore:
         """Every served model version, by name and version."""
         return [versions[v] for _, versions in sorted(self._models.items()) for v in sorted(versions)]
 
+    def served(self, name: str) -> list[Model]:
+        """The served versions of one model, oldest first; none where there is no such model."""
+        versions = self._models.get(name, {})
+        return [versions[v] for v in sorted(versions)]
+
     def versions(self, name: str) -> list[Model]:
         """The served versions of one model, oldest first.
 
@@ -92,10 +97,9 @@ class InferenceCore:
             NotFoundError: no model of this name.
             UnavailableError: it is being loaded for the first time.
         """
-        versions = self._models.get(name)
-        if versions is None:
+        if name not in self._models:
             raise self._not_served(name)
-        return [versions[v] for v in sorted(versions)]
+        return self.served(name)
 
     def model(self, name: str, version: str = "") -> Model:
         """One model version; "" is the latest one.

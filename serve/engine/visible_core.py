@@ -45,6 +45,10 @@ class VisibleCore(InferenceCore):
         """As `InferenceCore.models`, of the visible ones."""
         return [model for model in self._core.models() if self._may_see(model.name)]
 
+    def served(self, name: str) -> list[Model]:
+        """As `InferenceCore.served`."""
+        return self._core.served(name) if self._may_see(name) else []
+
     def versions(self, name: str) -> list[Model]:
         """As `InferenceCore.versions`."""
         return self._core.versions(name) if self._may_see(name) else super().versions(name)

@@ -63,6 +63,7 @@ def test_a_view_is_a_core_without_the_other_models() -> None:
     assert outcome(view, "models") == outcome(without, "models")
     assert outcome(view, "index") == outcome(without, "index")
     for name in (*OURS, *THEIRS, "absent", ""):
+        assert outcome(view, "served", name) == outcome(without, "served", name)
         assert outcome(view, "versions", name) == outcome(without, "versions", name)
         assert outcome(view, "knows", name) == outcome(without, "knows", name)
         for number in ("", "1", "2", "7", "x"):
