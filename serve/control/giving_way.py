@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Threads that were as others when they were looked at. A server of a thousand models has thousands, and looks after each load.
+_seen: set[str] = set()
+
 
 @contextmanager
 def giving_way() -> Iterator[None]:
@@ -31,11 +34,14 @@ def giving_way() -> Iterator[None]:
 
 def _as_before() -> None:
     """This thread, and those that have inherited from it: a runtime starts its own, which compute for requests."""
-    threads = ["0"]
+    new = {"0"}
     # Where as many files are open as may be, or /proc is not there, the others wait until the next time.
     with contextlib.suppress(OSError):
-        threads += os.listdir("/proc/self/task")  # noqa: PTH208  (names are all that is wanted)
-    for thread in threads:
+        there = set(os.listdir("/proc/self/task"))  # noqa: PTH208  (names are all that is wanted)
+        new |= there - _seen
+        _seen.intersection_update(there)  # a number may be another thread's later
+    for thread in new:
         with contextlib.suppress(OSError):  # it has ended
             if os.sched_getscheduler(int(thread)) == os.SCHED_BATCH:
                 os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    _seen.update(new)

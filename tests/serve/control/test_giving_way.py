@@ -59,6 +59,32 @@ def test_a_runtimes_own_threads_are_as_others(tmp_path: Path) -> None:
     del session
 
 
+def test_threads_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, asked = threading.Event(), list[int]()
+    threads = [threading.Thread(target=go_on.wait) for _ in range(20)]
+    ask = os.sched_getscheduler
+
+    def noted(thread: int) -> int:
+        asked.append(thread)
+        return ask(thread)
+
+    monkeypatch.setattr(os, "sched_getscheduler", noted)
+    try:
+        for thread in threads[:-1]:
+            thread.start()
+        with giving_way():
+            pass
+        with giving_way():
+            asked.clear()
+            threads[-1].start()
+        assert {thread.native_id for thread in threads} & set(asked) == {threads[-1].native_id}
+        assert ask(threads[-1].native_id or 0) == os.SCHED_OTHER
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_it_ends_well_while_no_more_files_can_be_opened() -> None:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
