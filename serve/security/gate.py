@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from serve.engine.errors import InferenceError, PermissionDeniedError
 from serve.security.client_limits import Shares
@@ -79,13 +80,18 @@ class Gate:
         except InferenceError as error:
             self._count(error)
             raise
+        rights_now = None
         if bearer is not None:
             rights = bearer.holder.rights
+        elif self._tokens is None:
+            rights = None
         else:
-            rights = None if self._tokens is None else self._tokens.rights_of(authorization)
+            rights_now = partial(self._tokens.rights_of, authorization)
+            rights = rights_now()
         return Pass(
             bearer,
             rights=rights,
+            rights_now=rights_now,
             views=self._views,
             shares=None if role is None else self._shares,  # health is free
             may_share=bearer is None or not self._shared_memory or bearer.holder.may(Role.SHARED_MEMORY),

@@ -9,14 +9,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from serve.engine.errors import InferenceError
+from serve.engine.errors import InferenceError, UnauthenticatedError
 from serve.protocol.observed_inference import WatchableInference
 from serve.protocol.service import Service, StreamMethod, UnaryMethod
 from serve.security.client_limits import Share, Shares, network_of
 from serve.security.gated_inference import GatedInference
 from serve.security.model_rights import ModelRights
 from serve.security.token_file import Holder
-from serve.security.tokens import Tokens
+from serve.security.tokens import CHANGED_TOKEN, Tokens
 from serve.security.views import Views
 
 Count = Callable[[InferenceError], None]
@@ -56,6 +56,7 @@ class Pass:
         bearer: Bearer | None,
         *,
         rights: ModelRights | None,
+        rights_now: Callable[[], ModelRights | None] | None = None,
         views: Views,
         shares: Shares | None,
         may_share: bool,
@@ -66,6 +67,7 @@ class Pass:
         Args:
             bearer: of a token; None where none is asked for.
             rights: the models that may be used; None stands for all.
+            rights_now: tells those of who needs no token, and may have shown one; None where nobody has any.
             views: what is seen with such rights.
             shares: that calls are charged to; None charges nothing.
             may_share: whether requests may name shared memory.
@@ -73,6 +75,7 @@ class Pass:
         """
         self._bearer = bearer
         self._rights = rights
+        self._rights_now = rights_now
         self._views = views
         self._shares = shares
         self._may_share = may_share
@@ -102,9 +105,11 @@ class Pass:
         return method if self._bearer is None else replace(method, answer=partial(_checked_answer, self.check, method.answer))
 
     def stream(self, method: StreamMethod) -> StreamMethod:
-        """A method that checks again with each request, and at their end."""
+        """A method that checks again with each request, and at their end; or with each answer, where it asks for no token."""
         if self._bearer is None:
-            return method
+            if self._rights_now is None:
+                return method
+            return replace(method, answer=lambda requests: self._while_rights_are(method.answer(requests)))
         return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
 
     def charge(self, peer: str) -> None:
@@ -142,6 +147,13 @@ class Pass:
         return GatedInference(
             inference, share=share, check=check, may_share=self._may_share, count=self._count, is_charged=is_charged
         )
+
+    async def _while_rights_are(self, answers: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        """What is told for as long as somebody listens, such as a model's health."""
+        async for answer in answers:
+            if self._rights_now is not None and self._rights_now() != self._rights:
+                raise UnauthenticatedError(CHANGED_TOKEN)
+            yield answer
 
     def _share(self, peer: str) -> Share | None:
         if self._shares is None:

@@ -120,6 +120,30 @@ def test_health_is_watched_by_the_same_rule(server: Tenants) -> None:
     assert [first_status(None, name) for name in ("", OURS)] == [serving, unknown]
 
 
+@pytest.mark.parametrize("others_have_the_same", [True, False])
+def test_health_is_watched_no_longer_with_a_token_that_is_gone(
+    transport: TransportName, tmp_path: Path, *, others_have_the_same: bool
+) -> None:
+    path = tmp_path / "tokens"
+    ours, same = (new_token(name, [Role.INFER], models=["digits*"]) for name in ("ours", "same"))
+    token, _ = write_tokens(path, ours, same)
+    options = SecurityOptions(token_file=path, watch_s=WATCH_S)
+    with (
+        guarded_server(options, transport, models=models) as (running, security),
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        watched = iter(watch(health(OURS), metadata=bearer(token), timeout=WAIT_S))
+        assert health_pb2.HealthCheckResponse.FromString(next(watched)).status == health_pb2.HealthCheckResponse.SERVING
+        write_tokens(path, same if others_have_the_same else new_token("other", [Role.INFER], models=[THEIRS]))
+        running.call(security.reload)
+        running.call(lambda: running.core.replace(OURS, []))
+        with pytest.raises(grpc.RpcError) as ended:
+            next(watched)
+        assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert ended.value.details() == "what the token may do has changed; make the call again"
+
+
 @pytest.mark.parametrize("place", range(len(changes(THEIRS))))
 def test_who_administers_some_models_cannot_touch_the_others(server: Tenants, place: int) -> None:
     theirs = server.outcome("manager", *changes(THEIRS)[place])
