@@ -120,7 +120,9 @@ class LazyGroup(TyperGroup):
         name = str(command and command.name)
         stage = STAGES[name]
         single = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        single.command(name, cls=StageCommand)(getattr(stage.load(), stage.function))
+        function = getattr(stage.load(), stage.function)
+        told = function.__doc__ or stage.help  # python -OO takes docstrings away
+        single.command(name, cls=StageCommand, help=told)(function)
         return name, typer.main.get_command(single), rest
 
 

@@ -148,6 +148,13 @@ def test_an_error_is_one_line_where_standard_files_are_closed(closed: str) -> No
     assert done.stderr == "halfserve infer: --input x=-: standard input: as JSON: Expecting value at line 1, column 1\n"
 
 
+def test_the_help_says_what_a_command_does_without_docstrings_too() -> None:
+    for level in "012":
+        done = run("token", "--help", PYTHONOPTIMIZE=level)
+        assert (done.returncode, "Make a bearer token" in done.stdout) == (0, True)
+        assert ("kept\n  nowhere" in done.stdout) == (level < "2")
+
+
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     done = run("train", "--help", PYTHONPATH=str(tmp_path))
