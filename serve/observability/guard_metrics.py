@@ -50,7 +50,8 @@ def guard_metrics(models: Sequence[Model]) -> Iterator[Metric]:
 
 
 def _drift(drifts: list[tuple[dict[str, str], DriftHistogram]]) -> Metric:
-    metric = Metric("halfserve_guard_drift", "Scaled error against fp32 of the requests that were compared", "histogram")
+    text = "Scaled error against fp32 of the requests that were compared; infinite ones are not in the sum"
+    metric = Metric("halfserve_guard_drift", text, "histogram")
     for labels, drift in drifts:
         at_most = 0
         edges = (*map(number, drift.bounds), "+Inf")
