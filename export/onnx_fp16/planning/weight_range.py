@@ -17,6 +17,8 @@ _COMPARING = frozenset({"Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "L
 _MASKING = frozenset({"Add", "Where", "Min", "Max", "Cast", "Mul"}) | MOVERS
 _DISCRETE = frozenset({onnx_ir.DataType.BOOL, onnx_ir.DataType.INT32, onnx_ir.DataType.INT64, onnx_ir.DataType.UINT8})
 _SOFTMAX = frozenset({"LogSoftmax", "Softmax"})
+_LOGIC = frozenset({"And", "Not", "Or"})
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 # By less, float16's most negative number hides no longer; by more, it is infinite, and a row that is hidden whole is NaN.
 _SMALLEST_FACTOR, _LARGEST_FACTOR = 2.0**-6, 1.0
 
@@ -130,6 +132,9 @@ class WeightRange:
             return False
         if node.op_type in _COMPARING and not node.domain:
             return True
+        if known.largest == _FLOAT32_MAX and _is_for_infinity(node):  # the largest number of a type, as `nan_to_num` says it
+            self._plan.saturated.add(value)
+            return True
         return self._may_saturate(value)
 
     def _may_saturate(self, value: onnx_ir.Value) -> bool:
@@ -195,6 +200,24 @@ def _hides_as_well(node: onnx_ir.Node, index: int) -> bool:
     factors = _factors(node.inputs[1 - index]) if node.op_type == "Mul" else None
     sizes = [np.abs(factor.numpy()) for factor in factors or () if factor.dtype not in _DISCRETE]
     return all(((size == 0) | ((size >= _SMALLEST_FACTOR) & (size <= _LARGEST_FACTOR))).all() for size in sizes)
+
+
+def _is_for_infinity(node: onnx_ir.Node) -> bool:
+    """Whether a Where puts something else where numbers are infinite."""
+    if node.op_type != "Where" or node.domain:
+        return False
+    waiting, seen = [node.inputs[0]], set[onnx_ir.Value]()
+    while waiting:
+        current = waiting.pop()
+        maker = current.producer() if current is not None else None
+        if current is None or current in seen or maker is None or maker.domain:
+            continue
+        seen.add(current)
+        if maker.op_type == "IsInf":
+            return True
+        if maker.op_type in _LOGIC:
+            waiting += maker.inputs
+    return False
 
 
 def _constant(value: onnx_ir.Value) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir
 import pytest
@@ -9,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from export.onnx_fp16.half_tensors import rounded, scan
 from export.weight_ledger import ledger_of
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, halve, judged, normal, parse, reasons, types
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, halve, judged, normal, parse, reasons, run, types
 
 
 def test_a_weight_beyond_the_range_is_never_clamped() -> None:
@@ -119,6 +121,34 @@ def test_the_number_that_an_old_pad_fills_with_is_a_constant(attributes: str, ke
     model = parse(f"g (float[2, 3] x) => (float[2, 5] y) {{ {body} }}", opset=9, ir=4, k=0.5)
     judged(model, {"x": normal(2, 3)})
     assert set(reasons(halve(model)[1])) == kept
+
+
+GUARD = "i = IsInf (x) p = Greater (x, zero) c = And (p, i) y = Where (c, lot, x)"
+
+
+@pytest.mark.parametrize("opset", [18, 20])
+@pytest.mark.parametrize("body", [GUARD, "i = IsInf (x) c = Not (i) y = Where (c, x, lot)"])
+def test_what_stands_for_infinity_is_the_largest_number_of_the_type(body: str, opset: int) -> None:
+    weights: dict[str, Any] = {"zero": 0.0, "lot": np.finfo(np.float32).max}
+    used = {name: number for name, number in weights.items() if name in body}
+    model = parse(f"g (float[3] x) => (float[3] y) {{ {body} }}", opset=opset, **used)
+    converted, report = halve(model, keep_io_types=False)
+    assert "y" not in reasons(report)
+    assert run(converted, x=[1.0, 2.0, np.inf])[0].tolist() == [1.0, 2.0, 65504.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        GUARD.replace("IsInf", "IsNaN"),
+        GUARD.replace("lot", "much"),
+        "i = IsInf (x) c = Cast <to = 1> (i) y = Mul (c, lot)",
+    ],
+)
+def test_another_large_number_is_kept(body: str) -> None:
+    weights: dict[str, Any] = {"zero": 0.0, "lot": np.finfo(np.float32).max, "much": 1e6}
+    used = {name: number for name, number in weights.items() if name in body}
+    assert "y" in reasons(halve(parse(f"g (float[3] x) => (float[3] y) {{ {body} }}", **used))[1])
 
 
 def test_the_ledger_counts_what_rounding_did() -> None:
