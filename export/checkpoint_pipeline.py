@@ -12,7 +12,7 @@ from amp_core.policy import Policy
 from amp_core.recorder import Record
 from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
-from export.file_conversion import Converted
+from export.file_conversion import Certified
 from export.module_pipeline import Wishes, export_verified
 from export.samples import Samples, take_samples
 
@@ -35,7 +35,7 @@ def export_checkpoint(
     max_batch_size: int = 32,
     fp32_twin: bool = False,
     progress: Callable[[str], None],
-) -> Converted:
+) -> Certified:
     """Convert a checkpoint's model to fp16, verify it on held-out samples, and write it to a repository if it passes.
 
     What the training policy added to float32, and what the training record shows over float16's range, stays float32.

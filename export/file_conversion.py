@@ -99,6 +99,13 @@ class Converted:
     superseded: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Certified(Converted):
+    """A model that was verified and written; see `Converted`."""
+
+    certificate: Certificate
+
+
 class SearchFailed(BudgetExceeded):
     """The float16 model differs too much, and no set of float32 nodes was found that mends it.
 

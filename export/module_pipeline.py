@@ -19,7 +19,7 @@ from export.errors import ExportError
 from export.file_conversion import (
     Accumulators,
     Beside,
-    Converted,
+    Certified,
     Options,
     Verification,
     convert_verified,
@@ -85,7 +85,7 @@ def export_module(
     max_batch_size: int = 32,
     fp32_twin: bool = False,
     progress: Callable[[str], None] = lambda _: None,
-) -> Converted:
+) -> Certified:
     """Convert a module to float16, verify it on samples, and add it to a model repository if it passes.
 
     This is what `halfserve export` does with a checkpoint's model. Over budget, the fewest nodes that have to stay float32 are
@@ -150,7 +150,7 @@ def export_verified(
     record: Record | None,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[str], None],
-) -> Converted:
+) -> Certified:
     """The same with the samples and wishes of whoever calls it.
 
     Args:
@@ -192,7 +192,7 @@ def export_verified(
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
         )
-        return convert_verified(
+        done = convert_verified(
             source,
             target,
             options=Options(keep_io_types=wishes.keep_io_types),
@@ -200,6 +200,7 @@ def export_verified(
             progress=progress,
             beside=wishes.beside,
         )
+        return Certified(**vars(done))  # it was verified
 
 
 def _require_on_cpu(module: nn.Module) -> None:
