@@ -130,8 +130,11 @@ def _check_data_set(data: Dataset[Any], name: str, *, indexable: bool) -> None:
         if indexable:
             raise CheckpointError(f"{name} is an IterableDataset; expected one with a length, whose items can be indexed")
         return
-    if not hasattr(data, "__len__") or not len(data):
-        raise CheckpointError(f"{name} has no items; expected a data set with a length")
+    if not hasattr(data, "__len__"):
+        either = "" if indexable else ", or an IterableDataset"
+        raise CheckpointError(f"{name} has no length; expected a data set with __len__{either}")
+    if not len(data):
+        raise CheckpointError(f"{name} has no items; expected at least one")
 
 
 def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:

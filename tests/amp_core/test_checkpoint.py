@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from amp_core.checkpoint import Checkpoint, CheckpointError, build_data, load_checkpoint, save_checkpoint
 
@@ -68,6 +68,19 @@ def empty_training() -> tuple[TensorDataset, TensorDataset]:
 
 def empty() -> tuple[TensorDataset, TensorDataset]:
     return pairs()[0], TensorDataset(torch.ones(0, 2), torch.ones(0))
+
+
+class Endless(Dataset[float]):
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
+def lengthless() -> tuple[Endless, TensorDataset]:
+    return Endless(), pairs()[1]
+
+
+def lengthless_held_out() -> tuple[TensorDataset, Endless]:
+    return pairs()[0], Endless()
 
 
 def checkpoint(**changes: Any) -> Checkpoint:
@@ -259,7 +272,9 @@ def test_a_model_that_the_weights_do_not_fit() -> None:
         ("no_model", "returned a int; expected a pair of torch data sets"),
         ("three", "returned a tuple of 3; expected a pair of torch data sets"),
         ("empty_training", "the training set that '.*' returned has no items"),
-        ("empty", "the held-out set that '.*' returned has no items"),
+        ("empty", "the held-out set that '.*' returned has no items; expected at least one"),
+        ("lengthless", "the training set that '.*' returned has no length; expected a data set with __len__, or an IterableD"),
+        ("lengthless_held_out", "the held-out set that '.*' returned has no length; expected a data set with __len__$"),
         (
             "streamed_held_out",
             "the held-out set .* is an IterableDataset; expected one with a length, whose items can be indexed",
