@@ -44,10 +44,12 @@ def _bound_by_schema(model: onnx.ModelProto) -> set[str]:
         if schema is None:
             bound.update(node.input, node.output)
             continue
+        variables = {variable.type_param_str: variable.allowed_type_strs for variable in schema.type_constraints}
         for names, formals in ((node.input, schema.inputs), (node.output, schema.outputs)):
             for i, name in enumerate(names):
-                formal = formals[min(i, len(formals) - 1)]
-                if not any("float16)" in text and "bfloat16)" not in text for text in formal.types):
+                stated = formals[min(i, len(formals) - 1)].type_str
+                types = variables.get(stated, (stated,))  # not `types` of the formal, which onnx 1.20 fails to give
+                if not any("float16)" in text and "bfloat16)" not in text for text in types):
                     bound.add(name)
     return bound
 
