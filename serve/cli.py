@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from serve.engine.configuration.batching import BatchingOptions
 from serve.engine.configuration.config import Defaults
 from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
+from serve.log_lines import log_to_standard_error
 from serve.lost_device import LostDeviceError
 from serve.observability.options import AccessLog, ObserveOptions
 from serve.ready_lines import print_json, print_text, tell_again, told
@@ -190,7 +190,7 @@ def _run(options: ServerOptions, on_ready: Callable[[Ready], None], inherited: I
     from serve import server  # noqa: PLC0415  (see above)
     from serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
 
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_to_standard_error()
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
             runner.run(server.serve(options, probing_runtimes(), on_ready, inherited))

@@ -35,6 +35,7 @@ BELOW = {
     },
     "serve/supervisor": {
         "serve.supervisor",
+        "serve.log_lines",
         "serve.security.private_socket",
         "serve.transports.transport",
         "serve.engine.errors",

@@ -7,13 +7,14 @@ import os
 import sys
 from pathlib import Path
 
+from serve.log_lines import log_to_standard_error
 from serve.supervisor.handover import Plan
 from serve.supervisor.supervisor import Supervisor
 
 
 def main(text: str, *command: str) -> int:
     """Supervise until the end; the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    log_to_standard_error()
     logging.raiseExceptions = False  # where nobody reads standard error any more, models are served all the same
     plan = Plan.from_text(text)
     try:
