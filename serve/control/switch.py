@@ -47,7 +47,7 @@ class Switch:
             Why versions were refused. While there is one, none that serves is taken out.
         """
         try:
-            found = await self._thread.run(_look, path, name, declared)
+            found = await self._found(path, name, declared)
         except ModelLoadError as error:
             self._refuse(path, name, [*self._served(name)] or [""], error)
             return [error]
@@ -102,6 +102,14 @@ class Switch:
         self._core.replace(name, list(served.values()))
         logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
         return None
+
+    async def _found(self, path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, MadeOf]]:
+        try:
+            return await self._thread.run(_look, path, name, declared, limit_s=self._load_limit_s)
+        except TimeoutError:
+            raise ModelLoadError(
+                f"{path / name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
+            ) from None
 
     async def _made(self, files: ModelFiles) -> Model:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from serve.control import switch
 from serve.control.loader import Loader
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlMode, ControlOptions
@@ -36,6 +38,36 @@ class StuckRuntime(OnnxRuntime):
             assert self.release.wait(WAIT_S)
             self.ended.set()
         return super().load(path, interface, placement, config)
+
+
+@pytest.mark.parametrize("stuck", ["made_of", "find_model"])
+def test_files_that_cannot_be_looked_at_in_time_are_not_in_the_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    """As those of a file server that has gone."""
+    for name in ("stuck", "well"):
+        save_mlp(tmp_path / name / "1" / "model.onnx")
+    release, real = threading.Event(), getattr(switch, stuck)
+
+    def look(*arguments: Any, **options: Any) -> Any:
+        assert "stuck" not in str(arguments) or release.wait(WAIT_S)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(switch, stuck, look)
+    placement = Placement(use_gpu=False, threads=1)
+    loader = Loader(runtime=OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=5.0)
+    options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=0.2)
+    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
+        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, options))
+        try:
+            server.run(control.start())
+            with pytest.raises(InferenceServerException, match=r"stuck: its files were not looked at within 0\.2 s"):
+                client.load_model("stuck", client_timeout=WAIT_S)
+            client.load_model("well", client_timeout=WAIT_S)
+            assert client.is_model_ready("well")
+        finally:
+            release.set()
+            server.call(control.close)
 
 
 def test_a_load_that_hangs_is_refused_and_others_go_on(tmp_path: Path) -> None:
