@@ -78,7 +78,11 @@ class WorkerProcess:
 
 def start_worker(command: Sequence[str], sockets: Sockets, lifeline: int, restarts: int) -> WorkerProcess:
     """Start a worker that has these files. One that cannot be started is one that has ended."""
-    ready_file, ready = os.pipe()
+    try:
+        ready_file, ready = os.pipe()
+    except OSError as error:  # no room for one more file, in the whole system maybe
+        logger.error("the worker cannot be started: %s", error.strerror)  # noqa: TRY400  (the line says it all)
+        return WorkerProcess(0, None, NOT_STARTED_CODE)
     os.set_blocking(ready_file, False)
     os.set_inheritable(ready, True)
     environment = {**os.environ, VARIABLE: Handover(sockets, lifeline, ready, restarts).to_text()}

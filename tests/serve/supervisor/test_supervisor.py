@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -177,6 +178,20 @@ def test_a_unix_socket_goes_with_the_supervisor(tmp_path: Path) -> None:
         process.terminate()
         assert ended(process)[0] == 0
     assert not path.exists()
+
+
+def test_a_worker_is_started_once_there_are_files_again() -> None:
+    with supervised("serve", *["serve"] * 5, first_s=0.5) as process:
+        worker = until_ready(process)
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        os.kill(worker, signal.SIGKILL)
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(2)]
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+        assert said[1] == "ERROR the worker cannot be started: Too many open files\n"
+        until_ready(process)
+        process.terminate()
+        assert ended(process)[0] == 0
 
 
 def test_a_program_that_is_not_there_is_one_line() -> None:
