@@ -7,6 +7,7 @@ varint and as many bytes: https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protos.varint import encoded_varint
@@ -16,6 +17,10 @@ FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
 # Of one message. Two bytes can be an input, which takes microseconds and, once parsed, a hundred bytes: a message of megabytes
 # would keep everybody waiting. A request with ten thousand inputs and as many outputs has fewer.
 MAX_FIELDS = 2**15
+# Of its inputs and outputs together, each size of a shape counted: a parameter takes half a microsecond and 150 bytes.
+MAX_INNER_FIELDS = 2**16
+REQUEST_TENSORS = {5 << 3 | WITH_LENGTH, 6 << 3 | WITH_LENGTH}
+TENSOR_SHAPE = 3 << 3 | WITH_LENGTH
 REQUEST_ID = 3 << 3 | WITH_LENGTH
 REQUEST_RAW = 7 << 3 | WITH_LENGTH
 RESPONSE_ID = b"\x1a"
@@ -74,26 +79,55 @@ def cut_request(data: bytes) -> CutRequest | None:
 
 
 def has_too_many_fields(data: bytes) -> bool:
-    """Whether a message has more than MAX_FIELDS, those within its fields not counted; False where it is no message."""
+    """Whether a message has more than MAX_FIELDS, or its inputs and outputs more than MAX_INNER_FIELDS; False where it is none.
+
+    Those within these, such as the elements of typed contents, are not counted.
+    """
     if len(data) <= MAX_FIELDS:
         return False
-    position, end = 0, len(data)
+    fields = inner = 0
     try:
-        for _ in range(MAX_FIELDS):
-            if position >= end:
-                break
-            tag, position = _varint(data, position)
-            kind = tag & 7
-            if kind in FIXED_BYTES:
-                position += FIXED_BYTES[kind]
-            elif kind in {NUMBER, WITH_LENGTH}:
-                number, position = _varint(data, position)
-                position += number if kind == WITH_LENGTH else 0
-            else:
-                return False
+        for tag, start, end in _fields(data, 0, len(data)):
+            fields += 1
+            if tag in REQUEST_TENSORS:
+                inner += _inner_fields(data, start, end, MAX_INNER_FIELDS - inner)
+            if fields > MAX_FIELDS or inner > MAX_INNER_FIELDS:
+                return True
     except IndexError:
-        return False
-    return position < end
+        pass
+    return False
+
+
+def _inner_fields(data: bytes, start: int, end: int, most: int) -> int:
+    """The fields of an input or an output, no further than to the first beyond the most."""
+    count = 0
+    for tag, body, after in _fields(data, start, end):
+        count += 1 + (after - body if tag == TENSOR_SHAPE else 0)
+        if count > most:
+            break
+    return count
+
+
+def _fields(data: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Each field between two places: its tag, and from where to where its content is.
+
+    Raises:
+        IndexError: this is no message.
+    """
+    while position < end:
+        tag, position = _varint(data, position)
+        kind = tag & 7
+        start = position
+        if kind in FIXED_BYTES:
+            position += FIXED_BYTES[kind]
+        elif kind == NUMBER:
+            _, position = _varint(data, position)
+        elif kind == WITH_LENGTH:
+            length, start = _varint(data, position)
+            position = start + length
+        else:
+            raise IndexError(position)
+        yield tag, start, position
 
 
 def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes]) -> bytes:

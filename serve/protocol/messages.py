@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 
 from protos.inference_pb2 import ModelInferRequest
 from serve.engine.errors import InvalidArgumentError
-from serve.protocol.infer_wire import MAX_FIELDS, has_too_many_fields
+from serve.protocol.infer_wire import MAX_FIELDS, MAX_INNER_FIELDS, has_too_many_fields
 
 M = TypeVar("M", bound=Message)
 
@@ -45,5 +45,6 @@ def check_fields(data: bytes) -> None:
     """
     if has_too_many_fields(data):
         raise InvalidArgumentError(
-            f"the request has more than {MAX_FIELDS} inputs, outputs, parameters and raw_input_contents; expected fewer"
+            f"the request has more than {MAX_FIELDS} inputs, outputs, parameters and raw_input_contents, or its inputs and "
+            f"outputs have more than {MAX_INNER_FIELDS} sizes and parameters; expected fewer"
         )

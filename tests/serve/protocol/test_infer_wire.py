@@ -5,7 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.protocol.infer_wire import MAX_FIELDS, cut_request, has_too_many_fields, put_response
+from protos.varint import encoded_varint
+from serve.protocol.infer_wire import MAX_FIELDS, MAX_INNER_FIELDS, cut_request, has_too_many_fields, put_response
 
 texts = st.text(max_size=20)
 raws = st.lists(st.binary(max_size=300), max_size=3)
@@ -100,3 +101,25 @@ def test_fields_are_counted_whatever_they_are(field: bytes) -> None:
     assert not has_too_many_fields(long + field)
     assert not has_too_many_fields(b"\x3a\xff\xff\xff\xff\x0f" + most + field)  # no message
     assert not has_too_many_fields(b"\x57" + most + field)
+
+
+@pytest.mark.parametrize("tensor", [b"\x2a", b"\x32"])
+@pytest.mark.parametrize("field", [b"\x22\x00", b"\x78\x07", b"\xfa\x01\x01a"])
+def test_fields_of_inputs_and_outputs_are_counted_together(tensor: bytes, field: bytes) -> None:
+    def part(count: int) -> bytes:
+        return tensor + encoded_varint(count * len(field)) + count * field
+
+    half = part(MAX_INNER_FIELDS // 2)
+    assert not has_too_many_fields(half + half)
+    assert has_too_many_fields(half + half + part(1))
+    assert not has_too_many_fields(half + half + b"\x3a" + part(1)[1:]), "a raw entry is no message"
+
+
+def test_sizes_are_counted_and_elements_are_not() -> None:
+    request = ModelInferRequest()
+    request.inputs.add(name="x", datatype="INT64", shape=[1] * (MAX_INNER_FIELDS - 3))  # and three fields
+    assert not has_too_many_fields(request.SerializeToString())
+    request.inputs[0].contents.int64_contents.extend([1] * (2 * MAX_INNER_FIELDS))
+    assert has_too_many_fields(request.SerializeToString())
+    del request.inputs[0].shape[0]
+    assert not has_too_many_fields(request.SerializeToString())
