@@ -50,6 +50,7 @@ class InferenceCore:
         for model in models:
             self._models.setdefault(model.name, {})[model.version] = model
         self._leaving: dict[Model, asyncio.Task[None]] = {}
+        self._finishing: set[asyncio.Task[None]] = set()
         self._draining = self._retired = False
         self._changed = asyncio.Event()
         self.figures = ServerFigures()
@@ -244,11 +245,17 @@ class InferenceCore:
             self._retired = True
             self.notify()
 
+    def wait_for(self, task: asyncio.Task[None]) -> None:
+        """Have `drain` wait for what is done with answers after their models have given them."""
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
     async def drain(self) -> None:
         """Stop taking requests and finish those that were taken."""
         self._draining = True
         self.retire()
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
+        await asyncio.gather(*self._finishing)
 
     def _let_go(self, model: Model) -> asyncio.Task[None]:
         version = str(model.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 from serve.engine.errors import NotFoundError
@@ -70,6 +71,10 @@ class VisibleCore(InferenceCore):
     def submit(self, model: Model, request: InferRequest) -> None:
         """As `InferenceCore.submit`; the model was found here, so it is visible."""
         self._core.submit(model, request)
+
+    def wait_for(self, task: asyncio.Task[None]) -> None:
+        """As `InferenceCore.wait_for`."""
+        self._core.wait_for(task)
 
     async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """As `InferenceCore.load`."""

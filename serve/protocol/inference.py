@@ -21,6 +21,7 @@ from serve.protocol.messages import check_fields, parse
 from serve.protocol.request_forms import RequestForm, RequestForms
 from serve.protocol.shared_memory import SharedMemory
 from serve.protocol.wanted_outputs import special_response, wanted_names, wanted_specially
+from serve.protocol.written_apart import WrittenApart
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,14 @@ class Inference:
             None if turn.drop_after_s is None else _in(turn.drop_after_s),
             len(data),
         )
+        apart = None
+        if form.has_texts:
+            apart = WrittenApart(partial(self._written, form, request_id), reply, self._core.wait_for)
+            queued.done = apart.done
         if watch is not None:
             watch.taken(form.model, request_id, queued)
         self._core.submit(form.model, queued)
-        return partial(form.model.batcher.cancel, queued)
+        return partial(form.model.batcher.cancel, queued) if apart is None else partial(_cancel, form.model, queued, apart)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Called by transports for a request that got an error. Nobody listens here (see `observed_inference`)."""
@@ -133,6 +138,11 @@ class Inference:
         )
         return form, decoded.inputs
 
+    def _written(self, form: RequestForm, request_id: bytes, result: Tensors | InferenceError) -> bytes | InferenceError:
+        written: list[bytes | InferenceError] = []
+        self._answer(form, request_id, written.append, result)
+        return written[0]
+
     def _answer(
         self,
         form: RequestForm,
@@ -157,6 +167,11 @@ class Inference:
             reply(BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}"))
             return
         reply(response)
+
+
+def _cancel(model: Model, queued: InferRequest, apart: WrittenApart) -> None:
+    apart.gone()
+    model.batcher.cancel(queued)
 
 
 def _timeout(request: ModelInferRequest) -> float | None:

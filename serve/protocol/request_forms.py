@@ -34,6 +34,7 @@ class RequestForm:
         readers: of the inputs that are not sent but lie in shared memory; None where all are sent.
         places: in shared memory, of inputs and outputs.
         special: the outputs that are not just sent.
+        has_texts: whether outputs that are just sent have elements without a fixed size.
     """
 
     model: Model
@@ -45,9 +46,12 @@ class RequestForm:
     readers: Readers | None = None
     places: tuple[Place, ...] = ()
     special: Mapping[str, WantedOutput] = field(default_factory=dict)
+    has_texts: bool = field(init=False)
     _responses: ResponseForms = field(init=False)
 
     def __post_init__(self) -> None:
+        texts = not self.special and any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
+        object.__setattr__(self, "has_texts", texts)
         object.__setattr__(self, "_responses", ResponseForms(self.model, self.rows))
 
     def offsets(self, raw: list[tuple[int, int]]) -> tuple[int, ...] | None:
