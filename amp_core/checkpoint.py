@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from amp_core.atomic_file import atomic_file
+from amp_core.data.errors import one_line
 from amp_core.factory import call_factory
 from amp_core.readable import UNREADABLE, first_unreadable
 
@@ -133,7 +134,11 @@ def _check_data_set(data: Dataset[Any], name: str, *, indexable: bool) -> None:
     if not hasattr(data, "__len__"):
         either = "" if indexable else ", or an IterableDataset"
         raise CheckpointError(f"{name} has no length; expected a data set with __len__{either}")
-    if not len(data):
+    try:
+        items = len(data)
+    except Exception as error:  # whatever the user's code raises
+        raise CheckpointError(f"{name} does not say its length: len() raised {one_line(error)}") from error
+    if not items:
         raise CheckpointError(f"{name} has no items; expected at least one")
 
 

@@ -75,6 +75,15 @@ class Endless(Dataset[float]):
         return float(index)
 
 
+class Unsized(Endless):
+    def __len__(self) -> int:
+        raise NotImplementedError("ask the database\nfor it")
+
+
+def unsized() -> tuple[Unsized, TensorDataset]:
+    return Unsized(), pairs()[1]
+
+
 def lengthless() -> tuple[Endless, TensorDataset]:
     return Endless(), pairs()[1]
 
@@ -274,6 +283,7 @@ def test_a_model_that_the_weights_do_not_fit() -> None:
         ("empty_training", "the training set that '.*' returned has no items"),
         ("empty", "the held-out set that '.*' returned has no items; expected at least one"),
         ("lengthless", "the training set that '.*' returned has no length; expected a data set with __len__, or an IterableD"),
+        ("unsized", "'.*' returned does not say its length: len\\(\\) raised NotImplementedError: ask the database$"),
         ("lengthless_held_out", "the held-out set that '.*' returned has no length; expected a data set with __len__$"),
         (
             "streamed_held_out",
