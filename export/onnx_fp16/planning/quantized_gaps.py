@@ -6,6 +6,9 @@ Seen with ONNX Runtime 1.31.1, from ORT_ENABLE_BASIC on, whatever the provider; 
   in float32 alone, and the model cannot be opened.
 - It quantizes the bias of a Conv, ConvTranspose or Gemm between quantized tensors, with the product of both scales as the
   scale. In float16 that product is subnormal or 0, or the quotient overflows, and the layer adds another bias.
+
+And what float16 itself breaks: a scale below 2**-14, as that of a bias often is, keeps few of its digits, which all that it
+scales shares.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 CONCAT_REASON = "between quantized tensors: ONNX Runtime joins those as integers, with scales in float32 alone"
 BIAS_REASON = "ONNX Runtime quantizes the layer's bias with the product of both scales, which float16 cannot hold"
+SCALE_REASON = "its scale of {:.3g} keeps few digits in float16"
 
 _QUANTIZES, _DEQUANTIZES = "QuantizeLinear", "DequantizeLinear"
 _DOMAINS = ("", "com.microsoft")
@@ -33,6 +37,10 @@ _ACTIVATIONS = frozenset({"Clip", "Relu"})
 def quantized_gaps(model: onnx_ir.Model) -> Iterator[tuple[onnx_ir.Node, str]]:
     """The nodes that ONNX Runtime needs in float32 for this, each with the reason."""
     for node in all_nodes(model):
+        if node.op_type in (_QUANTIZES, _DEQUANTIZES) and node.domain in _DOMAINS:
+            smallest = _smallest_scale(node)
+            if 0 < smallest < FP16_SMALLEST_NORMAL:
+                yield node, SCALE_REASON.format(smallest)
         if node.domain:
             continue
         if node.op_type == "Concat":
@@ -65,9 +73,12 @@ def _quantized_bias(layer: onnx_ir.Node) -> onnx_ir.Node | None:
 
 
 def _smallest_scale(dequantizer: onnx_ir.Node) -> float:
-    """0 where it is no constant, as it might be."""
+    """Of those that are not 0; 0 where it is no constant, as it might be."""
     scale = constant_of(dequantizer.inputs[1])
-    return 0.0 if scale is None else float(np.abs(scale.numpy()).min(initial=np.inf))
+    if scale is None:
+        return 0.0
+    sizes = np.abs(scale.numpy())
+    return float(sizes.min(initial=np.inf, where=sizes > 0))
 
 
 def _from_dequantizer(value: onnx_ir.Value | None) -> list[onnx_ir.Node]:

@@ -102,6 +102,25 @@ def test_a_layer_whose_bias_the_runtime_leaves_alone_is_float16() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scale", [3e-8, 2e-6])
+def test_a_scale_that_loses_its_digits_stays_float32(scale: float, level: str) -> None:
+    whole = np.array([1.0, -0.5, 2.0, 0.25]) / scale
+    body = quantized("x") + "db = DequantizeLinear (b, sb) v = Reshape (db, shape) e = Add (dx, v)"
+    weights: dict[str, Any] = {"b": whole.astype(np.int32), "sb": np.float32(scale), "shape": np.array([1, 4, 1, 1])}
+    source = model(body, "e", **weights)
+    converted, report = halve(source)
+    assert reasons(report) == {"db": f"its scale of {scale:.3g} keeps few digits in float16"}
+    assert steps_away(source, converted, level) < 0.8  # one of the input's own
+
+
+def test_a_channel_that_is_dead_has_no_scale_to_lose() -> None:
+    body = quantized("x") + "db = DequantizeLinear <axis = 1> (b, sb) e = Add (dx, db)"
+    assert (
+        reasons(halve(model(body, "e", b=np.ones((1, 4, 1, 1), np.int8), sb=np.array([0.1, 0, 0.2, 0.3], np.float32)))[1]) == {}
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_scales_that_are_no_constants_may_be_small(level: str) -> None:
     source = layer(1e-3)
     (place,) = (index for index, tensor in enumerate(source.graph.initializer) if tensor.name == "s")
