@@ -170,6 +170,7 @@ def export_verified(
     _require_on_cpu(module)
     args, named = arguments_of(module, samples.inputs)
     call = call_of(module, args, kwargs=named)
+    _require_float32(module, call)
     sizes = _sizes(call, wishes.dynamic)
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
@@ -207,6 +208,16 @@ def _require_on_cpu(module: nn.Module) -> None:
     elsewhere = next((t.device for t in (*module.parameters(), *module.buffers()) if t.device != torch.device("cpu")), None)
     if elsewhere is not None:
         raise ExportError(f"the model is on {elsewhere}; call .cpu() first")
+
+
+def _require_float32(module: nn.Module, call: Call) -> None:
+    small = (torch.float16, torch.bfloat16)
+    weights = next((parameter.dtype for parameter in module.parameters() if parameter.dtype in small), None)
+    if weights is not None:
+        raise ExportError(f"the model holds {str(weights)[6:]} weights; expected float32, to compare with: call .float() first")
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.dtype == torch.bfloat16:  # which numpy does not have
+            raise ExportError(f"the samples of input {name!r} are bfloat16; expected float32")
 
 
 def _sizes(call: Call, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:

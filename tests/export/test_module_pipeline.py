@@ -84,6 +84,13 @@ def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
         (nn.Linear(4, 2), torch.rand(8, 4), "the model is in training mode"),
         (nn.Linear(4, 2).eval(), torch.rand(8, 5), "the model fails on inputs"),
         (nn.Linear(4, 2, device="meta").eval(), torch.rand(8, 4), r"the model is on meta; call \.cpu\(\) first"),
+        (
+            nn.Linear(4, 2).bfloat16().eval(),
+            torch.rand(8, 4).bfloat16(),
+            r"the model holds bfloat16 weights; .*\.float\(\) first",
+        ),
+        (nn.Linear(4, 2).half().eval(), torch.rand(8, 4).half(), r"the model holds float16 weights; expected float32"),
+        (nn.Identity().eval(), torch.rand(8, 4).bfloat16(), "the samples of input 'input' are bfloat16; expected float32"),
         (Reader().eval(), {"words": torch.ones(2, 2)}, "does not take these inputs|fails on inputs"),
     ],
 )
