@@ -118,7 +118,8 @@ def build_data(spec: str, *, held_out_indexable: bool = True) -> tuple[Dataset[A
     """
     data = call_factory(spec)
     if not isinstance(data, tuple) or len(data) != 2 or not all(isinstance(part, Dataset) for part in data):
-        shape = f"a tuple of {len(data)}" if isinstance(data, tuple) else f"a {type(data).__name__}"
+        kinds = ", ".join(type(part).__name__ for part in data) if isinstance(data, tuple) else ""
+        shape = f"a tuple of ({kinds})" if isinstance(data, tuple) else f"a {type(data).__name__}"
         raise CheckpointError(f"{spec!r} returned {shape}; expected a pair of torch data sets (training, held out)")
     training, held_out = data
     _check_data_set(training, f"the training set that {spec!r} returned", indexable=False)

@@ -156,7 +156,7 @@ class TrainingRun:
         if batches is None:
             if not limit:
                 raise TrainingError(
-                    "the training set has no length; say with steps_per_epoch (--steps-per-epoch) how many steps an epoch has"
+                    "the training set is a stream; say with steps_per_epoch (--steps-per-epoch) how many steps an epoch has"
                 )
             return limit
         steps = math.ceil(batches / self.settings.accumulate)

@@ -70,6 +70,10 @@ def empty() -> tuple[TensorDataset, TensorDataset]:
     return pairs()[0], TensorDataset(torch.ones(0, 2), torch.ones(0))
 
 
+def a_list() -> tuple[list[float], TensorDataset]:
+    return [1.0], pairs()[1]
+
+
 class Endless(Dataset[float]):
     def __getitem__(self, index: int) -> float:
         return float(index)
@@ -278,6 +282,7 @@ def test_a_model_that_the_weights_do_not_fit() -> None:
     ("factory", "message"),
     [
         ("not_a_pair", "returned a TensorDataset; expected a pair of torch data sets"),
+        ("a_list", r"returned a tuple of \(list, TensorDataset\); expected a pair of torch data sets"),
         ("no_model", "returned a int; expected a pair of torch data sets"),
         ("three", "returned a tuple of 3; expected a pair of torch data sets"),
         ("empty_training", "the training set that '.*' returned has no items"),

@@ -118,7 +118,7 @@ def test_streams(tmp_path: Path) -> None:
     assert (result.steps, set(result.metrics)) == (6, {"loss", "accuracy"})
     # The stream has four steps, and ends before the five that were announced.
     assert train(settings(tmp_path / "b", **options, steps_per_epoch=5, epochs=2)).steps == 8
-    with pytest.raises(TrainingError, match=r"no length; say with steps_per_epoch \(--steps-per-epoch\) how many steps"):
+    with pytest.raises(TrainingError, match=r"a stream; say with steps_per_epoch \(--steps-per-epoch\) how many steps"):
         train(settings(tmp_path / "c", **options))
 
 
