@@ -15,7 +15,6 @@ from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_kinds import KINDS, ModelKind, asked_kinds
-from serve.engine.plain_files import require_plain
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ def read_config(path: Path) -> DeclaredConfig:
         ModelLoadError: the file cannot be read or parsed; the text gives line and column.
     """
     try:
-        text = require_plain(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
     except (OSError, UnicodeDecodeError) as error:

@@ -10,7 +10,6 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine.as_loaded import AsLoaded
 from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.errors import ModelLoadError
-from serve.engine.plain_files import require_plain
 from serve.engine.precision_guard.degradation import Degradation
 from serve.engine.precision_guard.fallback import Fallback
 from serve.engine.precision_guard.guard import PrecisionGuard
@@ -127,7 +126,7 @@ def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:
 def _certified(path: Path) -> float | None:
     """The scaled error that a certificate's budget allows; None where there is no such figure."""
     try:
-        allowed = json.loads(require_plain(path).read_bytes())["budget"]["max_scaled_error"]
+        allowed = json.loads(path.read_bytes())["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # whether the certificate is sound is for others to judge
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else None

@@ -21,7 +21,6 @@ from serve.engine.configuration.own_parameters import check_own_parameters, drop
 from serve.engine.errors import ModelLoadError
 from serve.engine.model import Model
 from serve.engine.pauses import pause
-from serve.engine.plain_files import require_plain
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.loading import make_guard
 from serve.engine.queueing.batch_limits import BatchLimits
@@ -142,7 +141,7 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
             continue
         path = named_file(declared, name, f"{declared.source}: label_filename is")
         try:
-            text = require_plain(path).read_text(encoding="utf-8-sig")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None

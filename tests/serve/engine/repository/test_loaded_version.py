@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -88,23 +86,6 @@ def test_every_line_is_one_label(tmp_path: Path, content: str, names: list[str])
 def test_labels_that_cannot_be_read_are_refused(tmp_path: Path, name: str, text: str) -> None:
     with pytest.raises(ModelLoadError, match=text):
         load(write_versions(tmp_path, "1", config=labelled(name)))
-
-
-@pytest.mark.parametrize("name", ["config.pbtxt", "names.txt"])
-def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
-    root = write_versions(tmp_path, "1", config=labelled("names.txt"))
-    pipe = root / "mlp" / name
-    pipe.unlink(missing_ok=True)
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=("",))  # waits for a reader
-    writer.start()
-    try:
-        with pytest.raises(ModelLoadError, match="it is a pipe or a device, expected a file"):
-            load(root)
-    finally:
-        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        writer.join()
-        os.close(reader)
 
 
 def test_labels_that_are_no_text_are_refused(tmp_path: Path) -> None:
