@@ -120,7 +120,7 @@ def wrong_method(chance: random.Random) -> RestFault:
 def no_http(chance: random.Random) -> RestFault:
     """Bytes that are no HTTP/1.1, or contradict themselves: refused with 400, or by hanging up.
 
-    One that could be HTTP but names no host gets 403, as names of other sites do.
+    One that could be HTTP but names no path gets 404.
     """
     post = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n".encode()
     raw = chance.choice(
@@ -136,7 +136,7 @@ def no_http(chance: random.Random) -> RestFault:
             post + b"X: " + b"y" * 70_000 + b"\r\n\r\n",
         ]
     )
-    return RestFault("REST: no HTTP", frozenset({CLOSED, 400, 403, 431, 505}), raw=raw)
+    return RestFault("REST: no HTTP", frozenset({CLOSED, 400, 404, 431, 505}), raw=raw)
 
 
 MAKERS: tuple[Callable[[random.Random], RestFault], ...] = (
