@@ -1,8 +1,9 @@
 """A worker that does as it is told: python scripted_worker.py DEED DEED ..., one deed for each start.
 
 load is never ready, and ends as signals have it; exit:3 ends with this code and was never ready, nor was die:9, which is killed
-by this signal; served:3 and killed:9 were. serve tells of each signal and ends at SIGTERM with code 0; leave:3 does so with
-another code; stubborn does not end. Each start is told on standard output, with what is known then.
+by this signal, nor fork:3, which leaves a process behind that holds all its files; served:3 and killed:9 were. serve tells of
+each signal and ends at SIGTERM with code 0; leave:3 does so with another code; stubborn does not end. Each start is told on
+standard output, with what is known then.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def main(*deeds: str) -> None:
         stay(told, deed, number)
     while deed == "load":
         signal.pause()
+    if deed == "fork" and os.fork() == 0:
+        outlive(told["lifeline"])
     if deed in {"served", "killed"}:
         os.write(told["ready"], b"\n")
     if deed in {"die", "killed"}:

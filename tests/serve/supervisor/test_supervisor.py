@@ -86,6 +86,12 @@ def test_a_first_worker_that_was_killed_is_spoken_for() -> None:
     assert (code, errors) == (139, ["ERROR the server ended before it was ready: SIGSEGV; a runtime or a driver crashed"])
 
 
+def test_what_a_worker_leaves_behind_is_not_waited_for() -> None:
+    with supervised("fork:3") as process:
+        code, told, errors = ended(process)
+    assert (code, told[1:], errors) == (3, ["orphaned"], [])
+
+
 def test_workers_that_cannot_be_started_anew_are_given_up() -> None:
     with supervised("served:1", *["exit:2"] * 4, "exit:7", "serve") as process:
         code, told, errors = ended(process)
@@ -127,6 +133,13 @@ def test_a_signal_before_the_first_worker_is_ready_ends_as_it_would_without(name
         assert ended(process) == (code, [], [])
 
 
+def test_a_signal_before_the_next_worker_is_ready_is_no_failure() -> None:
+    with supervised("served:1", "load") as process:
+        assert [line(process)[:2] for _ in range(2)] == [["start", "0"], ["start", "1"]]
+        process.terminate()
+        assert ended(process)[:2] == (0, [])
+
+
 def test_a_signal_while_no_worker_is_there_ends_it_at_once() -> None:
     with supervised("served:1", "served:1", first_s=3600) as process:
         assert process.stderr is not None
@@ -160,6 +173,14 @@ def test_hang_up_is_for_the_worker_where_it_reads_files() -> None:
         assert line(process) == ["got", "SIGHUP"]
         process.terminate()
         assert ended(process) == (0, ["got SIGTERM"], [])
+
+
+def test_hang_up_waits_for_no_worker_that_reads_files_anyway() -> None:
+    with supervised("load", hang_up_reloads=True) as process:
+        assert line(process)[0] == "start"
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert ended(process) == (128 + signal.SIGTERM, [], [])
 
 
 def test_hang_up_ends_it_where_there_is_nothing_to_read() -> None:
