@@ -12,11 +12,15 @@ import pytest
 import tritonclient.http as tc
 from tritonclient.utils import InferenceServerException, shared_memory
 
+from serve.control.options import ControlMode
+from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
 from serve.protocol import cuda_region
-from tests.models import mlp_weights
+from tests.models import mlp_weights, save_mlp
+from tests.serve.control.controlled import controlled_server
 from tests.serve.cuda_emulator.library import driver_of, library_path
 from tests.serve.cuda_emulator.owner import owner
+from tests.serve.http.running_http import running_http
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,9 @@ def test_metadata_and_configuration(client: Any) -> None:
     metadata = client.get_model_metadata("mlp", "1")
     assert metadata["versions"] == ["1", "3"]
     assert metadata["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [-1, 64]}]
+    for ask in (client.get_model_metadata, client.get_model_config):
+        with pytest.raises(InferenceServerException, match="model 'mlp' has no version 7; served: 1, 3"):
+            ask("mlp", "7")
     config = client.get_model_config("mlp")
     assert config["max_batch_size"] == 16
     assert config["input"][0]["dims"] == [64]
@@ -200,7 +207,9 @@ def test_tensors_may_lie_on_a_cuda_device(client: Any, tmp_path: Path, monkeypat
 
 def test_settings_are_read_and_changed(client: Any) -> None:
     assert client.get_log_settings()["log_info"] is True
-    assert client.update_log_settings({"log_verbose_level": 0})["log_verbose_level"] == 0
+    before = client.get_log_settings()["access_log_every"]
+    for every in (before + 7, before):
+        assert client.update_log_settings({"access_log_every": every})["access_log_every"] == every
     assert client.get_trace_settings()["trace_level"] == ["OFF"]
     assert client.update_trace_settings("mlp", {"trace_rate": "500"})["trace_rate"] == "500"
     assert client.update_trace_settings("mlp", {"trace_rate": None})["trace_rate"] == client.get_trace_settings()["trace_rate"]
@@ -212,6 +221,22 @@ def test_models_are_not_loaded_by_request_where_that_is_off(client: Any) -> None
     for name in ("load_model", "unload_model"):
         with pytest.raises(InferenceServerException, match=r"\[409\] models are not loaded by request here"):
             getattr(client, name)("mlp")
+
+
+def test_models_are_loaded_and_unloaded_by_their_names(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_mlp(tmp_path / name / "1" / "model.onnx")
+    with (
+        controlled_server(tmp_path, ControlMode.EXPLICIT) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        tc.InferenceServerClient(f"127.0.0.1:{rest.port}") as client,
+    ):
+        client.load_model("one")
+        client.load_model("two", config='{"max_batch_size": 4}')
+        assert [client.is_model_ready(name) for name in ("one", "two")] == [True, True]
+        assert client.get_model_config("two")["max_batch_size"] == 4
+        client.unload_model("one")
+        assert [client.is_model_ready(name) for name in ("one", "two")] == [False, True]
 
 
 def test_errors_reach_the_user(client: Any) -> None:
