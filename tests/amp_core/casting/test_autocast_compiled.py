@@ -59,6 +59,22 @@ def test_a_decorated_function_compiles_in_one_graph() -> None:
     assert dtypes(compiled(decorated, fullgraph=True)(X)) == [HALF, HALF]
 
 
+def test_more_policies_than_there_are_dtypes_are_told_apart() -> None:
+    """A policy's number has two digits; two that differ in the second alone must not share what was compiled."""
+    others = ("mm", "exp", "log", "sum", "softmax", "cumsum", "prod")
+    lists = [ops for size in range(1, 4) for ops in itertools.combinations(others, size)]
+    found: dict[tuple[Any, bool], Policy] = {}
+    for ops in [*lists, *(("matmul", *ops) for ops in lists)]:
+        number = NO_POLICIES.with_policy("cpu", Policy().fp32(*ops)).number
+        if number is not None:  # torch has the same rules
+            found[number[0], "matmul" in ops] = Policy().fp32(*ops)
+    first = next(digit for digit, with_matmul in found if with_matmul and (digit, False) in found)
+    function = compiled(lambda x: x @ x.T, fullgraph=True)
+    for with_matmul, dtype in ((True, FULL), (False, HALF), (True, FULL)):
+        with autocast("cpu", HALF, policy=found[first, with_matmul]):
+            assert function(X).dtype is dtype
+
+
 def policy_block(x: Tensor) -> tuple[Tensor, ...]:
     with autocast("cpu", HALF, policy="cuda"):
         outer = product_and_softmax(x)
