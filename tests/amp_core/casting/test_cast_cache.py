@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from amp_core import autocast
 
@@ -39,3 +40,12 @@ def test_a_thread_that_ends_inside_a_region_does_not_keep_the_cache() -> None:
     seen: list[bool] = []
     in_a_region(seen)
     assert seen == [True]
+
+
+def test_a_region_of_torchs_finds_nothing_that_one_of_ours_has_left() -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
+    with autocast("cpu", torch.bfloat16):
+        layer(x)
+    layer.weight.data.mul_(2)  # of which nobody tells
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), x.bfloat16() @ layer.weight.bfloat16().T)

@@ -31,7 +31,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("policy", [None, "cuda", "native+fp32:softmax,linear"])
 @pytest.mark.parametrize("backward_inside", [True, False])
 def test_gradients_equal_those_without_checkpointing(use_reentrant: bool, policy: Any, backward_inside: bool) -> None:
-    gradients = []
+    gradients, tag = [], torch.compiler.config.cache_key_tag
     for checkpointed in (False, True):
         torch.manual_seed(0)
         block, x = Block(), torch.randn(3, 4, requires_grad=True)
@@ -43,6 +43,7 @@ def test_gradients_equal_those_without_checkpointing(use_reentrant: bool, policy
             y.float().pow(2).sum().backward()
         assert set(block.seen) == {torch.float32 if policy else HALF}
         assert policies_in_force() is NO_POLICIES
+        assert torch.compiler.config.cache_key_tag == tag
         gradients.append((x.grad, block.linear.weight.grad))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
