@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -50,9 +51,10 @@ def ask_sharing(
     try:
         response = yield call
     except ModelNotFound:
-        # A server that was started again knows no regions; if it has taken one of ours anew, that was the reason.
-        if not (yield from _register_again(sharing)):
+        # A server that was started again knows no regions. If it does now, another request may have told it meanwhile.
+        if not sharing.regions:
             raise
+        yield from _register_again(sharing)
         response = yield call
     check(response)
     return answer_of(response, _outputs(sharing, response))
@@ -82,15 +84,10 @@ def _register_slab(pool: SlabPool, slab: SharedRegion) -> Exchange[None]:
         raise SharingRefused from None
 
 
-def _register_again(sharing: SharedTensors) -> Exchange[bool]:
-    renewed = False
+def _register_again(sharing: SharedTensors) -> Exchange[None]:
     for region in sharing.regions.values():
-        try:
+        with contextlib.suppress(AlreadyExists):
             yield from register_region(region.name, region.key, region.byte_size)
-            renewed = True
-        except AlreadyExists:
-            continue
-    return renewed
 
 
 def unregister_all(pool: SlabPool) -> Exchange[None]:

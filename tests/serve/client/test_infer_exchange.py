@@ -179,6 +179,16 @@ def test_a_server_that_was_started_again_is_told_of_the_memory_anew() -> None:
     assert called == [*["SystemSharedMemoryRegister"] * 2, "ModelInfer", *["SystemSharedMemoryRegister"] * 2, "ModelInfer"]
 
 
+def test_two_requests_with_memory_that_the_server_has_forgotten_are_both_made_again() -> None:
+    state, region = state_with("FP32"), SharedRegion(64)
+    state.add_region(region)
+    first, second = (ask(state, region.array(4, np.float32)) for _ in range(2))
+    steps: list[Any] = [next(exchange) for exchange in (first, second)]
+    steps += [exchange.throw(ModelNotFound("not registered")) for exchange in (first, second)]
+    steps += [first.send(None), second.throw(AlreadyExists("by the first"))]
+    assert [step.method for step in steps] == [*["ModelInfer"] * 2, *["SystemSharedMemoryRegister"] * 2, *["ModelInfer"] * 2]
+
+
 @pytest.mark.parametrize(
     ("said", "reserved"),
     [
