@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
@@ -25,9 +27,15 @@ class AsyncDriver(ClientBase):
     _channel: Any = None
     _loop: asyncio.AbstractEventLoop | None = None
 
+    @cached_property
+    def _over(self) -> asyncio.Event:
+        return asyncio.Event()  # for those that pause, all on the loop that the client belongs to
+
     async def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
         self._closed = True  # first: others would go on to register what is taken back here
+        if self._loop is asyncio.get_running_loop():
+            self._over.set()
         if self._shares and not self._taken_back and self._channel is not None:
             if self._loop is not None and self._loop.is_closed():  # nothing goes that way any more
                 self._channel, self._loop = None, None
@@ -52,7 +60,7 @@ class AsyncDriver(ClientBase):
             step = next(steps)
             while True:
                 if isinstance(step, Pause):
-                    await asyncio.sleep(step.seconds)
+                    await self._pause(step.seconds)
                     step = steps.send(None)
                     continue
                 try:
@@ -66,6 +74,11 @@ class AsyncDriver(ClientBase):
             return result
         finally:
             steps.close()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
 
     def _check_usable(self, *, closing: bool = False) -> None:
         super()._check_usable(closing=closing)

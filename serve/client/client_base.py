@@ -101,7 +101,7 @@ class ClientBase:
         self._closed = self._taken_back = False
         self._process: int | None = None
         self._rpcs: dict[str, Any] = {}
-        self._opening = threading.Lock()
+        self._opening, self._ended = threading.Lock(), threading.Event()
 
     @property
     def _shares(self) -> bool:

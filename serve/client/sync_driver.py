@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +25,7 @@ class SyncDriver(ClientBase):
     def close(self) -> None:
         """Close the connection; calls under way end as Cancelled. Closing twice is fine."""
         self._closed = True  # first: others would go on to register what is taken back here
+        self._ended.set()
         if self._shares and not self._taken_back and self._channel is not None:
             self._carry_out(take_back(self._state), replace(self._sending(CLOSING_S), closing=True), retry=False)
             self._taken_back = True
@@ -45,7 +45,7 @@ class SyncDriver(ClientBase):
             step = next(steps)
             while True:
                 if isinstance(step, Pause):
-                    time.sleep(step.seconds)
+                    self._ended.wait(step.seconds)  # shorter where another thread closes the client
                     step = steps.send(None)
                     continue
                 try:
