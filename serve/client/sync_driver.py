@@ -85,4 +85,6 @@ class SyncDriver(ClientBase):
         with self._opening:
             if self._channel is None:
                 self._channel = self._settings.open(grpc)
+                if self._closed:  # by another thread, which may have found nothing to close
+                    self._channel.close()
             return self._channel

@@ -6,10 +6,13 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from protos import inference_pb2 as pb
 from serve.client import AsyncInferenceClient, Cancelled, InferenceClient, RetryPolicy
+from serve.client.connection.channel import ChannelSettings
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 
 WAIT_S = 20
@@ -50,3 +53,26 @@ def test_so_it_does_with_asyncio(scripted: ScriptedServer) -> None:
             await asyncio.wait_for(waits, WAIT_S)
 
     asyncio.run(ask())
+
+
+def test_nothing_is_opened_once_a_client_is_closed(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted.answers["ServerMetadata"] = [pb.ServerMetadataResponse(name="s")]
+    opens, closed, opened, really_open = threading.Event(), threading.Event(), [], ChannelSettings.open
+
+    def slowly(settings: ChannelSettings, kind: Any) -> Any:
+        opens.set()
+        assert closed.wait(WAIT_S)
+        opened.append(really_open(settings, kind))
+        return opened[0]
+
+    monkeypatch.setattr(ChannelSettings, "open", slowly)
+    client = InferenceClient(scripted.address)
+    with ThreadPoolExecutor(1) as pool:
+        asks = pool.submit(client.server_metadata)
+        assert opens.wait(WAIT_S)
+        client.close()
+        closed.set()
+        with pytest.raises(Cancelled, match="this client was closed"):
+            asks.result(WAIT_S)
+    with pytest.raises(ValueError, match="closed channel"):
+        opened[0].unary_unary("/any")(b"")
