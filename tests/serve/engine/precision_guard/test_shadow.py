@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,25 @@ def test_what_came_while_a_run_went_on_is_dropped_too_when_it_has_to_rest() -> N
     twin.release.set()
     counters = scene.settled()
     assert (counters.shadow_runs, counters.shadow_dropped) == (1, 1)
+
+
+def test_it_rests_for_no_time_in_which_the_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    stood_s, clock = 0.0, time.monotonic
+
+    class Stopped(Doubling):
+        def run(self, inputs: Tensors) -> Tensors:
+            nonlocal stood_s
+            stood_s += 60.0
+            return super().run(inputs)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + stood_s)
+    scene = Scene(Stopped, share=0.01)
+    scene.sample(1.0)
+    scene.settled()
+    stood_s += 60.0
+    scene.sample(2.0)
+    counters = scene.settled()
+    assert (counters.shadow_runs, counters.shadow_dropped) == (2, 0)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
