@@ -71,14 +71,16 @@ class Inference:
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
-        turn = form.turn
+        turn, answer = form.turn, partial(self._answer, form, request_id, reply)
+        if form.special:
+            answer = partial(answer, since=self._memory.latest)
         queued = InferRequest(
             inputs,
             form.outputs,
             form.rows,
             form.bucket,
             None if time_left_s is None else _in(time_left_s),
-            partial(self._answer, form, request_id, reply),
+            answer,
             turn.level,
             None if turn.delay_after_s is None else _in(turn.delay_after_s),
             None if turn.drop_after_s is None else _in(turn.drop_after_s),
@@ -115,7 +117,11 @@ class Inference:
     def _raw_inputs(self, form: RequestForm, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]) -> Tensors:
         for place in form.places:  # its region may be gone, or another one by now
             self._memory.check(place)
-        return RawInputs(layout, data, offsets, form.readers)
+        if form.lying is None:
+            return RawInputs(layout, data, offsets)
+        read = partial(self._memory.read_into, since=self._memory.latest)
+        readers = tuple([None if place is None else partial(read, place) for place in form.lying])
+        return RawInputs(layout, data, offsets, readers)
 
     def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
@@ -123,7 +129,6 @@ class Inference:
         outputs = wanted_names(request, model)
         special = wanted_specially(request, model, self._memory)
         lying = input_places(request)
-        readers = tuple([None if place is None else partial(self._memory.read_into, place) for place in lying])
         places = [place for place in (*lying, *(wanted.place for wanted in special.values())) if place is not None]
         form = RequestForm(
             model=model,
@@ -132,7 +137,7 @@ class Inference:
             rows=decoded.rows,
             bucket=decoded.bucket,
             turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),
-            readers=readers if any(readers) else None,
+            lying=tuple(lying) if any(lying) else None,
             places=tuple(places),
             special=special,
         )
@@ -149,13 +154,15 @@ class Inference:
         request_id: bytes,
         reply: Reply,
         result: Tensors | InferenceError,
+        *,
+        since: int = 0,
     ) -> None:
         if isinstance(result, InferenceError):
             reply(result)
             return
         try:
             if form.special:
-                response = special_response(form.model, request_id, result, form.special, self._memory)
+                response = special_response(form.model, request_id, result, form.special, self._memory, since)
             else:
                 response = form.response(request_id, result)
         except InferenceError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from serve.engine.batches.raw_inputs import RawLayout, Readers
+from serve.engine.batches.raw_inputs import RawLayout
 from serve.engine.configuration.queue_policy import Turn
 from serve.engine.model import Model
 from serve.engine.tensors import Tensors
@@ -31,7 +31,7 @@ class RequestForm:
         rows: of its batch dimension.
         bucket: what it can share a batch with.
         turn: how it waits.
-        readers: of the inputs that are not sent but lie in shared memory; None where all are sent.
+        lying: for each input its place in shared memory, None for one that is sent; None in place of all where all are.
         places: in shared memory, of inputs and outputs.
         special: the outputs that are not just sent.
         has_texts: whether outputs that are just sent have elements without a fixed size.
@@ -43,7 +43,7 @@ class RequestForm:
     rows: int
     bucket: Hashable
     turn: Turn
-    readers: Readers | None = None
+    lying: tuple[Place | None, ...] | None = None
     places: tuple[Place, ...] = ()
     special: Mapping[str, WantedOutput] = field(default_factory=dict)
     has_texts: bool = field(init=False)
@@ -62,11 +62,11 @@ class RequestForm:
         layout = self.layout
         if layout is None:
             return None
-        readers = self.readers or (None,) * len(layout.inputs)
-        sent = [place for place, reader in enumerate(readers) if reader is None]
+        lying = self.lying or (None,) * len(layout.inputs)
+        sent = [place for place, lies in enumerate(lying) if lies is None]
         if [size for _, size in raw] != [layout.inputs[place].size for place in sent]:
             return None
-        offsets = [0] * len(readers)
+        offsets = [0] * len(lying)
         for place, (offset, _) in zip(sent, raw, strict=True):
             offsets[place] = offset
         return tuple(offsets)

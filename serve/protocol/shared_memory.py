@@ -5,6 +5,7 @@ A region is known by its name, whether it lies in the system's memory or on a CU
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -68,11 +69,18 @@ class Place:
 
 
 class SharedMemory:
-    """The regions of this server."""
+    """The regions of this server.
+
+    Attributes:
+        latest: number of the region that was registered last, counted from 1. A request that waits notes it: what is registered
+            under a name of its own after it came may be another client's.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
+        self.latest = 0
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
+        self._numbers: dict[str, int] = {}
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Open a region of the system's memory.
@@ -90,7 +98,7 @@ class SharedMemory:
                 f"{count} shared memory regions are registered here, and there can be no more; unregister those that nobody "
                 "uses, or send the bytes"
             )
-        self._regions[name] = open_system_region(name, key, offset, byte_size)
+        self._add(open_system_region(name, key, offset, byte_size))
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:
         """Open a region on a CUDA device.
@@ -101,12 +109,13 @@ class SharedMemory:
             AlreadyExistsError: the name is taken.
         """
         self._check_new(name)
-        self._regions[name] = open_cuda_region(name, raw_handle, device_id, byte_size)
+        self._add(open_cuda_region(name, raw_handle, device_id, byte_size))
 
     def unregister(self, name: str, kind: type[Kind]) -> None:
         """Close a region of one kind; "" closes all of them. One that is not registered is as good as closed."""
         for region in [r for r in self._regions.values() if isinstance(r, kind) and name in {"", r.name}]:
             del self._regions[region.name]
+            del self._numbers[region.name]
 
     def regions(self, name: str, kind: type[Kind]) -> list[Kind]:
         """The region of this name and kind; "" lists all of the kind.
@@ -131,23 +140,23 @@ class SharedMemory:
         self.read_into(place, data.data)
         return data
 
-    def read_into(self, place: Place, target: memoryview) -> None:
+    def read_into(self, place: Place, target: memoryview, *, since: int | None = None) -> None:
         """Put the bytes of a tensor where they are wanted. Called on worker threads too.
 
         Raises:
             NotFoundError: the region is not registered.
             InvalidArgumentError: the tensor is not wholly inside of the region, or the client has taken the memory away.
         """
-        self.check(place).read_into(place.offset, target)
+        self.check(place, since=since).read_into(place.offset, target)
 
-    def write(self, place: Place, data: bytes) -> None:
+    def write(self, place: Place, data: bytes, *, since: int | None = None) -> None:
         """Put a tensor's bytes into its place.
 
         Raises:
             NotFoundError: the region is not registered any more.
             InvalidArgumentError: the bytes do not fit the place, or the client has taken the memory away.
         """
-        region = self.check(place)
+        region = self.check(place, since=since)
         if len(data) > place.byte_size:
             raise InvalidArgumentError(
                 f"an output of {len(data)} bytes does not fit its {place.byte_size} bytes of shared memory region "
@@ -155,17 +164,26 @@ class SharedMemory:
             )
         region.write(place.offset, data)
 
-    def check(self, place: Place) -> Region:
+    def check(self, place: Place, *, since: int | None = None) -> Region:
         """The region that holds a place.
+
+        Args:
+            place: of a tensor.
+            since: `latest` when its request came, which has waited since; None where it has just come.
 
         Raises:
             UnsupportedError: shared memory is off here.
-            NotFoundError: it is not registered.
+            NotFoundError: it is not registered, or the one that was when the request came is not any more.
             InvalidArgumentError: the place is not wholly inside of it.
         """
         if not self.enabled:
             raise UnsupportedError(OFF)
         region = self._regions.get(place.region)
+        if since is not None and (region is None or self._numbers.get(place.region, math.inf) > since):
+            raise NotFoundError(
+                f"shared memory region {place.region!r} was unregistered while the request waited; register it and send the "
+                "request again"
+            )
         if region is None:
             raise _unknown(place.region)
         if place.offset < 0 or place.byte_size < 0 or place.offset + place.byte_size > region.byte_size:
@@ -178,6 +196,13 @@ class SharedMemory:
     def close(self) -> None:
         """Close all regions."""
         self._regions.clear()
+        self._numbers.clear()
+
+    def _add(self, region: SystemRegion | CudaRegion) -> None:
+        self.latest += 1
+        # In this order: a thread that finds the region finds its number, too.
+        self._numbers[region.name] = self.latest
+        self._regions[region.name] = region
 
     def _check_new(self, name: str) -> None:
         if not self.enabled:

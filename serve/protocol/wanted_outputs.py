@@ -77,11 +77,11 @@ def wanted_specially(request: ModelInferRequest, model: Model, memory: SharedMem
 
 
 def special_response(
-    model: Model, request_id: bytes, outputs: Tensors, wanted: Mapping[str, WantedOutput], memory: SharedMemory
+    model: Model, request_id: bytes, outputs: Tensors, wanted: Mapping[str, WantedOutput], memory: SharedMemory, since: int
 ) -> bytes:
     """The answer to a request of which some outputs are wanted specially.
 
-    An output in shared memory has an empty raw entry, and parameters that say where it is.
+    An output in shared memory has an empty raw entry, and parameters that say where it is. `since`: see `SharedMemory.check`.
 
     Raises:
         InferenceError: an output does not fit its place, or its region is gone.
@@ -96,7 +96,7 @@ def special_response(
         entry = response.outputs.add(name=name, datatype=datatype.wire, shape=tensor.shape)
         raw = to_raw(tensor, datatype)
         if special is not None and special.place is not None:
-            memory.write(special.place, raw)
+            memory.write(special.place, raw, since=since)
             tell_place(entry.parameters, special.place, len(raw))
             raw = b""
         response.raw_output_contents.append(raw)

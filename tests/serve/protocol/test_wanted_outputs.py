@@ -80,7 +80,7 @@ def test_an_answer_of_which_one_output_is_wanted_specially_says_all_that_others_
     scores = np.array([[0.5, 2.0]], np.float16)
     names = np.array([[b"cat"]], object)
     wanted = {"y": WantedOutput(place=None, classes=1)}
-    answer = ModelInferResponse.FromString(special_response(TWO, b"42", {"y": scores, "z": names}, wanted, OFF))
+    answer = ModelInferResponse.FromString(special_response(TWO, b"42", {"y": scores, "z": names}, wanted, OFF, 0))
     assert (answer.id, answer.model_name, answer.model_version) == ("42", "m", "2")
     assert [(o.name, o.datatype, list(o.shape)) for o in answer.outputs] == [("y", "BYTES", [1, 1]), ("z", "BYTES", [1, 1])]
     assert list(answer.raw_output_contents) == [b"\x0a\0\0\x002.000000:1", b"\x03\0\0\0cat"]
@@ -90,6 +90,6 @@ def test_a_model_without_a_batch_dimension_has_one_list_of_classes() -> None:
     whole = model(max_batch_size=0)
     wanted = {"y": WantedOutput(place=None, classes=2)}
     scores = np.array([[0.5, 2.0], [3.0, 1.0]], np.float16)
-    answer = ModelInferResponse.FromString(special_response(whole, b"", {"y": scores}, wanted, OFF))
+    answer = ModelInferResponse.FromString(special_response(whole, b"", {"y": scores}, wanted, OFF, 0))
     assert [list(output.shape) for output in answer.outputs] == [[2]]
     assert list(answer.raw_output_contents) == [b"\x0a\0\0\x003.000000:2\x0a\0\0\x002.000000:1"]
