@@ -7,12 +7,15 @@ Printed: one JSON object, `{"assigned": {provider: {op_type: nodes}}, "providers
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 
 import onnxruntime
+
+CUDA = "CUDAExecutionProvider"
 
 
 def main(model: str, level: str, providers: str, optimized: str) -> None:
@@ -28,6 +31,9 @@ def main(model: str, level: str, providers: str, optimized: str) -> None:
         entries["session.optimized_model_external_initializers_min_size_in_bytes"] = "1024"
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
+    if CUDA in providers:
+        with contextlib.redirect_stdout(sys.stderr):
+            onnxruntime.preload_dlls()  # where pip has put CUDA and cuDNN the runtime finds them no other way
     try:
         session = onnxruntime.InferenceSession(model, options, providers=providers.split(","))
     except Exception as error:  # noqa: BLE001  (the runtime's exceptions have no common class of their own)

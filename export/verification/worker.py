@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 import onnxruntime
 
+CUDA = "CUDAExecutionProvider"
 FLOATS = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(double)": np.float64}
 
 
@@ -84,6 +85,8 @@ def _open(request: dict[str, Any], weights: list[Any]) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores may be others' too
     if weights:
         options.add_external_initializers([weight["name"] for weight in request["weights"]], weights)
+    if request["provider"] == CUDA:
+        onnxruntime.preload_dlls()  # where pip has put CUDA and cuDNN the runtime finds them no other way
     return onnxruntime.InferenceSession(request["model"], options, providers=[request["provider"]])
 
 

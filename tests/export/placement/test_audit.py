@@ -94,6 +94,22 @@ def test_a_crash_is_recorded_and_the_next_level_is_tried(tmp_path: Path) -> None
         audit_placement(sums(), providers=[CPU], worker=worker, levels=["ORT_ENABLE_ALL"])
 
 
+def test_the_libraries_of_cuda_are_looked_for_where_pip_puts_them(tmp_path: Path) -> None:
+    if CUDA not in onnxruntime.get_available_providers():
+        pytest.skip("this ONNX Runtime is built without CUDA")
+    worker, sought = tmp_path / "worker.py", tmp_path / "sought"
+    real = Path(audit_placement.__code__.co_filename).with_name("session_worker.py")
+    worker.write_text(
+        "import onnxruntime, pathlib, runpy\n"
+        f"onnxruntime.preload_dlls = lambda: print('not found', file=pathlib.Path({str(sought)!r}).touch())\n"
+        f"runpy.run_path({str(real)!r}, run_name='__main__')\n"
+    )
+    assert audit_placement(sums(), providers=[CPU], worker=worker).assigned.keys() == {CPU}
+    assert not sought.exists()
+    assert audit_placement(sums(), providers=[CUDA, CPU], worker=worker).nodes_at_runtime
+    assert sought.exists()
+
+
 @pytest.mark.gpu
 def test_cuda_bounces_what_was_predicted() -> None:
     if CUDA not in onnxruntime.get_available_providers() or not Path("/dev/nvidia0").exists():

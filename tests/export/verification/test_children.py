@@ -10,7 +10,7 @@ import pytest
 
 from export.errors import ExportError
 from export.files.model_file import serialize
-from export.verification.children import CPU, WORKER, Children
+from export.verification.children import CPU, CUDA, WORKER, Children
 from tests.export.verification.workers import misbehaving_worker
 
 ALL, EXTENDED = "ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED"
@@ -33,6 +33,16 @@ def test_batches_come_back_in_order_and_one_that_fails_stops_no_other(file: Path
     assert [value.dtype for value in values if isinstance(value, np.ndarray)] == [np.float16, np.float16]
     assert [value.tolist() for value in values if isinstance(value, np.ndarray)] == [[[2], [4]], [[6], [12]]]
     assert "invalid dimensions for input: x" in str(second)
+
+
+def test_the_libraries_of_cuda_are_looked_for_where_pip_puts_them(tmp_path: Path, file: Path) -> None:
+    sought = tmp_path / "sought"
+    before = f"import onnxruntime, pathlib\nonnxruntime.preload_dlls = pathlib.Path({str(sought)!r}).touch"
+    with Children(worker=misbehaving_worker(tmp_path, "pass", before=before)) as children:
+        assert children.run(file, [], level=ALL).trouble is None
+        assert not sought.exists()
+        children.run(file, [], level=ALL, provider=CUDA)
+    assert sought.exists()
 
 
 def test_a_refusal_is_one_line(tmp_path: Path, model: onnx.ModelProto) -> None:

@@ -47,6 +47,7 @@ def test_verification_says_no_without_a_gpu(name: str) -> None:
 @pytest.mark.skipif(not gpu_is_there(), reason="needs a CUDA device to compare with")
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
 def test_the_simulation_and_a_gpu_agree(example: Example) -> None:
+    onnxruntime.preload_dlls()
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(serialize(example.float16()), options, providers=["CUDAExecutionProvider"])
