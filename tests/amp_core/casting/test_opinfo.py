@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 # What Policy.cuda() changes though the documentation does not name it, by the reason.
 _REASONS = {
@@ -28,6 +29,7 @@ _REASONS = {
 }
 NOT_BY_NAME = {op: reason for reason, ops in _REASONS.items() for op in ops.split()}
 
+_KNOWS_RMS_NORM = "aten::rms_norm" in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")  # not in 2.11
 # Where CPU tensors under Policy.cuda() and CUDA tensors under torch.autocast have different dtypes, by the reason.
 _CPU_REASONS = {
     "unlisted: torch's own rule for the CPU is float32": "nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool3d "
@@ -40,6 +42,7 @@ _CPU_REASONS = {
     "made of listed operations that tensors without memory do not reach": "ldexp matrix_exp mvlgamma.mvlgamma_p_1 "
     "mvlgamma.mvlgamma_p_3 mvlgamma.mvlgamma_p_5",
     "documented, but torch registers nothing for it": "nn.functional.gelu native_group_norm",
+    "in the documentation of a later torch": "" if _KNOWS_RMS_NORM else "nn.functional.rms_norm",
 }
 NOT_AS_ON_CUDA = {op: reason for reason, ops in _CPU_REASONS.items() for op in ops.split()}
 

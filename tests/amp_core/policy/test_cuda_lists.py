@@ -68,5 +68,6 @@ def test_einsum_whose_case_in_torch_is_broken_runs_low(device: str) -> None:
 
 
 def test_every_case_that_a_cpu_can_run_is_here() -> None:
-    # 121 cases, without two of cuDNN's own and the broken one; the banned operation has its own test above.
-    assert len(IDS) == 117
+    # 121 cases (120 in torch 2.11, which has no rms_norm there), without two of cuDNN's own and the broken one; the banned
+    # operation has its own test above.
+    assert len(IDS) in {116, 117}
