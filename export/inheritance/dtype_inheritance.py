@@ -139,7 +139,9 @@ def new_linspace(x: Like, start: float, end: float, steps: int) -> Tensor:
     require_representable(x, end, "new_linspace")
     wide = _wide(x)
     index = torch.arange(steps, dtype=torch.int64, device=x.device)
-    last = torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]  # (torch annotates it nowhere)
+    # Dynamo knows `max` of any size; that of torch 2.11 not sym_max of a size that it has taken for a constant.
+    largest: Any = max if isinstance(steps, int) else torch.sym_max
+    last = largest(steps - 1, 1)
     # Multiplied, then divided, both on tensors: a quotient of Python's numbers would be float64 here and float32 in the graph.
     from_start = start + index.to(wide) * (end - start) / last
     from_end = end - (steps - 1 - index).to(wide) * (end - start) / last

@@ -11,6 +11,7 @@ Only torch is imported: models import this module.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, overload
@@ -77,6 +78,7 @@ class InheritDtype(TorchFunctionMode):
 
     def __init__(self, source: Source | None) -> None:
         super().__init__()
+        _show_factories_to_dynamo()
         self.inherited = None if source is None else _inherited_from(source)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -109,6 +111,18 @@ class InheritDtype(TorchFunctionMode):
         if func in FROM_INTEGERS and became_default(result, args, kwargs):
             return result.to(inherited.dtype)
         return result
+
+
+def _show_factories_to_dynamo() -> None:
+    # Calls without a tensor among their arguments pass by a mode where Dynamo does not know that one may want them: that of
+    # torch 2.11 most factories, of 2.13 `normal`. They would give float32, unsaid.
+    variables = sys.modules.get("torch._dynamo.variables.torch")
+    if variables is not None:
+        variables.get_overridable_functions().update(FACTORIES)
+
+
+# What torch.compiler.assume_constant_result does, without its loading Dynamo: a call runs as it is while Dynamo traces.
+_show_factories_to_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001  (see above)
 
 
 def _region(inherited: Inherited | None) -> InheritDtype:

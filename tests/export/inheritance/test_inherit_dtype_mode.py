@@ -110,6 +110,16 @@ def test_torch_compile_takes_the_whole_graph() -> None:
     assert {name: tensor.dtype for name, tensor in made.items()} == dict.fromkeys(MAKERS, HALF)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_what_is_drawn_in_a_compiled_function_inherits_too() -> None:
+    @inherit_dtype
+    def drawn(x: Tensor) -> list[Tensor]:
+        return [torch.normal(0.0, 1.0, x.shape), torch.rand(2), torch.randn(2)]
+
+    compiled = torch.compile(drawn, backend="eager", fullgraph=True)
+    assert {tensor.dtype for tensor in compiled(torch.ones(3, 4).half())} == {HALF}
+
+
 def test_onnx_gets_the_same_numbers() -> None:
     module = Bare().half().eval()
     x = torch.ones(3, 4).half()
