@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
@@ -64,6 +65,20 @@ def constant_of(value: onnx_ir.Value | None) -> onnx_ir.TensorProtocol | None:
         attribute = producer.attributes.get("value")
         return attribute.as_tensor() if attribute is not None and attribute.type == AttributeType.TENSOR else None
     return None
+
+
+def asks_for_infinity(node: onnx_ir.Node) -> bool:
+    """Whether a node does nothing but compare with -infinity, which no other number equals, however large it is.
+
+    As attention does over the largest number of a row of its mask, to answer 0 where the row hides everything.
+    """
+    if node.domain:
+        return False
+    if node.op_type == "ReduceMax":
+        largest = node.outputs[0]
+        return not largest.is_graph_output() and all(asks_for_infinity(use.node) for use in largest.uses())
+    sides = [tensor for side in node.inputs if (tensor := constant_of(side)) is not None] if node.op_type == "Equal" else []
+    return any(tensor.dtype == FLOAT and bool(np.isneginf(tensor.numpy()).all()) for tensor in sides)
 
 
 def _graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:

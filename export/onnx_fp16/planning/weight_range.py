@@ -7,7 +7,7 @@ import onnx_ir
 from onnx_ir import AttributeType
 
 from export.onnx_fp16.element_types.control_flow import slots_of
-from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, bodies, constant_of, is_float
+from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, asks_for_infinity, bodies, constant_of, is_float
 from export.onnx_fp16.half_tensors import WeightScan, scan
 from export.onnx_fp16.planning.op_sets import ELEMENTWISE, MOVERS
 from export.onnx_fp16.planning.plan import Plan
@@ -167,6 +167,8 @@ def _uses_of_mask(value: onnx_ir.Value) -> list[tuple[onnx_ir.Node, int]] | None
         for node, index in current.uses():
             if node.domain or (node.op_type == "Attention" and index != 3):
                 return None
+            if asks_for_infinity(node):
+                continue
             found.append((node, index))
             if node.op_type in _SOFTMAX or node.op_type == "Attention":
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph_walk import FLOAT, all_nodes
+from export.onnx_fp16.graph_walk import FLOAT, all_nodes, asks_for_infinity
 from export.onnx_fp16.planning.op_sets import MOVERS
 from export.onnx_fp16.planning.reasons import KEEP
 from export.onnx_fp16.repair.edits import Array, Maker, array_of, drop_constant, is_kept, is_op, opset_of, readers
@@ -57,7 +57,7 @@ class SoftenMasks:
                 _settle(addition, index, maker)
                 text = f"{largest:.3g} becomes {SOFT:g}, and takes the place of the scores that it hides"
             else:
-                for node in (*mask.nodes, addition, *_way_to_softmax(addition.outputs[0])):
+                for node in (*mask.nodes, *_questions(mask), addition, *_way_to_softmax(addition.outputs[0])):
                     node.metadata_props.setdefault(KEEP, REASON)
                 text = f"kept in float32: {REASON}"
             repairs.append(Repair(pass_name=self.name, nodes=(addition.name or "",), text=text))
@@ -108,8 +108,15 @@ def _masked_additions(model: onnx_ir.Model) -> list[tuple[onnx_ir.Node, int, _Ma
 
 def _is_private(mask: _Mask, inside: set[onnx_ir.Node]) -> bool:
     """Whether nobody else sees the numbers of a mask: its constants stand for what nobody may rely on."""
+    inside = {*inside, *_questions(mask)}  # a softened number is as finite as the one before
     values = [value for node in mask.nodes for value in node.outputs]
     return not any(value.is_graph_output() or set(readers(value)) - inside for value in values)
+
+
+def _questions(mask: _Mask) -> list[onnx_ir.Node]:
+    """The nodes that ask whether the mask hides a whole row by -infinity, as a large number is in float16."""
+    found = [node for made in mask.nodes for value in made.outputs for node in readers(value) if asks_for_infinity(node)]
+    return found + [node for question in found for value in question.outputs for node in readers(value) if is_op(node, "Equal")]
 
 
 def _way_to_softmax(value: onnx_ir.Value, longest: int = LONGEST_WAY) -> list[onnx_ir.Node]:

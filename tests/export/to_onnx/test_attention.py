@@ -12,12 +12,14 @@ from amp_core.calling import without_fast_path
 from export.halving.to_half import to_half
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
+from export.verification.simulate import round_every_node
 from export.verification.verify import verify
 from tests.export.to_onnx.answers import difference, halved, session
 
 TOKENS = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
 # The second row sees its first three places only, the third none at all.
 MASK = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 5])
+LOWEST = torch.finfo(torch.float32).min
 PAIRS = MASK[:, :, None] & MASK[:, None, :]
 
 
@@ -121,3 +123,32 @@ def test_what_stands_for_several_is_repeated_as_torch_repeats_it(opset_version: 
     opened = session(export_onnx(Repeating().eval(), {"x": TOKENS, "mask": MASK}, opset_version=opset_version))
     more = torch.cat([MASK, ~MASK[1:2]])
     assert difference(Repeating(), opened, {"x": torch.cat([TOKENS, TOKENS[:1].neg()]), "mask": more}) < 5e-6
+
+
+class Padded(Attending):
+    """Attention that hides padding by a large number in a mask that is added, as language models do."""
+
+    def __init__(self, lowest: float, way: str) -> None:
+        super().__init__()
+        self.lowest, self.way = lowest, way
+        self.penalties = nn.Embedding(5, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.way == "product":
+            return super().forward(x, (1 - mask[:, None, :]) * self.lowest)
+        places = torch.arange(x.shape[1])
+        penalty = self.penalties((places - places[:, None]).abs())[..., 0]
+        penalty = penalty.sigmoid() if self.way == "computed" else penalty
+        return super().forward(x, penalty.masked_fill(mask[:, None, :] == 0, self.lowest))
+
+
+@pytest.mark.parametrize(
+    ("lowest", "way"), [(LOWEST, "product"), (-1e9, "product"), (-1e5, "product"), (LOWEST, "filled"), (LOWEST, "computed")]
+)
+def test_a_row_that_a_large_number_hides_is_not_answered_zero_in_half(lowest: float, way: str) -> None:
+    torch.manual_seed(0)
+    module = Padded(lowest, way).eval()
+    inputs = {"x": TOKENS, "mask": MASK.float()}
+    half = round_every_node(convert_float_to_float16(export_onnx(module, inputs), keep_io_types=False))
+    assert difference(module, session(half), inputs, half=True) < 5e-3
+    assert module(**inputs)[2].any()
