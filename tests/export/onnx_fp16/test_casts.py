@@ -65,6 +65,16 @@ def test_what_only_moves_numbers_between_float32_nodes_stays_float32() -> None:
     assert {node.name: node.reason for node in report.kept}["t"] == "moves numbers between float32 nodes"
 
 
+def test_a_vocabulary_is_float16_whatever_its_reader_is() -> None:
+    model = parse(
+        """g (int64[2] i) => (float[2, 5] y) {
+        e = Gather (w, i) r = Exp (e) t = Transpose <perm = [1, 0]> (w) y = MatMul (r, t) }""",
+        w=normal(5, 3),
+    )
+    converted = judged(model, {"i": np.array([4, 1])}, op_block_list=["Exp"])
+    assert [weight.data_type for weight in converted.graph.initializer if list(weight.dims) == [5, 3]] == [FLOAT16]
+
+
 def test_a_mover_alone_becomes_float16() -> None:
     model = parse("g (float[2, 3] x) => (float[3, 2] y) { y = Transpose (x) }")
     assert halve(model)[1].fp16_nodes == 1
