@@ -10,7 +10,7 @@ import onnx_ir
 from export.onnx_fp16.graph_walk import FLOAT, all_nodes, asks_for_infinity
 from export.onnx_fp16.planning.op_sets import MOVERS
 from export.onnx_fp16.planning.reasons import KEEP
-from export.onnx_fp16.repair.edits import Array, Maker, array_of, drop_constant, is_kept, is_op, opset_of, readers
+from export.onnx_fp16.repair.edits import Array, Maker, array_of, drop_constant, is_kept, is_op, number_of, opset_of, readers
 from export.onnx_fp16.repair.fragile_chains import factor_of
 from export.onnx_fp16.report import Repair
 from export.weight_ledger import FP16_MAX
@@ -54,7 +54,7 @@ class SoftenMasks:
             if is_alone:
                 for constant, array in mask.constants.items():
                     _soften(constant, array, {*mask.nodes, addition}, maker)
-                _settle(addition, index, maker)
+                _settle(addition, index, maker, is_sum=mask.is_sum)
                 text = f"{largest:.3g} becomes {SOFT:g}, and takes the place of the scores that it hides"
             else:
                 for node in (*mask.nodes, *_questions(mask), addition, *_way_to_softmax(addition.outputs[0])):
@@ -84,6 +84,11 @@ class _Mask:
     nodes: dict[onnx_ir.Node, None] = field(default_factory=dict)
     chosen: bool = True
     weakened: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether other numbers may be added to the large ones, such as penalties for what is far off."""
+        return any(is_op(node, "Add") or (is_op(node, "Sub") and number_of(node.inputs[0]) is None) for node in self.nodes)
 
     @property
     def is_sure(self) -> bool:
@@ -179,7 +184,7 @@ def _soften(value: onnx_ir.Value, array: Array, nodes: set[onnx_ir.Node], maker:
     drop_constant(value)
 
 
-def _settle(addition: onnx_ir.Node, index: int, maker: Maker) -> None:
+def _settle(addition: onnx_ir.Node, index: int, maker: Maker, *, is_sum: bool) -> None:
     total, uses, mask = addition.outputs[0], list(addition.outputs[0].uses()), addition.inputs[index]
     last = addition
     if is_op(addition, "Sub"):
@@ -188,7 +193,13 @@ def _settle(addition: onnx_ir.Node, index: int, maker: Maker) -> None:
     bound = maker.constant(f"{addition.name}/bound", np.array(-HIDDEN))
     lowest = maker.constant(f"{addition.name}/lowest", np.array(-FP16_MAX))
     hidden = maker.node("Less", [mask, bound], last, onnx_ir.TensorType(onnx_ir.DataType.BOOL), behind=True)
-    number = maker.node("Max", [mask, lowest], hidden, behind=True)
+    if is_sum:  # what a number like -1e9 swallows must not come out where all is hidden, and nothing is swallowed by -32,752
+        soft = maker.constant(f"{addition.name}/once", np.array(-SOFT))
+        edge = maker.constant(f"{addition.name}/edge", np.array(-SOFT - HIDDEN))
+        twice = maker.node("Less", [mask, edge], hidden, onnx_ir.TensorType(onnx_ir.DataType.BOOL), behind=True)
+        number = maker.node("Where", [twice.outputs[0], lowest, soft], twice, behind=True)
+    else:
+        number = maker.node("Max", [mask, lowest], hidden, behind=True)
     settled = maker.node("Where", [hidden.outputs[0], number.outputs[0], total], number, behind=True)
     for use in uses:
         use.node.replace_input_with(use.idx, settled.outputs[0])

@@ -33,20 +33,23 @@ def test_any_mask_hides_what_it_hid(lowest: float, bits: int, seed: int) -> None
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "number"),
     [
-        "h = Sub (one, mask) p = Mul (h, lowest)",
-        "b = Cast <to = 9> (mask) zero = Constant <value_float = 0.0> () p = Where (b, zero, lowest)",
-        "h = Sub (one, mask) q = Mul (h, lowest) p = Add (q, causal)",
-        "p = Identity (causal)",
+        ("h = Sub (one, mask) p = Mul (h, lowest)", ["Less", "Max"]),
+        ("b = Cast <to = 9> (mask) zero = Constant <value_float = 0.0> () p = Where (b, zero, lowest)", ["Less", "Max"]),
+        ("h = Sub (one, mask) q = Mul (h, lowest) p = Add (q, causal)", ["Less", "Less", "Where"]),
+        ("h = Sub (one, mask) q = Mul (h, lowest) p = Add (q, penalties)", ["Less", "Less", "Where"]),
+        ("h = Sub (one, mask) q = Mul (h, largest) p = Sub (penalties, q)", ["Less", "Less", "Where"]),
+        ("p = Identity (causal)", ["Less", "Max"]),
     ],
 )
-def test_masks_are_made_in_many_ways(text: str) -> None:
+def test_masks_are_made_in_many_ways(text: str, number: list[str]) -> None:
     causal = np.where(np.tri(3, 8) > 0, 0, -1e12)
     x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
     mask = np.array([[1] * 8, [1, 0] * 4, [0] * 8], np.float32)
-    after = same(masked(text, causal=causal), SoftenMasks(), {"x": x, "mask": mask})
-    assert operators(after)[-4:] == ["Less", "Max", "Where", "Softmax"]
+    weights: dict[str, Any] = {"causal": causal, "penalties": -np.arange(8.0), "largest": np.array(1e12)}
+    after = same(masked(text, **weights), SoftenMasks(), {"x": x, "mask": mask})
+    assert operators(after)[-2 - len(number) :] == [*number, "Where", "Softmax"]
 
 
 @pytest.mark.parametrize(
