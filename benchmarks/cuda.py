@@ -3,6 +3,9 @@
     python -m benchmarks.cuda                      # on the first CUDA device; prints tables for docs/benchmarks.md
     python -m benchmarks.cuda --device cpu --tiny  # the same program on little, anywhere
 
+What cannot be measured is told on standard error, with exit code 1 in the end; the rest is measured. `--only` takes some of the
+tables, for where a command may not take the ten minutes of all.
+
 Answers are compared with those of the fp32 model on the CPU; "predicted" is what verification's simulation, which rounds after
 every node, says on the CPU of the fp16 model. "Alone" is the backend with batches that lie ready, copies to the device and back
 included; "in process" has the engine's queue before it and requests of one row, "gRPC" is `halfserve serve` with one load
@@ -14,6 +17,7 @@ from __future__ import annotations
 import platform
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -197,21 +201,27 @@ def main(
     print(f"{_machine(on_gpu=on_gpu)}, ONNX Runtime {ort.__version__}, {datetime.now(UTC):%Y-%m-%d}")
     with tempfile.TemporaryDirectory(prefix="halfserve-cuda-") as folder:
         networks = write_networks(Path(folder), models.split(","), tiny=tiny)
-        try:
-            for part in only.split(","):
-                _show(part, networks, plan)
-        except ModelLoadError as error:
-            raise SystemExit(str(error)) from None
+        failed = [part for part in only.split(",") if not _show(part, networks, plan)]
+    if failed:
+        raise typer.Exit(1)
 
 
-def _show(part: str, networks: list[Network], plan: Plan) -> None:
+def _show(part: str, networks: list[Network], plan: Plan) -> bool:
+    """Print a table, as far as it can be measured; whether that was all of it. A device is lent: what fails costs no more."""
     headings, rows = TABLES[part]
     if part == "options" and not plan.on_gpu:
-        return  # they are the CUDA provider's
+        return True  # they are the CUDA provider's
     print(f"\n| {headings} |\n|{'---|' * len(headings.split('|'))}")
+    is_whole = True
     for network in networks:
-        for cells in rows(network, plan):
-            print(f"| {' | '.join(cells)} |", flush=True)
+        try:
+            for cells in rows(network, plan):
+                print(f"| {' | '.join(cells)} |", flush=True)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, the other tables are wanted)
+            is_whole = False
+            print(f"{part} of {network.name} ended early: {type(error).__name__}: {error}", file=sys.stderr)
+            traceback.print_exc()
+    return is_whole
 
 
 def _distance(reference: np.ndarray, found: np.ndarray) -> Figures:

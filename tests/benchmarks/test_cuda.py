@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import typer
 
 from benchmarks import cuda
+from benchmarks.cuda_device.networks import Network
+from serve.engine.errors import BackendError
 from tests.serve.cuda_emulator.library import make_device
 
 
@@ -49,6 +52,22 @@ def test_without_a_device_it_says_so_and_measures_nothing(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "no CUDA device" in err
+
+
+def test_what_fails_costs_no_other_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Network, __: cuda.Plan) -> Iterator[tuple[str, ...]]:
+        yield "resnet", "fp32"
+        raise BackendError("out of memory")
+
+    monkeypatch.setitem(cuda.TABLES, "accuracy", ("model | file", broken))
+    with pytest.raises(typer.Exit) as ended:
+        cuda.main(device="cpu", models="resnet", only="accuracy,alone", sizes="1", seconds=0.01, threads=1, tiny=True)
+    assert ended.value.exit_code == 1
+    out, err = capsys.readouterr()
+    found = tables(out)
+    assert found["file"] == [["resnet", "fp32"]], "what was measured before stays"
+    assert len(found["graphs' gain"]) == 2
+    assert err.startswith("accuracy of resnet ended early: BackendError: out of memory\n")
 
 
 def test_every_option_is_tried_on_a_device(tmp_path: Path) -> None:
