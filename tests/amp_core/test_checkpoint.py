@@ -284,7 +284,7 @@ def test_a_model_that_the_weights_do_not_fit() -> None:
         ("not_a_pair", "returned a TensorDataset; expected a pair of torch data sets"),
         ("a_list", r"returned a tuple of \(list, TensorDataset\); expected a pair of torch data sets"),
         ("no_model", "returned a int; expected a pair of torch data sets"),
-        ("three", "returned a tuple of 3; expected a pair of torch data sets"),
+        ("three", "returned a tuple of .TensorDataset, TensorDataset, TensorDataset.; expected a pair of torch data sets"),
         ("empty_training", "the training set that '.*' returned has no items"),
         ("empty", "the held-out set that '.*' returned has no items; expected at least one"),
         ("lengthless", "the training set that '.*' returned has no length; expected a data set with __len__, or an IterableD"),
