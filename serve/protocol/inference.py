@@ -13,7 +13,7 @@ from serve.engine.batches.raw_inputs import RawInputs, RawLayout
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.requests import InferRequest
+from serve.engine.requests import Done, InferRequest
 from serve.engine.tensors import Tensors
 from serve.protocol.codec import decode_inputs, input_places, raw_layout
 from serve.protocol.infer_wire import cut_request
@@ -71,9 +71,16 @@ class Inference:
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
-        turn, answer = form.turn, partial(self._answer, form, request_id, reply)
+        turn = form.turn
+        apart: WrittenApart | None = None
+        answer: Done
         if form.special:
-            answer = partial(answer, since=self._memory.latest)
+            answer = partial(self._answer, form, request_id, reply, since=self._memory.latest)
+        elif form.has_texts:
+            apart = WrittenApart(partial(self._written, form, request_id), reply, self._core.wait_for)
+            answer = apart.done
+        else:
+            answer = partial(self._answer, form, request_id, reply)
         queued = InferRequest(
             inputs,
             form.outputs,
@@ -86,10 +93,6 @@ class Inference:
             None if turn.drop_after_s is None else _in(turn.drop_after_s),
             len(data),
         )
-        apart = None
-        if form.has_texts:
-            apart = WrittenApart(partial(self._written, form, request_id), reply, self._core.wait_for)
-            queued.done = apart.done
         if watch is not None:
             watch.taken(form.model, request_id, queued)
         self._core.submit(form.model, queued)
