@@ -1,8 +1,8 @@
-"""What repairs share: constants to read and to make, who reads a value, and how one value takes another's place."""
+"""What repairs share: constants to read and to make, marks, who reads a value, and how one value takes another's place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import onnx_ir
 
 from export.onnx_fp16.graph_walk import FLOAT, constant_of
 from export.onnx_fp16.planning.reasons import KEEP
+from export.onnx_fp16.report import Repair
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -23,8 +24,17 @@ def is_op(node: onnx_ir.Node | None, *types: str) -> bool:
 
 
 def is_kept(*nodes: onnx_ir.Node) -> bool:
-    """Whether one of these nodes is to stay float32 as it is, because a user says so."""
+    """Whether one of these nodes is to stay float32 as it is: a user, or a repair, says so."""
     return any(KEEP in node.metadata_props for node in nodes)
+
+
+def keep(nodes: Iterable[onnx_ir.Node], reason: str, pass_name: str) -> list[Repair]:
+    """Mark nodes to stay float32; what tells of those that were not marked before, nothing where all were."""
+    fresh = [node for node in dict.fromkeys(nodes) if not is_kept(node)]
+    for node in fresh:
+        node.metadata_props[KEEP] = reason
+    names = tuple(node.name or "" for node in fresh)
+    return [Repair(pass_name=pass_name, nodes=names, text=f"kept in float32: {reason}")] if fresh else []
 
 
 def opset_of(model: onnx_ir.Model) -> int:

@@ -9,7 +9,7 @@ import onnx_ir
 from export.onnx_fp16.graph_walk import all_nodes, constant_of, is_float
 from export.onnx_fp16.planning.op_sets import MOVERS, PERIODIC, operators
 from export.onnx_fp16.planning.reasons import KEEP
-from export.onnx_fp16.repair.edits import is_op, readers
+from export.onnx_fp16.repair.edits import is_op, keep, readers
 from export.onnx_fp16.repair.fragile_chains import (
     CLOSERS,
     REDUCTIONS,
@@ -50,18 +50,12 @@ class KeepFragile:
 
     def call(self, model: onnx_ir.Model) -> list[Repair]:
         """Mark nodes; the graph stays as it is."""
-        repairs = []
+        repairs: list[Repair] = []
         for node in all_nodes(model):
             found = _opened_by(node)
-            if found is None:
-                continue
-            reason, nodes = found
-            fresh = [one for one in dict.fromkeys(nodes) if KEEP not in one.metadata_props]
-            for one in fresh:
-                one.metadata_props[KEEP] = reason
-            if fresh:
-                names = tuple(one.name or "" for one in fresh)
-                repairs.append(Repair(pass_name=self.name, nodes=names, text=f"kept in float32: {reason}"))
+            if found is not None:
+                reason, nodes = found
+                repairs += keep(nodes, reason, self.name)
         return repairs
 
     def ensures(self, model: onnx_ir.Model) -> None:

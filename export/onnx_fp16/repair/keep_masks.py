@@ -9,8 +9,7 @@ import onnx_ir
 
 from export.onnx_fp16.graph_walk import FLOAT, all_nodes
 from export.onnx_fp16.planning.op_sets import MOVERS
-from export.onnx_fp16.planning.reasons import KEEP
-from export.onnx_fp16.repair.edits import array_of, is_kept, is_op
+from export.onnx_fp16.repair.edits import array_of, is_kept, is_op, keep
 from export.onnx_fp16.repair.soften_masks import SOFTMAX
 from export.onnx_fp16.report import Repair
 from export.weight_ledger import FP16_MAX, FP16_OVERFLOW
@@ -35,15 +34,10 @@ class KeepMasks:
 
     def call(self, model: onnx_ir.Model) -> list[Repair]:
         """Mark nodes; the graph stays as it is."""
-        repairs = []
+        repairs: list[Repair] = []
         for softmax in all_nodes(model):
             if is_op(softmax, *SOFTMAX) and softmax.inputs[0] is not None and softmax.inputs[0].dtype == FLOAT:
-                fresh = [node for node in _outgrowing(softmax) if not is_kept(node)]
-                for node in fresh:
-                    node.metadata_props[KEEP] = REASON
-                if fresh:
-                    names = tuple(node.name or "" for node in fresh)
-                    repairs.append(Repair(pass_name=self.name, nodes=names, text=f"kept in float32: {REASON}"))
+                repairs += keep(_outgrowing(softmax), REASON, self.name)
         return repairs
 
     def ensures(self, model: onnx_ir.Model) -> None:
