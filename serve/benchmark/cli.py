@@ -31,13 +31,7 @@ from serve.client.commands.connection_options import (
     ADDRESS,
     AsJson,
     Credentials,
-    Headers,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
-    UseTls,
+    takes_credentials,
 )
 from serve.client.commands.console import PipedConsole, printable
 from serve.client.commands.input_arguments import InputArgumentError, read_inputs
@@ -52,17 +46,12 @@ EXIT_CODES: dict[type[Exception], int] = {
 PATIENCE_S = 10.0  # with what is asked beside the load
 
 
+@takes_credentials
 def bench(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The model; requests go to several in turn.")],
     *,
     address: opt.Address = ADDRESS,
-    use_tls: UseTls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    token_file: TokenFile = None,
-    headers: Headers = None,
+    credentials: Credentials,
     version: opt.Version = "",
     concurrency: opt.Concurrency = None,
     rate: opt.Rate = None,
@@ -105,15 +94,6 @@ def bench(
 
     Example: halfserve bench digits --against digits_fp32
     """
-    credentials = Credentials(
-        use_tls=use_tls,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_name=tls_name,
-        token_file=token_file,
-        headers=headers,
-    )
     goal = None if max_latency_ms is None else Goal(percent=percentile, max_ms=max_latency_ms)
     given, zeros = _data(inputs or [], data)
     most = default_processes()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -22,15 +23,6 @@ _connection = partial(typer.Option, rich_help_panel="Connection")
 Address = Annotated[str, _connection(help="HOST:PORT of the server's gRPC port, or unix:/path of its socket.")]
 Timeout = Annotated[float, _connection(help="Seconds to wait for an answer.", min=0.001)]
 Retries = Annotated[int, _connection(help="Ask again, where that is safe, so many times.", min=0, max=10)]
-UseTls = Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")]
-TlsCa = Annotated[
-    Path | None, _connection(help="PEM file of who may have signed the server's certificate, if not whom the system trusts.")
-]
-TlsCert = Annotated[Path | None, _connection(help="PEM file of this client's certificate, for mTLS.")]
-TlsKey = Annotated[Path | None, _connection(help="PEM file of its private key.")]
-TlsName = Annotated[str | None, _connection(help="The name in the server's certificate, if it is not the address's.")]
-TokenFile = Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")]
-Headers = Annotated[list[str] | None, _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 ADDRESS, TIMEOUT_S = "127.0.0.1:8001", 10.0
@@ -47,25 +39,20 @@ def _reading_options() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What was given on the command line of who this client is, and whom it trusts.
+    """What was given on the command line of who this client is, and whom it trusts; each field is an option."""
 
-    Attributes:
-        use_tls: even if no file says so.
-        tls_ca: PEM file.
-        tls_cert: PEM file.
-        tls_key: PEM file.
-        tls_name: in the server's certificate.
-        token_file: whose only word is the token.
-        headers: NAME:VALUE.
-    """
-
-    use_tls: bool
-    tls_ca: Path | None
-    tls_cert: Path | None
-    tls_key: Path | None
-    tls_name: str | None
-    token_file: Path | None
-    headers: Sequence[str] | None
+    use_tls: Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")] = False
+    tls_ca: Annotated[
+        Path | None,
+        _connection(help="PEM file of who may have signed the server's certificate, if not whom the system trusts."),
+    ] = None
+    tls_cert: Annotated[Path | None, _connection(help="PEM file of this client's certificate, for mTLS.")] = None
+    tls_key: Annotated[Path | None, _connection(help="PEM file of its private key.")] = None
+    tls_name: Annotated[str | None, _connection(help="The name in the server's certificate, if it is not the address's.")] = (
+        None
+    )
+    token_file: Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")] = None
+    headers: Annotated[list[str] | None, _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.")] = None
 
     def tls(self) -> Tls | None:
         """For an encrypted connection; None for a plain one.
@@ -96,6 +83,26 @@ class Credentials:
         with _reading_options():
             headers_of(given)
         return given
+
+
+def takes_credentials(command: Callable[..., None]) -> Callable[..., None]:
+    """Show a command's parameter `credentials` to typer as the options that it consists of."""
+    types = get_type_hints(Credentials, include_extras=True)
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+        for field in fields(Credentials)
+    ]
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        command(credentials=Credentials(**{option.name: given.pop(option.name) for option in options}), **given)
+
+    signature = inspect.signature(command, eval_str=True)
+    shown: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        shown += options if parameter.name == "credentials" else [parameter]
+    with_options.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return with_options
 
 
 def connect(address: str, credentials: Credentials, *, timeout: float, retries: int, **options: Any) -> InferenceClient:

@@ -18,16 +18,10 @@ from serve.client.commands.connection_options import (
     Address,
     AsJson,
     Credentials,
-    Headers,
     Retries,
     Timeout,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
-    UseTls,
     connect,
+    takes_credentials,
 )
 from serve.client.commands.console import PipedConsole, printable
 from serve.client.commands.display import answer_json, outputs_json, outputs_table
@@ -41,6 +35,7 @@ _streaming = partial(typer.Option, rich_help_panel="Many requests over one call"
 FAILED_EXIT_CODE = 1  # some request of a stream was not answered
 
 
+@takes_credentials
 def infer(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     *,
@@ -80,13 +75,7 @@ def infer(
     compression: Annotated[Literal["gzip", "deflate"] | None, typer.Option(help="Compress what is sent.")] = None,
     timeout: Timeout = TIMEOUT_S,
     retries: Retries = 0,
-    use_tls: UseTls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    token_file: TokenFile = None,
-    headers: Headers = None,
+    credentials: Credentials,
     as_json: AsJson = False,
 ) -> None:
     """Ask a running server for a prediction.
@@ -95,15 +84,6 @@ def infer(
 
     Example: halfserve infer digits --input image=digit.npy
     """
-    credentials = Credentials(
-        use_tls=use_tls,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_name=tls_name,
-        token_file=token_file,
-        headers=headers,
-    )
     asked: RequestOptions = {"outputs": outputs or None, "top_k": top_k, "priority": priority}
     if parameters:
         asked["parameters"] = dict(_parameter(text) for text in parameters)

@@ -19,16 +19,10 @@ from serve.client.commands.connection_options import (
     Address,
     AsJson,
     Credentials,
-    Headers,
     Retries,
     Timeout,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    TokenFile,
-    UseTls,
     connect,
+    takes_credentials,
 )
 from serve.client.commands.console import PipedConsole
 from serve.client.commands.display import models_table, provider_of, tensors_json
@@ -38,6 +32,7 @@ from serve.client.errors import ModelNotFound
 from serve.client.inference_client import InferenceClient
 
 
+@takes_credentials
 def models(
     names: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Only these; without, all.")] = None,
     *,
@@ -53,28 +48,13 @@ def models(
     address: Address = ADDRESS,
     timeout: Timeout = TIMEOUT_S,
     retries: Retries = 0,
-    use_tls: UseTls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    token_file: TokenFile = None,
-    headers: Headers = None,
+    credentials: Credentials,
     as_json: AsJson = False,
 ) -> None:
     """List the models of a running server: version, state, provider, inputs and outputs; load and unload them; watch them.
 
     Example: halfserve models --load digits --wait 30
     """
-    credentials = Credentials(
-        use_tls=use_tls,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        tls_name=tls_name,
-        token_file=token_file,
-        headers=headers,
-    )
     both = sorted({*(load or ())} & {*(unload or ())})
     if both:
         raise InputArgumentError(f"--load and --unload both name {both[0]!r}; --load alone loads a model anew")
