@@ -49,13 +49,9 @@ WINDOW_BYTES = 2**22  # gRPC's own clients open as much
 ROOMS = {
     "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
     "protocol/": "request and response messages",
-    "engine/batch.py": "rows in and out of the batch",
-    "engine/assembly.py": "rows in and out of the batch",
-    "engine/answer.py": "rows in and out of the batch",
-    "engine/raw_inputs.py": "rows in and out of the batch",
-    "engine/statistics.py": "statistics",
-    "engine/histograms.py": "statistics",
-    "engine/latency_model.py": "statistics",
+    "engine/batches/": "rows in and out of the batch",
+    "engine/figures/": "statistics",
+    "engine/queueing/latency_model.py": "statistics",
     "engine/": "queue and batcher",
     "backends/": "the model (ONNX Runtime and its call)",
 }
