@@ -164,7 +164,9 @@ class Inference:
             reply(result)
             return
         try:
-            if form.special:
+            if form.placed is not None:
+                response = form.placed.response(request_id, result, self._memory, since)
+            elif form.special:
                 response = special_response(form.model, request_id, result, form.special, self._memory, since)
             else:
                 response = form.response(request_id, result)

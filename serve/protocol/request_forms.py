@@ -10,6 +10,7 @@ from serve.engine.configuration.queue_policy import Turn
 from serve.engine.model import Model
 from serve.engine.tensors import Tensors
 from serve.protocol.infer_wire import CutRequest
+from serve.protocol.placed_responses import PlacedResponses
 from serve.protocol.response_forms import ResponseForms
 from serve.protocol.shared_memory import Place
 from serve.protocol.wanted_outputs import WantedOutput
@@ -35,6 +36,7 @@ class RequestForm:
         places: in shared memory, of inputs and outputs.
         special: the outputs that are not just sent.
         has_texts: whether outputs that are just sent have elements without a fixed size.
+        placed: makes the answers where what is special of outputs is their places; None else.
     """
 
     model: Model
@@ -47,11 +49,13 @@ class RequestForm:
     places: tuple[Place, ...] = ()
     special: Mapping[str, WantedOutput] = field(default_factory=dict)
     has_texts: bool = field(init=False)
+    placed: PlacedResponses | None = field(init=False)
     _responses: ResponseForms = field(init=False)
 
     def __post_init__(self) -> None:
         texts = not self.special and any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
         object.__setattr__(self, "has_texts", texts)
+        object.__setattr__(self, "placed", _placed(self.model, self.special))
         object.__setattr__(self, "_responses", ResponseForms(self.model, self.rows))
 
     def offsets(self, raw: list[tuple[int, int]]) -> tuple[int, ...] | None:
@@ -74,6 +78,11 @@ class RequestForm:
     def response(self, request_id: bytes, outputs: Tensors) -> bytes:
         """The answer, serialized."""
         return self._responses.response(request_id, outputs)
+
+
+def _placed(model: Model, special: Mapping[str, WantedOutput]) -> PlacedResponses | None:
+    places = {name: wanted.place for name, wanted in special.items() if wanted.place is not None and wanted.classes is None}
+    return PlacedResponses(model, places) if places and len(places) == len(special) else None
 
 
 @dataclass(frozen=True, slots=True)
