@@ -9,6 +9,7 @@ import onnx
 from export.errors import ExportError
 from export.files.graph_checks import require_sound_graphs
 from export.files.proto_walk import all_nodes
+from export.files.tensor_checks import require_whole_tensors
 
 OLDEST_IR_VERSION = 3
 HEAD_BYTES = 32  # of a file, for `no_model`
@@ -59,6 +60,7 @@ def require_sound(model: onnx.ModelProto, name: str) -> None:
         raise ExportError(f"{name} has opset {opset}; onnx {onnx.__version__} knows up to {newest}; upgrade onnx")
     _require_known_operators(model, name, opset)
     require_sound_graphs(model, name)
+    require_whole_tensors(model, name)
 
 
 def _opsets(model: onnx.ModelProto) -> dict[str, int]:
