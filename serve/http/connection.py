@@ -10,6 +10,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from serve.http.event_turns import EventTurns, HeldFlow
 from serve.http.options import MOMENT_S, HttpLimits
 
 
@@ -20,9 +21,14 @@ class HttpConnection(H11Protocol):
     socket that is closed the system would answer with a reset, and many clients that meet one do not look at their answer.
     """
 
+    conn: EventTurns
+    flow: HeldFlow
+
     def __init__(self, config: Config, state: ServerState, limits: HttpLimits) -> None:
         super().__init__(config, state, {})
+        self.conn = EventTurns(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
+        self._next_turn: asyncio.Handle | None = None
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
         self._unread_bytes = 0
@@ -32,6 +38,7 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin, unless there are too many."""
         super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)
+        self.flow = HeldFlow(self.transport)
         if len(self.connections) > self._limits.max_connections:
             self.transport.abort()
             return
@@ -40,7 +47,7 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._stop_waiting()
-        for timer in (self._unread, self._leaving):
+        for timer in (self._unread, self._leaving, self._next_turn):
             if timer is not None:
                 timer.cancel()
         if self.cycle is not None:
@@ -54,7 +61,11 @@ class HttpConnection(H11Protocol):
 
     def handle_events(self) -> None:
         """Act on what has arrived, and wait for the rest of headers that have begun to, or of a request that is answered."""
+        self.conn.begin_turn()
         super().handle_events()
+        if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
+            self.flow.hold()
+            self._next_turn = self.loop.call_soon(self._take_turn)
         if self.conn.their_state is h11.SEND_BODY and self.cycle.transport is self.transport:
             self.cycle.transport = cast("asyncio.Transport", _Answering(self))
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
@@ -65,6 +76,13 @@ class HttpConnection(H11Protocol):
         if not begun and self._is_answered() and self.timeout_keep_alive_task is None:
             # uvicorn, which has stopped it, starts it with an answer alone: there may be more of the request after that.
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        if not self._drops:
+            self.handle_events()
+        if self._next_turn is None and not self.transport.is_closing():
+            self.flow.release()
 
     def on_response_complete(self) -> None:
         """See that the client takes its answer."""
