@@ -12,6 +12,7 @@ import numpy as np
 
 from protos.datatypes import Datatype
 from serve.engine.tensors import Array
+from serve.http.large_json import Named
 
 # JSON has no numbers for these; protobuf's JSON mapping writes them so, and numpy reads the texts as numbers:
 # https://protobuf.dev/programming-guides/json/
@@ -22,7 +23,7 @@ KINDS: dict[str, tuple[set[type], str]] = {
     "text": ({str}, "texts"),
     "flag": ({bool, int}, "true or false"),
     "whole": ({int}, "whole numbers"),
-    "fraction": ({int, float, str}, "numbers"),
+    "fraction": ({int, float, Named, str}, "numbers"),
 }
 
 
@@ -150,9 +151,12 @@ def _fractions(values: list[Any], datatype: Datatype) -> Array:
         wide = _array(values, np.float64)
     except OverflowError:
         raise ValueError(f"has an element in data outside the range of {datatype.wire}") from None
+    infinite = np.isinf(wide)
+    if any(type(values[index]) is float for index in np.flatnonzero(infinite)):  # 1e400, say
+        raise ValueError(f"has an element in data outside the range of {datatype.wire}")
     with np.errstate(over="ignore"):
         narrow = wide.astype(datatype.array_dtype)
-    lost = np.isinf(narrow.astype(np.float64)) & ~np.isinf(wide)
+    lost = np.isinf(narrow.astype(np.float64)) & ~infinite
     if lost.any():
         raise ValueError(f"has the element {wide[lost][0]:g} in data, outside the range of {datatype.wire}")
     return narrow

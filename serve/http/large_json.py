@@ -17,12 +17,18 @@ LONG = 64 * 1024  # characters
 MAX_VALUES = 1_000_000
 
 
+class Named(float):
+    """NaN or an infinity that a document names as such. A plain float that is infinite was a number too large for one."""
+
+    __slots__ = ()
+
+
 class TooManyValuesError(ValueError):
     """A document has more than can be read in one go without keeping everybody waiting."""
 
 
 def loads(text: str, *, long: int = LONG) -> Any:
-    """As json.loads, which takes 10 ms a megabyte in one go.
+    """As json.loads, which takes 10 ms a megabyte in one go; NaN and infinities are `Named`.
 
     Args:
         text: of a JSON document.
@@ -34,7 +40,7 @@ def loads(text: str, *, long: int = LONG) -> Any:
         RecursionError: it is nested too deeply.
     """
     if len(text) < long:
-        return json.loads(text)
+        return json.loads(text, parse_constant=Named)
     lists: list[list[Any]] = []
     mark = secrets.token_hex(16)  # no document can have it already
 
@@ -50,7 +56,7 @@ def loads(text: str, *, long: int = LONG) -> Any:
     rest = NUMBERS.sub(take, text)
     if sum(map(rest.count, ",[{")) > MAX_VALUES:  # each value but the first comes after one of these
         raise TooManyValuesError
-    return json.loads(rest, object_hook=put_back)
+    return json.loads(rest, object_hook=put_back, parse_constant=Named)
 
 
 def _numbers(text: str, piece: int) -> list[Any]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from protos.datatypes import BY_WIRE, DATATYPES
 from serve.http.json_tensors import PIECE, array_from_json, array_to_json, json_text
+from serve.http.large_json import LONG, loads
 from serve.protocol.raw_tensors import from_raw, to_raw
 
 
@@ -65,6 +66,12 @@ def test_special_values_are_texts() -> None:
     assert array_to_json(array, BY_WIRE["FP16"]) == ["NaN", "Infinity", "-Infinity", 1.0]
 
 
+@pytest.mark.parametrize("indent", [0, LONG], ids=["small", "large"])
+def test_special_values_may_be_named_as_python_does(indent: int) -> None:
+    array = read(loads("[NaN, Infinity, -Infinity, 1.5]" + " " * indent), "FP32", [4])
+    assert array_to_json(array, BY_WIRE["FP32"]) == ["NaN", "Infinity", "-Infinity", 1.5]
+
+
 def test_no_elements_are_fine() -> None:
     assert read([], "INT8", [0, 3]).shape == (0, 3)
     assert read([], "BYTES", [0]).shape == (0,)
@@ -91,11 +98,12 @@ def test_64_bits_are_kept() -> None:
         ([65520], "FP16", [1], "has the element 65520 in data, outside the range of FP16"),
         ([1e39], "BF16", [1], r"has the element 1e\+39 in data, outside the range of BF16"),
         ([10**400], "FP64", [1], "has an element in data outside the range of FP64"),
+        (loads("[1, -1e400]"), "FP32", [2], "has an element in data outside the range of FP32"),
         ([2], "BOOL", [1], "has the element 2 in data, expected true or false for BOOL"),
         ([1], "BYTES", [1], "has the element 1 in data, expected texts for BYTES"),
         (["\ud800"], "BYTES", [1], "has half of a surrogate pair in data, expected whole characters"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_what_does_not_fit_is_refused(data: Any, wire: str, shape: list[int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
