@@ -193,11 +193,6 @@ class SharedMemory:
             )
         return region
 
-    def close(self) -> None:
-        """Close all regions."""
-        self._regions.clear()
-        self._numbers.clear()
-
     def _add(self, region: SystemRegion | CudaRegion) -> None:
         self.latest += 1
         # In this order: a thread that finds the region finds its number, too.

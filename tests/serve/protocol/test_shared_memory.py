@@ -57,7 +57,7 @@ def memory(block: Block) -> Iterator[SharedMemory]:
     regions = SharedMemory(enabled=True)
     regions.register_system("r", block.name, 10, 50)
     yield regions
-    regions.close()
+    regions.unregister("", SystemRegion)
 
 
 def place(offset: int, byte_size: int, region: str = "r") -> Place:
@@ -75,7 +75,7 @@ def test_the_leading_slash_of_a_posix_name_is_taken(block: Block) -> None:
     regions.register_system("s", f"/{block.name}", 0, 100)
     (region,) = regions.regions("", SystemRegion)
     assert (region.name, region.key, region.offset, region.byte_size) == ("s", f"/{block.name}", 0, 100)
-    regions.close()
+    regions.unregister("", SystemRegion)
     assert regions.regions("", SystemRegion) == []
 
 
@@ -140,7 +140,7 @@ def test_keys_may_be_any_name_of_a_file(key: str) -> None:
         regions = SharedMemory(enabled=True)
         regions.register_system("s", key, 1, 2)
         assert bytes(regions.read(place(0, 2, "s"))) == b"bc"
-        regions.close()
+        regions.unregister("", SystemRegion)
     finally:
         file.unlink()
 
