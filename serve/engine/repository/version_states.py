@@ -61,10 +61,6 @@ class VersionStates:
             if not known:
                 del self._by_name[name]
 
-    def forget(self, name: str) -> None:
-        """Forget a whole model."""
-        self._by_name.pop(name, None)
-
 
 def in_order(statuses: list[VersionStatus]) -> list[VersionStatus]:
     """By name and version, versions as numbers."""

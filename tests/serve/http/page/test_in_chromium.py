@@ -163,7 +163,7 @@ def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, served: t
         assert "model.onnx is <b>cut</b> off" in text
         assert "takes no requests" in tab.read("document.querySelector('#try').innerText")
     finally:
-        server.call(lambda: server.core.states.forget("broken"))
+        server.call(lambda: server.core.states.clear("broken", 1, State.UNAVAILABLE))
     tab.wait_for("!document.querySelector('#models').innerText.includes('broken')")
     assert tab.read("document.querySelector('#try form') !== null")
 
