@@ -60,7 +60,6 @@ class MemoryLimit:
         self._wait_s = FIRST_WAIT_S
         self._changed_at = 0.0
         self._grew = False  # at the last change
-        self.times_shrunk = 0
 
     @property
     def rows(self) -> int | None:
@@ -104,7 +103,6 @@ class MemoryLimit:
         if self._rows is None:
             self._enough = failed[0]
         self._rows, self._changed_at, self._grew = fits, now, False
-        self.times_shrunk += 1
         logger.warning(
             "%s: out of memory with %d rows at once; it computes at most %d now, and tries more in %g s",
             self._label,

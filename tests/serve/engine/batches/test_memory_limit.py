@@ -93,7 +93,6 @@ def test_a_batch_that_does_not_fit_is_computed_in_pieces_and_so_are_the_next(cap
     assert scene.limit.rows == 4
     assert scene.run(6) == [4, 2]
     assert scene.run(3) == [3]
-    assert scene.limit.times_shrunk == 1
     assert caplog.messages == [
         "m/1 instance 0: out of memory with 8 rows at once; it computes at most 4 now, and tries more in 10 s"
     ]
@@ -176,7 +175,7 @@ def test_one_row_that_does_not_fit_is_an_error_that_says_so() -> None:
     with pytest.raises(OutOfMemoryError, match="the server's memory does not suffice for this request"):
         scene.run(4)
     assert scene.backend.runs == [4, 2, 1]
-    assert (scene.limit.rows, scene.limit.times_shrunk) == (None, 0), "others' batches are not to suffer for it"
+    assert scene.limit.rows is None, "others' batches are not to suffer for it"
 
 
 def test_other_errors_are_not_touched() -> None:
