@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
-Parse = Callable[[str], Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnParameter:
-    """One setting.
-
-    Attributes:
-        parse: from the text to the value; raises a ValueError that says what is expected.
-        reported: the server writes it, to tell clients; what a config.pbtxt says of it has no effect.
-    """
-
-    parse: Parse
-    reported: bool = False
-
-
-def text(value: str) -> str:
-    """Any text."""
-    return value
+Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
 
 
 def path(value: str) -> str:
@@ -82,25 +63,23 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Pars
 
 
 # One line a key, in alphabetical order.
-OWN_PARAMETERS: dict[str, OwnParameter] = {
-    "halfserve.certificate": OwnParameter(parse=text, reported=True),
-    "halfserve.compute_weight": OwnParameter(parse=number(0, above=True)),
-    "halfserve.cuda_graphs": OwnParameter(parse=switch),
-    "halfserve.degraded_not_ready": OwnParameter(parse=switch),
-    "halfserve.drift_threshold": OwnParameter(parse=number(0.0, above=True)),
-    "halfserve.fp32_twin": OwnParameter(parse=path),
-    "halfserve.latency_target_ms": OwnParameter(parse=number(0, above=True)),
-    "halfserve.max_compute_s": OwnParameter(parse=number(0.0, above=True)),
-    "halfserve.nodes": OwnParameter(parse=text, reported=True),
-    "halfserve.optimization_level": OwnParameter(parse=one_of("all", "extended", "basic", "disabled")),
-    "halfserve.pad_to_preferred": OwnParameter(parse=switch),
-    "halfserve.precision": OwnParameter(parse=text, reported=True),
-    "halfserve.precision_guard": OwnParameter(parse=one_of("off", "count", "reject", "fallback")),
-    "halfserve.provider": OwnParameter(parse=text, reported=True),
-    "halfserve.shadow_rate": OwnParameter(parse=number(0.0, 1.0)),
-    "halfserve.shadow_share": OwnParameter(parse=number(0.0, 1.0, above=True)),
-    "halfserve.warm_up": OwnParameter(parse=switch),
+OWN_PARAMETERS: dict[str, Parse] = {
+    "halfserve.compute_weight": number(0, above=True),
+    "halfserve.cuda_graphs": switch,
+    "halfserve.degraded_not_ready": switch,
+    "halfserve.drift_threshold": number(0.0, above=True),
+    "halfserve.fp32_twin": path,
+    "halfserve.latency_target_ms": number(0, above=True),
+    "halfserve.max_compute_s": number(0.0, above=True),
+    "halfserve.optimization_level": one_of("all", "extended", "basic", "disabled"),
+    "halfserve.pad_to_preferred": switch,
+    "halfserve.precision_guard": one_of("off", "count", "reject", "fallback"),
+    "halfserve.shadow_rate": number(0.0, 1.0),
+    "halfserve.shadow_share": number(0.0, 1.0, above=True),
+    "halfserve.warm_up": switch,
 }
+# The server writes these, to tell clients; what a config.pbtxt says of them has no effect.
+REPORTED = frozenset({"halfserve.certificate", "halfserve.nodes", "halfserve.precision", "halfserve.provider"})
 
 
 def check_own_parameters(config: ModelConfig, source: Path) -> None:
@@ -114,18 +93,16 @@ def check_own_parameters(config: ModelConfig, source: Path) -> None:
         ModelLoadError: a key is not known, or its value is not what it takes.
     """
     for key in sorted(config.parameters):
-        if not key.startswith(PREFIX):
+        if not key.startswith(PREFIX) or key in REPORTED:
             continue
-        known = OWN_PARAMETERS.get(key)
-        if known is None:
+        if key not in OWN_PARAMETERS:
             raise ModelLoadError(f"{source}: parameter {key!r} is not known; {_nearest(key)}")
-        if not known.reported:
-            _parsed(config, key, known, source)
+        own_parameter(config, key, source)
 
 
 def drop_reported(config: ModelConfig) -> None:
     """Take out what the server alone says: a copied config.pbtxt may claim what was true of another model."""
-    for key in [key for key, known in OWN_PARAMETERS.items() if known.reported and key in config.parameters]:
+    for key in REPORTED & set(config.parameters):
         del config.parameters[key]
 
 
@@ -135,18 +112,15 @@ def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pb
     Raises:
         ModelLoadError: its value is not what it takes.
     """
-    return _parsed(config, key, OWN_PARAMETERS[key], source) if key in config.parameters else None
-
-
-def _parsed(config: ModelConfig, key: str, known: OwnParameter, source: Path | str) -> Any:
+    if key not in config.parameters:
+        return None
     value = config.parameters[key].string_value
     try:
-        return known.parse(value)
+        return OWN_PARAMETERS[key](value)
     except ValueError as error:
         raise ModelLoadError(f"{source}: parameter {key!r} is {value!r}, {error}") from None
 
 
 def _nearest(key: str) -> str:
-    writable = [name for name, known in OWN_PARAMETERS.items() if not known.reported]
-    near = difflib.get_close_matches(key, writable, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(writable)}"
+    near = difflib.get_close_matches(key, OWN_PARAMETERS, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(OWN_PARAMETERS)}"

@@ -42,8 +42,8 @@ def test_every_key_is_ours_and_in_order() -> None:
 
 def test_every_key_that_can_be_set_is_documented() -> None:
     documented = (Path(__file__).parents[4] / "docs" / "serving.md").read_text(encoding="utf-8")
-    for key, parameter in OWN_PARAMETERS.items():
-        assert parameter.reported or f"| `{key.removeprefix(PREFIX)}` |" in documented, key
+    for key in OWN_PARAMETERS:
+        assert f"| `{key.removeprefix(PREFIX)}` |" in documented, key
 
 
 def test_other_peoples_parameters_are_theirs() -> None:
