@@ -86,7 +86,6 @@ class Contestant:
     """
 
     def __init__(self, address: str, models: Sequence[str], options: RequestOptions) -> None:
-        self.address = address
         self.models = tuple(models)
         self.versions: dict[str, str] = {}
         self.provider: str | None = None

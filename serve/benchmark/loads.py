@@ -45,15 +45,15 @@ def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
     return [int(number) for number in numbers]
 
 
-def parse_rates(text: str, option: str = "--rate") -> list[float]:
+def parse_rates(text: str) -> list[float]:
     """Read numbers and ranges of them.
 
     Raises:
         BenchmarkArgumentError: it does not read like that, or a number is 0.
     """
-    numbers = list(_numbers(text, option))
+    numbers = list(_numbers(text, "--rate"))
     if not all(0 < number < math.inf for number in numbers):
-        raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
+        raise BenchmarkArgumentError(f"--rate {text}: {EXPECTED}")
     return numbers
 
 

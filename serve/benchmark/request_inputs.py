@@ -90,10 +90,6 @@ class RequestPlan:
     zeros: bool = False
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
-    def serialized(self) -> list[bytes]:
-        """The requests as they are sent."""
-        return [request.SerializeToString() for request in self.requests()]
-
     def requests(self) -> list[ModelInferRequest]:
         """Requests to be sent in turn; the same ones at every call, and for the same model in another datatype.
 

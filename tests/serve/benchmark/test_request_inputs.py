@@ -24,39 +24,38 @@ def plan(shape: tuple[int, ...] = (-1, 2), datatype: str = "FP32", **changes: An
     return RequestPlan(**(options | changes))
 
 
-def tensors(serialized: list[bytes]) -> list[Array]:
+def tensors(requests: list[pb.ModelInferRequest]) -> list[Array]:
     """The input x of each request."""
-    requests = [pb.ModelInferRequest.FromString(one) for one in serialized]
     rows = {row.wire: row for row in DATATYPES}
     return [from_raw(r.raw_input_contents[0], rows[r.inputs[0].datatype], r.inputs[0].shape) for r in requests]
 
 
 def test_random_requests_differ_from_each_other_and_not_from_run_to_run() -> None:
-    first, again = plan(batch_size=3).serialized(), plan(batch_size=3).serialized()
+    first, again = plan(batch_size=3).requests(), plan(batch_size=3).requests()
     assert first == again
-    assert len(set(first)) == len(first) == 8
+    assert len({request.SerializeToString() for request in first}) == len(first) == 8
     assert {x.shape for x in tensors(first)} == {(3, 2)}
 
 
 def test_given_rows_are_sent_in_turn() -> None:
     rows = np.arange(10, dtype=np.float32).reshape(5, 2)
-    sent = tensors(plan(batch_size=2, given={"x": rows}).serialized())
+    sent = tensors(plan(batch_size=2, given={"x": rows}).requests())
     assert [x[:, 0].tolist() for x in sent] == [[0, 2], [4, 6], [8, 0]]
 
 
 def test_fewer_rows_than_a_batch_are_repeated() -> None:
-    sent = tensors(plan(batch_size=5, given={"x": np.array([[1, 1], [2, 2]], np.float32)}).serialized())
+    sent = tensors(plan(batch_size=5, given={"x": np.array([[1, 1], [2, 2]], np.float32)}).requests())
     assert [x[:, 0].tolist() for x in sent] == [[1, 2, 1, 2, 1]]
 
 
 def test_a_model_without_batches_gets_its_tensors_whole() -> None:
     given_whole = np.array([1, 2, 3], np.float32)
-    assert [x.tolist() for x in tensors(plan((3,), max_batch_size=0, given={"x": given_whole}).serialized())] == [[1, 2, 3]]
-    assert {x.shape for x in tensors(plan((3,), max_batch_size=0).serialized())} == {(3,)}
+    assert [x.tolist() for x in tensors(plan((3,), max_batch_size=0, given={"x": given_whole}).requests())] == [[1, 2, 3]]
+    assert {x.shape for x in tensors(plan((3,), max_batch_size=0).requests())} == {(3,)}
 
 
 def test_variable_sizes_are_chosen() -> None:
-    sent = tensors(plan((-1, -1, 4), shapes={"x": [6, 4]}, batch_size=2).serialized())
+    sent = tensors(plan((-1, -1, 4), shapes={"x": [6, 4]}, batch_size=2).requests())
     assert {x.shape for x in sent} == {(2, 6, 4)}
 
 
@@ -76,9 +75,9 @@ def test_another_datatype_gets_the_same_values(monkeypatch: pytest.MonkeyPatch) 
 
 def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_inputs, "MAX_BYTES", 3 * 8)  # one row of two fp32 has 8 bytes
-    assert len(plan().serialized()) == 3
+    assert len(plan().requests()) == 3
     monkeypatch.setattr(request_inputs, "MAX_BYTES", 1)
-    assert len(plan().serialized()) == 1
+    assert len(plan().requests()) == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_does_not_fit_the_model(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(BenchmarkArgumentError, match=text):
-        plan(**changes).serialized()
+        plan(**changes).requests()
 
 
 @given(st.sampled_from(DATATYPES), st.integers(0, 2**32))
@@ -145,6 +144,6 @@ def test_parameters_are_parsed_and_sent() -> None:
 
 
 def test_zeros_of_every_datatype() -> None:
-    (sent,) = {x.tobytes() for x in tensors(plan(zeros=True).serialized())}
+    (sent,) = {x.tobytes() for x in tensors(plan(zeros=True).requests())}
     assert not any(sent)
     assert zero_values(BY_WIRE["BYTES"], [2, 1]).tolist() == [[b""], [b""]]
