@@ -51,11 +51,6 @@ class ProbeProcess:
         self._limit = Alarm(self._run_out)
 
     @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         """Whether it can take a trial."""
         return self._process.poll() is None

@@ -119,7 +119,7 @@ def test_trials_give_way_to_the_server_from_the_start() -> None:
     process = ProbeProcess()
     try:
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(LOWEST, own + NICENESS)
+        assert os.getpriority(os.PRIO_PROCESS, process._process.pid) == min(LOWEST, own + NICENESS)
     finally:
         process.close()
 
