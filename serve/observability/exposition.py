@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
@@ -21,19 +20,6 @@ from serve.observability.triton_metrics import triton_metrics
 CPU = CpuMetrics()
 TOGETHER = 8  # models, whose figures take some milliseconds to write
 STATES_TOGETHER = 256  # of versions, which take 8 us each
-
-
-class ServerCollector(Collector):
-    """All metrics of a server, for any registry of prometheus_client. To be asked on the server's event loop."""
-
-    def __init__(self, core: InferenceCore) -> None:
-        self._core = core
-
-    def collect(self) -> Iterator[Metric]:
-        """Read every figure."""
-        yield from _of_models(self._core.models())
-        yield state_metric(self._core.index())
-        yield from _of_server(self._core)
 
 
 async def exposition(core: InferenceCore) -> tuple[bytes, str]:

@@ -41,13 +41,6 @@ class MetricTexts:
         return b"".join(chain.from_iterable(self._parts.values()))
 
 
-def to_text(metrics: Iterable[Metric]) -> str:
-    """The metrics as text."""
-    texts = MetricTexts()
-    texts.add(metrics)
-    return texts.joined().decode()
-
-
 def number(value: float) -> str:
     """A value in plain digits, as short as it goes without loss."""
     if isinstance(value, int):

@@ -9,7 +9,6 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
@@ -18,11 +17,11 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
 from serve.engine.repository.version_states import State
 from serve.observability.cpu_metrics import CpuMetrics
-from serve.observability.exposition import STATES_TOGETHER, TOGETHER, ServerCollector, exposition
+from serve.observability.exposition import STATES_TOGETHER, TOGETHER, exposition
 from serve.observability.options import ObserveOptions
-from serve.observability.text_format import to_text
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
+from tests.serve.observability.metric_text import to_text
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 MLP = {"model": "mlp", "version": "3"}
@@ -180,19 +179,6 @@ def test_the_loop_goes_on_while_many_states_are_told() -> None:
     assert turns >= 4
     assert text.count("# TYPE halfserve_model_state gauge") == 1
     assert text.count('state="LOADING"} 1') == 3 * STATES_TOGETHER + 1
-
-
-def test_a_registry_of_prometheus_client_takes_the_collector() -> None:
-    async def run() -> bytes:
-        core = InferenceCore([held_model(HeldBackend())])
-        registry = CollectorRegistry()
-        registry.register(ServerCollector(core))
-        try:
-            return generate_latest(registry)
-        finally:
-            await core.drain()
-
-    assert b'halfserve_queue_depth{model="held",version="1"} 0.0' in asyncio.run(run())
 
 
 def test_the_machines_figures_are_shares_and_bytes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve.observability.gpu_metrics import find_nvml, gpu_metrics
-from serve.observability.text_format import to_text
+from tests.serve.observability.metric_text import to_text
 
 
 class NoFigureError(Exception):

@@ -18,8 +18,8 @@ from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters,
 from serve.observability.exposition import exposition
 from serve.observability.gpu_metrics import gpu_metrics
 from serve.observability.server_metrics import READINGS
-from serve.observability.text_format import to_text
 from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.observability.metric_text import to_text
 from tests.serve.observability.test_gpu_metrics import TwoGpus
 
 NAME = re.compile(r"\b(?:nv|halfserve|process)_\w+")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.observability.text_format import number, to_text
+from serve.observability.text_format import number
+from tests.serve.observability.metric_text import to_text
 
 
 def gauge(name: str, labels: dict[str, str], value: float) -> Metric:

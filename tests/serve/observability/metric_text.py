@@ -1,0 +1,15 @@
+"""Metrics as a server would tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client.metrics_core import Metric
+
+from serve.observability.text_format import MetricTexts
+
+
+def to_text(metrics: Iterable[Metric]) -> str:
+    texts = MetricTexts()
+    texts.add(metrics)
+    return texts.joined().decode()
