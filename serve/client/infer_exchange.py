@@ -69,9 +69,9 @@ class InferState:
         return SharedTensors(self.regions, pool) if self.regions or pool is not None else None
 
 
-def infer_message(request: pb.ModelInferRequest, *, idempotent: bool = True) -> Exchange[pb.ModelInferResponse]:
+def infer_message(request: pb.ModelInferRequest) -> Exchange[pb.ModelInferResponse]:
     """A request that the caller has built, and the response as it came."""
-    answer: pb.ModelInferResponse = yield infer_call(request, idempotent=idempotent)
+    answer: pb.ModelInferResponse = yield infer_call(request, idempotent=True)
     return answer
 
 
