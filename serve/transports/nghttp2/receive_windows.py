@@ -46,11 +46,6 @@ class ReceiveWindows:
         self._held = 0  # the sum of these
 
     @property
-    def held_bytes(self) -> int:
-        """Of unfinished messages."""
-        return self._held
-
-    @property
     def withhold(self) -> bool:
         """Whether some of the connection's window is kept from the client."""
         return self._unacknowledged > 0

@@ -89,11 +89,6 @@ class Nghttp2Server:
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether `stop` has been called."""
-        return self._closing
-
     async def start(self) -> int:
         """Listen, and return the port.
 

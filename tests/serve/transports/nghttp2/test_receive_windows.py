@@ -115,7 +115,7 @@ class Client(RuleBasedStateMachine):
     @invariant()
     def nothing_is_acknowledged_twice(self) -> None:
         assert self.acknowledged <= self.received
-        assert self.windows.held_bytes == sum(self.held.values())
+        assert self.windows._held == sum(self.held.values())
 
     @invariant()
     def all_is_as_it_was_once_all_is_over(self) -> None:

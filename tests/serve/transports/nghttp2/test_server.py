@@ -104,7 +104,7 @@ def stopping_server(backend: HeldBackend) -> Iterator[tuple[RunningServer, Calla
         def stop(grace_s: float) -> threading.Thread:
             stopping = threading.Thread(target=server.run, args=(transports[0].stop(grace_s),))
             stopping.start()
-            while not server.call(lambda: transports[0].is_closing):
+            while not server.call(lambda: transports[0]._closing):
                 pass
             return stopping
 
