@@ -165,7 +165,10 @@ def _data(inputs: list[str], data: str) -> tuple[dict[str, object], bool]:
         return read_inputs(inputs), data == "zeros"
     if not data.endswith(".npz"):
         raise BenchmarkArgumentError(f"--data {data}: expected random, zeros or the name of a .npz file")
-    return read_inputs([*inputs, data]), False
+    try:
+        return read_inputs([*inputs, data]), False
+    except InputArgumentError as error:
+        raise BenchmarkArgumentError(str(error).replace(f"--input {data}:", f"--data {data}:")) from None
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -74,6 +74,12 @@ def test_rates_batch_sizes_streams_and_zeros(server: RunningServer, capsys: pyte
     assert found["levels"][1]["rows_per_second"] == pytest.approx(3 * found["levels"][1]["goodput_per_second"])
 
 
+def test_data_may_be_a_file(server: RunningServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.ones((3, 64), np.float32))
+    found = figures(server, capsys, "mlp", "--data", str(tmp_path / "rows.npz"), "--requests", "4", "--concurrency", "1")
+    assert (found["levels"][0]["requests"], found["levels"][0]["errors"]) == (4, 0)
+
+
 @pytest.mark.parametrize(("connections", "expected"), [((), (4, 4)), (("--connections", "1"), (1, 1))])
 def test_so_many_connections_take_no_more_processes(
     monkeypatch: pytest.MonkeyPatch, connections: tuple[str, ...], expected: tuple[int, int]
@@ -113,6 +119,7 @@ def test_a_search_reports_the_highest_load(server: RunningServer, capsys: pytest
         (["mlp", "--input", "x=[1]"], 1, "has the shape [1], expected [-1, 64]"),
         (["mlp", "--shape", "z:1"], 2, "model 'mlp' has no input 'z'; expected one of x"),
         (["mlp", "--data", "ones"], 2, "--data ones: expected random, zeros or the name of a .npz file"),
+        (["mlp", "--data", "none.npz"], 2, "--data none.npz: there is no file none.npz"),
         (["mlp", "--against", "host/"], 2, "--against host/: expected HOST:PORT/MODEL, or MODEL of the same server"),
         (["mlp", "--against", "mlp", "--batch-size", "1,2"], 2, "--against compares one model with one --batch-size"),
         (["mlp", "--against", "mlp", "--max-latency-ms", "1"], 2, "searches on one server with one --batch-size"),
