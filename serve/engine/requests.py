@@ -51,7 +51,7 @@ class InferRequest:
     cancelled: bool = False
     replayed: bool = False
     line: object = None
-    response_parameters: dict[str, str | int | float | bool] | None = None
+    response_parameters: dict[str, str] | None = None
 
     def finish(self, result: Tensors | InferenceError) -> None:
         """Hand the result to whoever still waits for it. What goes wrong there stays there: batch-mates are answered too."""

@@ -43,7 +43,7 @@ def write_response(message: bytes, is_binary: Callable[[str], bool]) -> RestResp
     if response.id:
         content["id"] = response.id
     if response.parameters:
-        content["parameters"] = _parameters(response.parameters)
+        content["parameters"] = {name: value.string_param for name, value in response.parameters.items()}
     behind: list[bytes] = []
     outputs = [
         _output(entry, raw, behind if is_binary(entry.name) else None)
@@ -60,12 +60,9 @@ def _output(entry: ModelInferResponse.InferOutputTensor, raw: bytes, behind: lis
     output: dict[str, Any] = {"name": entry.name, "datatype": entry.datatype, "shape": shape}
     there = REGION in entry.parameters
     # Triton's clients take whatever has parameters for bytes behind the JSON, so what lies in shared memory has none.
-    parameters = {} if there else _parameters(entry.parameters)
     if behind is not None and not there:
-        parameters["binary_data_size"] = len(raw)
+        output["parameters"] = {"binary_data_size": len(raw)}
         behind.append(raw)
-    if parameters:
-        output["parameters"] = parameters
     if there or behind is not None:
         return written(output)
     datatype = BY_WIRE[entry.datatype]
@@ -73,8 +70,3 @@ def _output(entry: ModelInferResponse.InferOutputTensor, raw: bytes, behind: lis
         return with_written(output, "data", json_text(from_raw(raw, datatype, shape), datatype))
     except ValueError as error:
         raise InvalidArgumentError(f"output {entry.name!r} {error}") from None
-
-
-def _parameters(given: Any) -> dict[str, Any]:
-    values = {name: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for name, value in given.items()}
-    return {name: str(value) if isinstance(value, float) and value - value != 0 else value for name, value in values.items()}

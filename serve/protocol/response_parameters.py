@@ -16,14 +16,5 @@ def parameters_of(outputs: Tensors) -> bytes:
         return b""
     message = ModelInferResponse()
     for name, value in outputs.parameters.items():
-        parameter = message.parameters[name]
-        match value:
-            case bool():
-                parameter.bool_param = value
-            case int():
-                parameter.int64_param = value
-            case float():
-                parameter.double_param = value
-            case str():
-                parameter.string_param = value
+        message.parameters[name].string_param = value
     return message.SerializeToString(deterministic=True)

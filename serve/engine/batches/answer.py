@@ -73,6 +73,6 @@ class RemarkedAnswer(dict[str, Array]):
         parameters: of the response.
     """
 
-    def __init__(self, outputs: Tensors, parameters: Mapping[str, str | int | float | bool]) -> None:
+    def __init__(self, outputs: Tensors, parameters: Mapping[str, str]) -> None:
         super().__init__(outputs)
         self.parameters = parameters

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -14,8 +16,10 @@ from tritonclient.utils import InferenceServerException
 from serve.engine.model import Model
 from serve.engine.precision_guard.counters import GuardCounters
 from serve.engine.tensors import Array
+from serve.http.options import HttpOptions
 from tests.serve.engine.precision_guard.asking import ask_model
 from tests.serve.engine.precision_guard.guarded_models import load, write_table, write_thousandfold
+from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server
 
 
@@ -94,6 +98,19 @@ def test_an_answer_in_fp32_may_be_wanted_as_classes(client: triton.InferenceServ
     answer = ask(client, "fallback", rows(1), wanted)
     assert answer.as_numpy("y").ravel().tolist() == [b"49152.000000:0"]
     assert answer.get_response().parameters["halfserve.precision"].string_param == "fp32"
+
+
+def test_an_answer_in_fp32_says_so_in_json_too(server: RunningServer) -> None:
+    def asked(row: int) -> dict[str, Any]:
+        body = {"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [row]}]}
+        answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=20).json()
+        return answer
+
+    with running_http(server, HttpOptions(port=0, metrics_port=None)) as rest:
+        url = f"http://127.0.0.1:{rest.port}"
+        good, bad = asked(0), asked(1)
+    assert "parameters" not in good
+    assert (bad["parameters"], bad["outputs"][0]["data"]) == ({"halfserve.precision": "fp32"}, [49_152.0])
 
 
 def test_off_does_not_look(server: RunningServer, client: triton.InferenceServerClient) -> None:
