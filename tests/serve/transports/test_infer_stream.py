@@ -95,6 +95,31 @@ def test_what_is_no_request_is_answered_and_the_stream_goes_on(server: RunningSe
     assert [answer.infer_response.id for answer in answers] == ["", "7"]
 
 
+def test_who_finds_a_full_queue_is_told_when_to_come_back(transport: MakeTransport) -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend, max_waiting=1)], transport) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        more: queue.Queue[pb.ModelInferRequest | None] = queue.Queue()
+        stream = stream_stub(channel)(iter(more.get, None), timeout=20)
+        more.put(held_request(1))
+        assert backend.entered.wait(20)
+        more.put(held_request(2))
+        wait_until_waiting(server, 1)
+        more.put(held_request(3))
+        refused = server.core.models()[0].statistics.totals.fail
+        while not server.call(lambda: refused.count):
+            pass
+        more.put(None)
+        backend.release.set()
+        answers = list(stream)
+    assert [answer.error_message == "" for answer in answers] == [True, True, False]
+    told = answers[2].infer_response.parameters
+    assert told["grpc-status"].int64_param == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert int(told["grpc-retry-pushback-ms"].string_param) >= 1
+
+
 def test_a_client_that_leaves_the_stream_frees_its_places(transport: MakeTransport) -> None:
     backend = HeldBackend(held=True)
     with (
