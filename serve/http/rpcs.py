@@ -7,7 +7,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from serve.engine.errors import BackendError, UnsupportedError
 from serve.protocol.service import SERVICE, Service
 
 
@@ -22,19 +21,13 @@ class Rpcs:
 
         Raises:
             InferenceError: as the RPC raises it.
-            UnsupportedError: this server has no such RPC.
-            BackendError: the RPC gave no answer.
         """
         path = f"/{SERVICE}/{name}"
-        unary, stream = self._service.unary.get(path), self._service.streams.get(path)
+        unary = self._service.unary.get(path)
         if unary is not None:
             return unary.answer(request)
-        if stream is None:
-            raise UnsupportedError(f"{name} is not served here; GET /v2 lists the extensions that are")
         # What takes its time to answer is a stream of one message each way.
-        async for response in stream.answer(_only(request)):
-            return response
-        raise BackendError(f"{name} ended without an answer; the server's log says why")
+        return await anext(self._service.streams[path].answer(_only(request)))
 
 
 async def _only(request: Message) -> AsyncIterator[Any]:
