@@ -112,7 +112,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
             return _unary_handler(service.unary[method], given)
         if method in service.streams:
             return _stream_handler(given.stream(service.streams[method]), given)
-        return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
+        return grpc.stream_stream_rpc_method_handler(_unsupported(method))
 
 
 def _unary_handler(method: UnaryMethod, given: Pass | None = None) -> Any:

@@ -81,6 +81,10 @@ def test_a_token_does_what_its_roles_allow(asked: Asked) -> None:
     assert asked.refused(INFER_PATH, infer_request(), "scraper")[0] is PERMISSION_DENIED
     call(asked.channel, "LogSettings", metadata=bearer(asked.tokens["root"]))
     assert infer(asked.channel, bearer(asked.tokens["root"])) == 2
+    assert asked.refused("/any.Other/Method", who="root") == (
+        grpc.StatusCode.UNIMPLEMENTED,
+        "/any.Other/Method is not served here; server reflection lists what is",
+    )
 
 
 def infer_until_refused(channel: grpc.Channel, metadata: list[tuple[str, str]]) -> None:
