@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import tempfile
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -217,15 +219,17 @@ def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfi
     """A repository with one model, of the files that a request brings."""
     if config is None:
         raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
-    folder = temporary_folder("halfserve-model-")
     try:
-        model = Path(folder.name) / name
-        model.mkdir()
-        write_upload(model, files)
+        folder = temporary_folder("halfserve-model-")
+        try:
+            model = Path(folder.name) / name
+            model.mkdir()
+            write_upload(model, files)
+        except BaseException:
+            folder.cleanup()
+            raise
     except OSError as error:
-        folder.cleanup()
-        raise UnavailableError(f"the files of the load request cannot be stored: {error.strerror}") from None
-    except InferenceError:
-        folder.cleanup()
-        raise
+        logger.warning("%s: the files of a load request cannot be stored: %s", name, error)
+        reason = os.strerror(error.errno or errno.EIO)  # not the error's own: Python's lists folders where it finds none to use
+        raise UnavailableError(f"the files of the load request cannot be stored: {reason}") from None
     return folder

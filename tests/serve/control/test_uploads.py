@@ -62,6 +62,19 @@ def test_a_model_is_brought_served_replaced_and_forgotten(
     assert list(temporary.iterdir()) == []
 
 
+def test_what_cannot_be_stored_is_refused_as_such(
+    client: triton.InferenceServerClient, model: bytes, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    temporary.rmdir()
+    with pytest.raises(InferenceServerException, match="cannot be stored: No such file or directory") as refused:
+        client.load_model("new", config="{}", files={"file:1/model.onnx": model})
+    assert refused.value.status() == "StatusCode.UNAVAILABLE"
+    assert not [record for record in caplog.records if record.exc_info]
+    temporary.mkdir()
+    client.load_model("new", config="{}", files={"file:1/model.onnx": model})
+    assert ask(client, "new")
+
+
 @pytest.mark.parametrize(
     ("config", "files", "text"),
     [
