@@ -79,20 +79,15 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
 
 
 def _upcast_attribute(attribute: AttributeProto, types: AbstractSet[str]) -> None:
+    # No operator, of the standard or of ONNX Runtime's own, has an attribute that is a list of tensors or types.
     if attribute.name in types and attribute.i in HALF_TYPES:
         attribute.i = FP32
     if attribute.HasField("t"):
         _upcast_tensor(attribute.t)
-    for tensor in attribute.tensors:
-        _upcast_tensor(tensor)
     if attribute.HasField("sparse_tensor"):
         _upcast_tensor(attribute.sparse_tensor.values)
-    for sparse in attribute.sparse_tensors:
-        _upcast_tensor(sparse.values)
     if attribute.HasField("tp"):
         _upcast_type(attribute.tp)
-    for proto in attribute.type_protos:
-        _upcast_type(proto)
 
 
 def _upcast_tensor(tensor: TensorProto) -> None:
@@ -109,5 +104,3 @@ def _upcast_type(proto: TypeProto) -> None:
             tensor.elem_type = FP32
     elif kind in {"sequence_type", "optional_type"}:
         _upcast_type(getattr(proto, kind).elem_type)
-    elif kind == "map_type":
-        _upcast_type(proto.map_type.value_type)

@@ -8,6 +8,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnxruntime.capi._pybind_state import get_all_operator_schema
 
 from serve.backends.onnx_runtime.upcast import half_types, upcast_to_fp32
 from tests.models import save_mlp
@@ -164,3 +165,53 @@ def test_a_sparse_constant_is_upcast() -> None:
     assert not half_types(model)
     (answer,) = session(model).run(None, {"x": np.array([1.5, 2], np.float32)})
     assert (answer.dtype, answer.tolist()) == (np.dtype(np.float32), [1.5, 5.0])
+
+
+def test_a_sparse_weight_is_upcast() -> None:
+    values = numpy_helper.from_array(np.array([3], np.float16), "w")
+    x, y = (helper.make_tensor_value_info(name, FP16, [2]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "sparse", [x], [y])
+    graph.sparse_initializer.append(
+        helper.make_sparse_tensor(values, numpy_helper.from_array(np.array([1], np.int64), "indices"), [2])
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    upcast_to_fp32(model)
+    assert not half_types(model)
+    plain = ort.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )  # for onnx's check a sum takes none
+    (answer,) = plain.run(None, {"x": np.array([1.5, 2], np.float32)})
+    assert (answer.dtype, answer.tolist()) == (np.dtype(np.float32), [1.5, 5.0])
+
+
+def test_sequences_and_optionals_are_upcast_and_what_functions_say_of_their_values() -> None:
+    body = """
+        has = OptionalHasElement (none)
+        list = local.Twice (x)
+        whole = ConcatFromSequence <axis: int = 0> (list)
+        y = If (has) <
+            then_branch = g1 () => (float16[m] t) { t = OptionalGetElement (none) },
+            else_branch = g2 () => (float16[m] e) { e = Identity (whole) }
+        >"""
+    twice = """<opset_import: ["" : 20], domain: "local"> Twice (x) => (list) { a = Neg (x) list = SequenceConstruct (x, a) }"""
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20, "local" : 1]> agraph (float16[n] x) => (float16[m] y) {{ {body} }} {twice}'
+    )
+    half = helper.make_tensor_type_proto(FP16, ["n"])
+    none = helper.make_node("Optional", [], ["none"])
+    none.attribute.append(helper.make_attribute("type", half))
+    model.graph.node.insert(0, none)
+    model.graph.value_info.append(helper.make_value_info("list", helper.make_sequence_type_proto(half)))
+    model.functions[0].value_info.append(helper.make_tensor_value_info("a", FP16, ["n"]))
+    upcast_to_fp32(model)
+    assert "elem_type: 10\n" not in str(model)
+    (answer,) = session(model).run(None, {"x": np.array([1.5, 2], np.float32)})
+    assert (answer.dtype, answer.tolist()) == (np.dtype(np.float32), [1.5, 2.0, -1.5, -2.0])
+
+
+def test_no_operator_has_a_list_of_tensors_or_types() -> None:
+    lists = {"TENSORS", "SPARSE_TENSORS", "TYPE_PROTOS"}
+    schemas = (*get_all_operator_schema(), *onnx.defs.get_all_schemas_with_history())
+    kinds = {str(a.type).removeprefix("AttrType.") for schema in schemas for a in schema.attributes.values()}
+    assert "SPARSE_TENSOR" in kinds
+    assert not kinds & lists
