@@ -70,17 +70,18 @@ def test_functions_run_in_order_on_one_thread() -> None:
 
 
 def test_work_pauses_once_there_are_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    rested: list[float] = []
-    monkeypatch.setattr("time.sleep", rested.append)
+    rested: list[int] = []  # which thread did; those of tests before may still do
+    monkeypatch.setattr("time.sleep", lambda _: rested.append(threading.get_ident()))
 
     async def main() -> tuple[int, int]:
         thread = LoaderThread()
         try:
+            ours = await thread.run(threading.get_ident)
             await thread.run(pause)
-            before = len(rested)
+            before = rested.count(ours)
             thread.in_service = True
             await thread.run(pause)
-            return before, len(rested)
+            return before, rested.count(ours)
         finally:
             thread.stop()
 
