@@ -13,9 +13,10 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import _ops
 
 from amp_core.casting.policy_kernel import make_kernel
-from amp_core.casting.policy_state import KEY_NAME
+from amp_core.casting.policy_state import KEY, KEY_NAME
 from amp_core.casting.recomputation import recompute_under_policies
 from amp_core.policy.op_names import find_overload
 
@@ -46,9 +47,18 @@ class _Kernels:
             # Operations without a kernel of ours pass by; for the keys of its own devices torch has said so itself.
             self.libraries["_"] = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
             self.libraries["_"].fallback(torch.library.fallthrough_kernel, KEY_NAME)
+            _let_higher_order_ops_pass()
         if namespace not in self.libraries:
             self.libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
         return self.libraries[namespace]
+
+
+def _let_higher_order_ops_pass() -> None:
+    # Operations that take functions (cond, scan, flex_attention) have tables of their own, which no fallback is part of: those
+    # that there are, and those that are still to be made. The operations in their functions come by the kernels.
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(KEY)  # noqa: SLF001  (the only place)
+    for operation in _ops._higher_order_ops.values():  # noqa: SLF001  (see above)
+        operation.fallthrough(KEY)  # type: ignore[no-untyped-call]
 
 
 _kernels = _Kernels()
