@@ -49,7 +49,9 @@ def evaluate(
             with region:
                 outputs = call(model, inputs)
                 loss = loss_function(outputs, targets)
-            count = _count(targets)
+            count = _count((targets, inputs))
+            if count is None:
+                raise ValueError("no tensor among targets and inputs has a dimension, to count the items by")
             items += count
             loss_sum += loss.item() * count
             if _is_classification(outputs, targets):
@@ -68,10 +70,12 @@ def _metrics(sums: list[float]) -> dict[str, float]:
     return metrics if others else metrics | {"accuracy": correct / items}
 
 
-def _count(targets: Any) -> int:
-    while not isinstance(targets, torch.Tensor):
-        targets = next(iter(targets.values() if isinstance(targets, dict) else targets))
-    return len(targets)
+def _count(value: Any) -> int | None:
+    """How many items a batch has, by the first of its tensors that has a dimension; None if none has."""
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.ndim else None
+    parts = value.values() if isinstance(value, dict) else value
+    return next((count for part in parts if (count := _count(part)) is not None), None)
 
 
 def _is_classification(outputs: Any, targets: Any) -> bool:

@@ -50,3 +50,14 @@ def test_targets_may_lie_deep_and_there_may_be_none() -> None:
     batches = [(torch.full((3, 1), 2.0), {"far": (torch.zeros(3),)}), (torch.full((1, 1), 6.0), {"far": [torch.zeros(1)]})]
     assert evaluate(Shown(), absolute, batches, nullcontext()) == {"loss": 3.0}
     assert evaluate(Shown(), absolute, [], nullcontext()) == {}
+
+
+@pytest.mark.parametrize("targets", [(), {}, [{}], torch.tensor(5.0)], ids=["tuple", "dict", "nested", "scalar"])
+def test_where_no_target_counts_the_items_the_inputs_do(targets: Any) -> None:
+    batches = [(torch.full((3, 1), 2.0), targets), (torch.full((1, 1), 10.0), targets)]
+    assert evaluate(Shown(), lambda outputs, _: outputs.mean(), batches, nullcontext()) == {"loss": 4.0}
+
+
+def test_a_batch_without_anything_to_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensor among targets and inputs has a dimension"):
+        evaluate(Shown(), lambda outputs, _: outputs, [(torch.tensor(1.0), ())], nullcontext())
