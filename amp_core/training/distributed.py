@@ -118,7 +118,7 @@ def joined_world() -> Iterator[World]:
     except Exception as error:
         if not world.fails_first():
             raise PeerError("another process of this run failed first") from error
-        if _is_broken_connection(error):
+        if is_broken_connection(error):
             raise TrainingError(
                 f"rank {world.rank} lost its connection to another process of the run; was that killed? ({one_line(error)})"
             ) from error
@@ -160,6 +160,7 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _is_broken_connection(error: Exception) -> bool:
+def is_broken_connection(error: Exception) -> bool:
+    """Whether an exception says that another process of the run is gone."""
     # Of gloo's errors only the text tells them from others.
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

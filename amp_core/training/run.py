@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from amp_core.calling import described_call
 from amp_core.casting.autocast import autocast
 from amp_core.checkpoint import Checkpoint, build_data, require_readable
 from amp_core.data import Batches, DataError, until_one_ends
 from amp_core.scaling.grad_scaler import GradScaler
 from amp_core.training.divergence import DivergenceWatch, is_bad
-from amp_core.training.errors import TrainingError, one_line, place_of
+from amp_core.training.errors import TrainingError
 from amp_core.training.evaluation import evaluate
+from amp_core.training.misfits import misfits
 from amp_core.training.model import build_model, build_optimizer, load_loss
 from amp_core.training.parallel import in_parallel, require_same_data
 from amp_core.training.random_state import random_state, seed_everything
@@ -77,7 +77,7 @@ class TrainingRun:
 
     def __init__(self, settings: TrainingSettings, device: torch.device, world: World, before: Checkpoint | None) -> None:
         self.settings, self.device, self.world = settings, device, world
-        self.epochs_done = before.epoch if before else 0
+        self.epochs_done = self._epochs_before = before.epoch if before else 0
         self.steps_done = self._steps_before = before.step if before else 0
         self.batches_done = before.batch if before else 0
         self.metrics = dict(before.metrics) if before else {}
@@ -211,28 +211,22 @@ class TrainingRun:
             yield from until_one_ends(batches)
 
     def _step(self, batches: list[Batch]) -> StepRecord:
-        step = self.steps_done + 1
-        try:
+        step, names = self.steps_done + 1, self.settings
+        told = f"{names.model}, {names.data}, {names.loss} and {names.optimizer} do not fit together: the first step"
+        with misfits(told, is_first=step == self._steps_before + 1, model=self.training.model, inputs=batches[0][0]):
             return train_step(
                 self.training, batches, step=step, epoch=self.epochs_done + 1, recording=self._recording.of_step(step)
             )
-        except Exception as error:
-            # What does not fit shows in the first step; later errors are bugs, and keep their traceback.
-            if step > self._steps_before + 1 or isinstance(error, TrainingError):
-                raise
-            names = self.settings
-            raise TrainingError(
-                f"{names.model}, {names.data}, {names.loss} and {names.optimizer} do not fit together: "
-                f"the first step raised {one_line(error)}{place_of(error)}"
-                f"{described_call(self.training.model, batches[0][0])}"
-            ) from error
 
     def _evaluate(self) -> dict[str, float]:
         training = self.training
         self.world.share_buffers(training.model)
         # Always the first epoch: whatever the items draw is the same in each evaluation.
         batches = self._held_out_batches.epoch(0)
-        metrics = evaluate(training.model, training.loss, batches, training.region, world=self.world)
+        names = self.settings
+        told = f"{names.model}, {names.data} and {names.loss} do not fit together: the first evaluation"
+        with misfits(told, is_first=self.epochs_done == self._epochs_before + 1):
+            metrics = evaluate(training.model, training.loss, batches, training.region, world=self.world)
         if not metrics:
             raise DataError(f"the held-out set of {self.settings.data} has no items")
         self._watch.look_at_evaluation(metrics)

@@ -162,6 +162,44 @@ def test_a_regression_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
     assert log(tmp_path)[-1]["accuracy"] is None
 
 
+class FailsInEvaluation(nn.Module):
+    """Its parts do not go together in evaluation mode: from the first time on, or later."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.good = nn.Linear(2, 2), first - 1
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.training:
+            self.good -= 1
+            if self.good < 0:
+                raise KeyError("logits")
+        return self.linear(x)
+
+
+def fails_in_first_evaluation() -> nn.Module:
+    return FailsInEvaluation(1)
+
+
+def fails_in_second_evaluation() -> nn.Module:
+    return FailsInEvaluation(2)
+
+
+def test_what_fails_in_the_first_evaluation_is_told_in_one_line(tmp_path: Path) -> None:
+    told = (
+        f"^{__name__}:fails_in_first_evaluation, {HERE}:data and torch.nn.functional:cross_entropy do not fit together: "
+        r"the first evaluation raised KeyError: 'logits' \(at test_train.py:\d+\)$"
+    )
+    with pytest.raises(TrainingError, match=told):
+        train(settings(tmp_path, model=f"{__name__}:fails_in_first_evaluation"))
+
+
+def test_what_fails_in_a_later_evaluation_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="logits"):
+        train(settings(tmp_path, model=f"{__name__}:fails_in_second_evaluation"))
+    assert load_checkpoint(tmp_path / "checkpoint.pt").epoch == 1
+
+
 def test_a_policy_is_trained_with_and_handed_on(tmp_path: Path) -> None:
     train(settings(tmp_path, policy="cuda+fp32:linear", epochs=1))
     assert load_checkpoint(tmp_path / "checkpoint.pt").policy == "cuda+fp32:linear"
