@@ -119,13 +119,24 @@ class SearchFailed(BudgetExceeded):
             count = len(search.node_block_list)
             found = (
                 f"with {count} nodes in float32 it is close enough to the float32 ONNX model when every node rounds, "
-                "so the difference comes from the reference or from the runtime"
+                f"which is what the search tries, and {_beyond_search(error.certificate)}"
             )
         else:
             why = f": {search.explanation}" if search.explanation else ""
             found = f"the search for nodes to keep in float32 found no set that is enough{why}"
         super().__init__(f"{error}; {found}", error.certificate)
         self.search = search
+
+
+def _beyond_search(certificate: Certificate) -> str:
+    """Where a difference comes from that is there although the search found a set that passes."""
+    over = {verdict.execution for verdict in certificate.outputs if verdict.violations}
+    over |= {line.execution for line in certificate.adversarial if line.factor is None and line.violations}
+    if not over:  # headroom
+        return "nothing that it looks at is over budget"
+    if "rounded" in over:
+        return "the difference comes from the reference, which answers something else than that ONNX model"
+    return f"only the run that it does not try is over budget ({', '.join(sorted(over))})"
 
 
 def convert_verified(

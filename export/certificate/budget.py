@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from export.certificate.figures import Figures
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
+# Of fewer rows, the one that may differ is too large a share of what was looked at.
+FEWEST_ROWS = 10
 NO_HEADROOM = "headroom was not measured, as no floating input could be made larger: give other samples, or ask for none"
 
 
@@ -24,7 +26,8 @@ class Budget:
         max_scaled_error: Largest error in units of the reference's largest magnitude (see `Figures`). The default, 0.01, is
             twenty float16 roundings (2**-11 each) of the output's scale; sound conversions measure 0.0004 to 0.0015.
         max_abs_error: Largest error in the output's own unit; when given, it replaces `max_scaled_error`.
-        min_agreement: Least share of rows with the reference's argmax (of equal elements for integer outputs), 0 to 1.
+        min_agreement: Least share of rows with the reference's argmax (of equal elements for integer outputs), 0 to 1. Below 1,
+            one row may differ however few they are, from ten on, if it is a near-tie (see `lone_near_tie`).
         max_non_finite: How many NaN or infinite values may appear that the reference does not have.
         adversarial_factor: How many times `max_scaled_error` or `max_abs_error` is allowed on the samples of
             `export.verification.adversarial`, which lie at the edge of what the user's samples are, or beyond.
@@ -69,9 +72,35 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
             f"max error {figures.max_scaled_error:.3g} of the output's scale {figures.scale:.3g} "
             f"(limit {budget.max_scaled_error:.3g})"
         )
-    if figures.agreement is not None and not figures.agreement >= budget.min_agreement:
-        broken.append(f"agreement {figures.agreement:.4f} (limit {budget.min_agreement:.4f})")
+    if disagrees(figures, budget) and not lone_near_tie(figures, budget):
+        broken.append(
+            f"agreement {figures.agreement:.4f} (limit {budget.min_agreement:.4f}): "
+            f"{figures.differing} of {figures.rows} {'rows' if figures.floating else 'values'} differ"
+        )
     return broken
+
+
+def disagrees(figures: Figures, budget: Budget) -> bool:
+    """Whether fewer rows than `min_agreement` asks for have the reference's choice."""
+    return figures.agreement is not None and not figures.agreement >= budget.min_agreement
+
+
+def lone_near_tie(figures: Figures, budget: Budget) -> bool:
+    """Whether one row alone differs, and the reference's two numbers there are closer than the error that is allowed.
+
+    Fewer than 1 / (1 - min_agreement) rows, 200 by default, cannot show a share of `min_agreement`: one row is more than what
+    may differ, whatever the model's share is. More of them than that one, or one that the reference is sure of, say that
+    choices are lost.
+    """
+    alone = figures.differing == 1 and figures.rows >= FEWEST_ROWS
+    return alone and budget.min_agreement < 1 and figures.margin <= error_limit(figures, budget)
+
+
+def error_limit(figures: Figures, budget: Budget) -> float:
+    """The largest error that an output may have, in its own unit."""
+    if budget.max_abs_error is not None:
+        return budget.max_abs_error
+    return budget.max_scaled_error * max(figures.scale, FP16_SMALLEST_NORMAL)
 
 
 def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget) -> list[str]:

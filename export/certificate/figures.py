@@ -26,6 +26,10 @@ class Figures:
             where there is nothing to choose between.
         floating: Whether these are floating-point numbers. Integers, booleans and texts are equal or not: only `agreement` says
             how good they are.
+        rows: What `agreement` is a share of: rows, or elements for what is not floating.
+        differing: How many of these do not agree.
+        margin: By how much the reference prefers its choice to the candidate's, at most, over the rows that do not agree;
+            infinite where one of the two is no number, or there are no two to compare.
     """
 
     elements: int
@@ -40,3 +44,6 @@ class Figures:
     non_finite: int
     agreement: float | None
     floating: bool = True
+    rows: int = 0
+    differing: int = 0
+    margin: float = 0.0

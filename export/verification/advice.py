@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from export.certificate.budget import NO_HEADROOM, NOTHING_FINITE
+import math
+
+from export.certificate.budget import NO_HEADROOM, NOTHING_FINITE, disagrees, error_limit, lone_near_tie
 from export.certificate.certificate import Certificate
 from export.verification.steepness import Steepness
 
@@ -26,6 +28,24 @@ def _way_out(certificate: Certificate, steep: Steepness) -> str:
         if steep.half_inputs:
             return f"{found}, so float16 inputs cannot meet it: keep float32 ones (--keep-io-types) or allow more"
         return f"{found}, so it bears little float16: allow more, or serve it in float32"
+    if choices := _choices_alone(certificate):
+        return choices
     non_finite = any(verdict.figures.non_finite > certificate.budget.max_non_finite for verdict in certificate.outputs)
     parts = "the layers that overflow" if non_finite else "sensitive layers"
     return f"keep {parts} in float32 ({MEANS}) or allow a larger difference"
+
+
+def _choices_alone(certificate: Certificate) -> str | None:
+    """What to say where everything is within budget but which class is largest; None otherwise."""
+    budget, over = certificate.budget, [verdict.figures for verdict in certificate.outputs if verdict.violations]
+    lost = [figures for figures in over if disagrees(figures, budget) and not lone_near_tie(figures, budget)]
+    if not lost or len(lost) != len(certificate.violations):
+        return None
+    layers = f"keep sensitive layers in float32 ({MEANS})"
+    if any(figures.margin > error_limit(figures, budget) for figures in lost):
+        return f"{layers} or allow more rows to differ (--min-agreement)"
+    share = math.floor(min(figures.agreement or 0.0 for figures in lost) * 1000) / 1000
+    return (
+        "where they differ, float32's two numbers are closer than the error that is allowed, "
+        f"so verify on other or more samples, {layers} or allow it (--min-agreement {share:g})"
+    )

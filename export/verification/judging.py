@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from export.certificate.budget import Budget, violations
+from export.certificate.budget import Budget, disagrees, error_limit, lone_near_tie, violations
 from export.certificate.certificate import OutputVerdict
 from export.certificate.figures import Figures
 from export.certificate.verdicts import Plot
@@ -79,6 +79,11 @@ def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
         yield (
             f"is at most {figures.scale:.2g}, where float16 has few digits or none: its error was judged beside "
             f"{FP16_SMALLEST_NORMAL:.2g}; give max_abs_error for a limit of your own"
+        )
+    if disagrees(figures, budget) and lone_near_tie(figures, budget):
+        yield (
+            f"differs in the argmax of 1 of {figures.rows} rows, which is a near-tie: float32's two numbers there are "
+            f"{figures.margin:.2g} apart, and an error of {error_limit(figures, budget):.2g} is allowed"
         )
 
 

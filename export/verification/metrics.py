@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,6 +43,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]]) -> Figures:
     relative = error / np.maximum(np.abs(r), FP16_SMALLEST_NORMAL)
     finite = np.abs(r_all[np.isfinite(r_all)])
     scale = _max(finite)
+    choices = _joint_choices(parts)
     return Figures(
         elements=r_all.size,
         scale=scale,
@@ -53,8 +55,11 @@ def compare_parts(parts: Sequence[tuple[Array, Array]]) -> Figures:
         max_ulp=_max(ulp_distance(r, c)),
         cosine=cosine(r, c),
         non_finite=non_finite_differences(r_all, c_all),
-        agreement=_joint_agreement(parts),
+        agreement=None if choices is None else choices.agreement,
         floating=all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts),
+        rows=0 if choices is None else choices.rows,
+        differing=0 if choices is None else choices.differing,
+        margin=0.0 if choices is None else choices.margin,
     )
 
 
@@ -93,17 +98,45 @@ def argmax_agreement(reference: Array, candidate: Array) -> float:
     the same too when the reference's numbers for the two classes are equal after rounding to float16: no fp16 model can tell
     them apart.
     """
+    return _argmax_choices(reference, candidate).agreement
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """How many rows there are, how many do not agree, and what the reference's choices there are ahead by at most."""
+
+    rows: int
+    differing: int
+    margin: float = 0.0
+
+    @property
+    def agreement(self) -> float:
+        return (self.rows - self.differing) / self.rows if self.rows else float("nan")
+
+
+def _argmax_choices(reference: Array, candidate: Array) -> _Choices:
     axis = 1 if reference.ndim > 3 else -1
     r, c = np.moveaxis(reference, axis, -1), np.moveaxis(candidate, axis, -1)
     if r[..., 0].size == 0:
-        return float("nan")
+        return _Choices(0, 0)
     chosen, wanted = c.argmax(-1)[..., None], r.argmax(-1)[..., None]
     with np.errstate(over="ignore"):
         narrow = r.astype(np.float16)
     best, other = np.take_along_axis(narrow, wanted, -1), np.take_along_axis(narrow, chosen, -1)
     tied = (best == other) & np.isfinite(best)
     usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
-    return float((((chosen == wanted) | tied) & usable).mean())
+    differing = ~(((chosen == wanted) | tied) & usable)
+    ahead = _ahead(r, wanted, chosen)[differing & usable]
+    margin = math.inf if (differing & ~usable).any() or not np.isfinite(ahead).all() else float(ahead.max(initial=0.0))
+    return _Choices(differing.size, int(differing.sum()), margin)
+
+
+def _ahead(reference: Array, wanted: Array, chosen: Array) -> Array:
+    """By how much each row's largest number is above the one that the candidate has chosen."""
+    with np.errstate(invalid="ignore"):  # two infinities
+        best, other = (np.take_along_axis(reference, places, -1).astype(np.float64) for places in (wanted, chosen))
+        difference: Array = best - other
+    return difference
 
 
 def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
@@ -113,20 +146,23 @@ def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
     return np.zeros(reference.size), np.asarray(reference != candidate, np.float64).ravel()
 
 
-def _joint_agreement(parts: Sequence[tuple[Array, Array]]) -> float | None:
-    shares = [(_agreement(reference, candidate), reference.size) for reference, candidate in parts]
-    known = [(share, size) for share, size in shares if share is not None and size]
-    if not known:
-        return None if any(share is None for share, _ in shares) else float("nan")
-    return sum(share * size for share, size in known) / sum(size for _, size in known)
+def _joint_choices(parts: Sequence[tuple[Array, Array]]) -> _Choices | None:
+    """Those of all parts; None where there is nothing to choose between."""
+    found = [_choices(reference, candidate) for reference, candidate in parts]
+    known = [choices for choices in found if choices is not None and choices.rows]
+    if not known and any(choices is None for choices in found):
+        return None
+    margin = max((choices.margin for choices in known), default=0.0)
+    return _Choices(sum(choices.rows for choices in known), sum(choices.differing for choices in known), margin)
 
 
-def _agreement(reference: Array, candidate: Array) -> float | None:
+def _choices(reference: Array, candidate: Array) -> _Choices | None:
     if not np.issubdtype(reference.dtype, np.floating):
-        return _mean(reference == candidate)
+        differing = int((reference != candidate).sum())
+        return _Choices(reference.size, differing, math.inf if differing else 0.0)
     if reference.ndim < 2 or reference.shape[1 if reference.ndim > 3 else -1] < 2:
         return None
-    return argmax_agreement(reference, candidate)
+    return _argmax_choices(reference, candidate)
 
 
 def _ordered(values: Array) -> Array:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +75,21 @@ def test_what_only_the_search_finds_close_enough_is_explained_and_not_written(so
             verification=verification,
             progress=lambda _: None,
         )
-    assert str(caught.value).endswith("so the difference comes from the reference or from the runtime")
+    assert str(caught.value).endswith("comes from the reference, which answers something else than that ONNX model")
     assert (caught.value.search.passed, caught.value.certificate.passed) == (True, False)
     assert not (tmp_path / "out.onnx").exists()
+
+
+def test_what_the_search_does_not_look_at_is_told(source: Path, tmp_path: Path) -> None:
+    verification = Verification(samples=samples, budget=Budget(min_headroom=1e9))
+    target = FileTarget(path=tmp_path / "out.onnx")
+    with pytest.raises(SearchFailed, match="is what the search tries, and nothing that it looks at is over budget$") as caught:
+        convert_verified(source, target, options=Options(), verification=verification, progress=lambda _: None)
+    certificate, search = caught.value.certificate, caught.value.search
+    rounded, runtime = certificate.outputs
+    runtime = replace(runtime, violations=("broken",))
+    failed = SearchFailed(BudgetExceeded("over", replace(certificate, outputs=(rounded, runtime))), search)
+    assert str(failed).endswith("and only the run that it does not try is over budget (runtime)")
 
 
 def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -> None:

@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from export.verification.metrics import Array, argmax_agreement, compare, cosine, non_finite_differences, ulp_distance
+from export.verification.metrics import (
+    Array,
+    argmax_agreement,
+    compare,
+    compare_parts,
+    cosine,
+    non_finite_differences,
+    ulp_distance,
+)
 
 halves = hnp.arrays(np.float16, st.integers(1, 20), elements=st.floats(-65504, 65504, width=16))
 tables = hnp.arrays(np.float32, st.tuples(st.integers(1, 8), st.integers(2, 6)), elements=st.floats(-100, 100, width=32))
@@ -111,3 +119,23 @@ def test_integers_agree_where_they_are_equal() -> None:
 def test_shapes_must_match() -> None:
     with pytest.raises(ValueError, match=r"the candidate has shape \[3\], the reference \[2\]"):
         compare(np.zeros(2), np.zeros(3))
+
+
+def test_rows_that_differ_are_counted_with_what_the_reference_prefers_its_choice_by() -> None:
+    first, second = np.array([[1.0, 2.0, 0.0], [5.0, 2.0, 4.5]]), np.array([[1.0, 3.0, 0.0]])
+    parts = [(first, np.array([[1.0, 2.0, 0.0], [4.0, 2.0, 4.5]])), (second, np.array([[3.25, 3.0, 0.0]]))]
+    figures = compare_parts(parts)
+    assert (figures.rows, figures.differing, figures.margin) == (3, 2, 2.0)
+    assert figures.agreement == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("choice", "other"), [(np.inf, 1.0), (1.0, np.nan)])
+def test_no_number_is_no_near_tie(choice: float, other: float) -> None:
+    reference = np.array([[choice, other], [1.0, 2.0]])
+    figures = compare(reference, np.array([[0.5, 1.0], [1.0, 2.0]]))
+    assert (figures.differing, figures.margin) == (1, np.inf)
+
+
+def test_whole_numbers_that_differ_are_no_near_tie() -> None:
+    figures = compare(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]))
+    assert (figures.rows, figures.differing, figures.margin) == (4, 1, np.inf)
