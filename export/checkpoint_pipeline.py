@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amp_core.calling import arguments_of
 from amp_core.checkpoint import load_checkpoint
 from amp_core.policy import Policy
 from amp_core.recorder import Record
 from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Certified
-from export.module_pipeline import Wishes, export_verified
+from export.module_pipeline import EXAMPLES, Wishes, export_verified
 from export.samples import Samples, take_samples
+from export.to_onnx.call import call_of
+from export.to_onnx.capture import run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +100,26 @@ def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
         held_out = checkpoint.build_data()[1]
     except ValueError as error:
         raise ExportError(str(error)) from error
-    return model, take_samples(held_out, samples)
+    return model, _with_classes_only(model, take_samples(held_out, samples))
+
+
+def _with_classes_only(model: nn.Module, samples: Samples) -> Samples:
+    """The samples, without labels where these are whole numbers, such as counts, but no classes of the model's first output."""
+    if samples.labels is None:
+        return samples
+    args, named = arguments_of(model, samples.inputs)
+    call = call_of(model, args, kwargs=named)
+    few = samples.labels[:EXAMPLES]
+    try:
+        (name, first), *_ = run(model, call, tuple(tensor[:EXAMPLES] for tensor in call.tensors))
+    except ExportError:  # it is told with the export itself
+        return samples
+    sizes = list(first.shape)
+    classes = sizes.pop(1 if len(sizes) > 3 else -1) if len(sizes) > 1 else 0
+    if sizes == list(few.shape) and classes > 1 and int(samples.labels.min()) >= 0 and int(samples.labels.max()) < classes:
+        return samples
+    told = f"the held-out targets are no classes of output {name!r}, so there is no accuracy"
+    return replace(samples, labels=None, note=told)
 
 
 def _training(checkpoint: Checkpoint) -> tuple[Policy, Record | None]:

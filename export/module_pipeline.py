@@ -192,6 +192,7 @@ def export_verified(
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
+            notes=(samples.note,) if samples.note else (),
         )
         done = convert_verified(
             source,

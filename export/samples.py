@@ -24,10 +24,12 @@ class Samples:
     Attributes:
         inputs: A tensor, or tensors in tuples, lists and dicts, as the items have them; the first dimension counts the samples.
         labels: int64, shape (samples,), where the targets are single whole numbers; else None.
+        note: What is to be said of them beside the verdict.
     """
 
     inputs: Any
     labels: Tensor | None
+    note: str = ""
 
 
 def take_samples(data: Dataset[Any], count: int) -> Samples:

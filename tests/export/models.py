@@ -77,6 +77,11 @@ def rows() -> tuple[TensorDataset, TensorDataset]:
     return data, data
 
 
+def counts() -> tuple[TensorDataset, TensorDataset]:
+    data = TensorDataset(torch.linspace(0.5, 1, 40).reshape(10, 4), torch.arange(10))
+    return data, data
+
+
 class Pricing(nn.Module):
     """Two outputs of which float16 holds one: the price is about 3e5."""
 
@@ -88,6 +93,30 @@ class Pricing(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.body(x).relu()
         return {"click": self.click(y), "price": 3e5 + 1e5 * self.cents(y)}
+
+
+class Counting(nn.Module):
+    """One number for each sample, beside what it is made of."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.linear, self.whole = nn.Linear(4, 4), whole
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self.linear(x)
+        return (parts[:, None].repeat(1, 5, 1) if self.whole else parts.sum(1)), parts
+
+
+def counting() -> nn.Module:
+    return Counting(whole=False)
+
+
+def tagging() -> nn.Module:
+    return Counting(whole=True)
+
+
+def few_classes() -> nn.Module:
+    return nn.Linear(4, 3)
 
 
 def pricing() -> nn.Module:

@@ -79,6 +79,17 @@ def test_json_is_one_object_and_nothing_else(save: Save, tmp_path: Path, capfd: 
     assert answer["certificate"]["conversion"]["fp32_modules"] == ["1"]
 
 
+@pytest.mark.parametrize("factory", ["counting", "tagging", "few_classes"])
+def test_whole_targets_that_are_no_classes_of_the_output_are_left_out(
+    factory: str, save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--repository", tmp_path / "models", "--max-abs-error", 1, "--min-agreement", 0, "--json")
+    assert run(save(factory, "counts"), *arguments) == 0
+    certificate = json.loads(capfd.readouterr().out)["certificate"]
+    assert certificate["accuracy"] is None
+    assert certificate["notes"][0].startswith("the held-out targets are no classes of output 'output")
+
+
 def test_over_budget_writes_nothing_and_exits_with_3(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     repository = tmp_path / "models"
     assert run(save("peaking", "rows"), "--repository", repository, "--no-search", "--json") == 3
