@@ -115,7 +115,10 @@ def _tell_outputs(watcher: HalfWatcher, expected: object, result: object) -> Non
 
 
 def _labelled(outputs: object) -> dict[str, Tensor]:
-    leaves = pytree.tree_flatten_with_path(outputs)[0]
+    try:
+        leaves = pytree.tree_flatten_with_path(outputs)[0]
+    except ValueError:  # a container that its library registered without names for its members, as diffusers does
+        leaves = [((pytree.SequenceKey(index),), leaf) for index, leaf in enumerate(pytree.tree_leaves(outputs))]
     tensors = [(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
     return {f"output {path}" if path else "the output": leaf for path, leaf in tensors}
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from export.errors import ExportError
 from export.leaks.finder import find_dtype_leaks
@@ -259,3 +261,30 @@ def test_a_model_that_compiles_parts_of_itself_works_afterwards() -> None:
     model, x, flag = Choosing().eval(), torch.ones(2, 4), torch.tensor(True)
     find_dtype_leaks(model, x, flag)
     torch.testing.assert_close(model(x, flag), torch.sin(x * 2))
+
+
+class Answer(dict[str, Tensor]):
+    """A container of a library's own."""
+
+
+def _flattened(answer: Answer) -> tuple[list[Tensor], list[str]]:
+    return list(answer.values()), list(answer)
+
+
+def _answer(members: Iterable[Tensor], names: list[str]) -> Answer:
+    return Answer(zip(names, members, strict=True))
+
+
+class Answering(nn.Module):
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(same=x, wide=x.float())
+
+
+def test_members_of_a_container_without_names_are_counted() -> None:
+    pytree.register_pytree_node(Answer, _flattened, _answer)  # as diffusers does: it has no names for members
+    try:
+        (found,) = find_dtype_leaks(Answering(), torch.rand(2, 4)).findings
+    finally:
+        for registry in (pytree.SUPPORTED_NODES, pytree.SUPPORTED_SERIALIZED_TYPES):
+            registry.pop(Answer)
+    assert "output [1]" in found.symptom
