@@ -64,8 +64,9 @@ def to_half(
         record: What the training run recorded: submodules whose numbers went over 65504 stay float32.
 
     Raises:
-        ExportError: A pattern matches nothing; a parameter is not finite; the module is lazy; the record is of another model;
-            or a tensor that belongs to the outermost module itself must stay float32, which would leave nothing to convert.
+        ExportError: A pattern matches nothing; a parameter is not finite, or of a class whose numbers cannot be read, as of
+            quantized weights; the module is lazy; the record is of another model; or a tensor that belongs to the outermost
+            module itself must stay float32, which would leave nothing to convert.
     """
     _require_matches(module, keep_fp32)
     half = _copied(module)
@@ -96,9 +97,20 @@ def _copied(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, detached).eval()
 
 
+def _ledger(held: HeldTensor) -> Ledger:
+    try:
+        return ledger_of(held.tensor)
+    except RuntimeError as error:  # a class of its own, such as a weight that torchao has quantized
+        kind = type(held.tensor).__name__
+        raise ExportError(
+            f"the {held.kind} {held.name!r} is of class {kind}, whose numbers cannot be read; "
+            "give the float32 model, from before its weights were quantized or distributed"
+        ) from error
+
+
 def _decision(held: HeldTensor, keep_fp32: Sequence[str]) -> TensorDecision:
     tensor = held.tensor
-    ledger = ledger_of(tensor) if tensor.is_floating_point() else Ledger()
+    ledger = _ledger(held) if tensor.is_floating_point() else Ledger()
     action, reason = decide(held.name, tensor, ledger, is_buffer=held.kind != "parameter")
     pattern = _matching(held.name, keep_fp32)
     if pattern and action in ("halved", "saturated"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_core.policy import Policy
 from amp_core.recorder import Record, Recorder
@@ -202,3 +203,13 @@ def test_the_record_of_another_model_is_refused() -> None:
     record = recorded(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ExportError, match="the record is of another model: it names '0', which this model does not have"):
         to_half(Large(), record=record)
+
+
+def test_weights_of_a_class_that_hides_its_numbers_are_refused() -> None:
+    module = nn.Linear(4, 2)
+    weight = TwoTensor(torch.rand(2, 4), torch.rand(2, 4))  # type: ignore[no-untyped-call]  # (torch's own example)
+    module.weight = nn.Parameter(weight)
+    with pytest.raises(
+        ExportError, match=r"^the parameter 'weight' is of class TwoTensor, whose numbers cannot be read; give the"
+    ):
+        to_half(module)
