@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from serve.backends.onnx_runtime.onnx_file import SUFFIX, data_files, open_onnx
+from serve.engine.control_groups import group_folders
 from serve.engine.errors import ModelLoadError
 
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
+# A group's files: its limit, what is used of it, and what its statistics call the pages of files, which can be given back.
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",))
+VERSION_2 = ("memory.max", "memory.current", ("inactive_file",))
 MB = 1e6
 
 
@@ -35,8 +38,9 @@ def require_memory(model: Path, copies: int) -> None:
 
 def available_bytes() -> int | None:
     """What this process may still take, by the machine's account and the container's; None where neither is known."""
-    known = [room for room in (_machine(), _container()) if room is not None]
-    return min(known, default=None)
+    groups = [_group(folder, *VERSION_2) for folder in group_folders()]
+    groups += [_group(folder, *VERSION_1) for folder in group_folders("memory")]
+    return min((room for room in (_machine(), *groups) if room is not None), default=None)
 
 
 def _machine() -> int | None:
@@ -50,14 +54,14 @@ def _machine() -> int | None:
     return None
 
 
-def _container() -> int | None:
-    """Of a container with control groups of version 2: the limit less what is used and cannot be given back."""
+def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int | None:
+    """Of one control group: the limit less what is used and cannot be given back; None where it has none."""
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        if limit == "max":
+        most, taken = ((folder / name).read_text().strip() for name in (limit, used))
+        if most == "max":
             return None
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return int(limit) - int(used) + int(statistics.get("inactive_file", 0))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(most) - int(taken) + sum(int(statistics.get(name, 0)) for name in cached)
     except (OSError, ValueError):
         return None
 

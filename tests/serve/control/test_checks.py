@@ -22,6 +22,7 @@ from serve.control import memory_check
 from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import available_bytes, require_memory
 from serve.control.options import ControlMode
+from serve.engine import control_groups
 from serve.engine.errors import ModelLoadError
 from serve.engine.repository.model_repository import find_model, find_models, model_names
 from tests.models import save_mlp
@@ -171,6 +172,22 @@ def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monk
         require_memory(model, 1)
 
 
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for /proc/meminfo, /proc/self/cgroup and /sys/fs/cgroup."""
+    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(control_groups, "CGROUP", tmp_path)
+    return tmp_path
+
+
+def add_group(folder: Path, limit: str, used: str = "1000") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(limit)
+    (folder / "memory.current").write_text(used)
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 300")
+
+
 @pytest.mark.parametrize(
     ("limit", "meminfo", "expected"),
     [
@@ -181,18 +198,34 @@ def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monk
     ],
 )
 def test_the_machine_and_the_container_limit_what_is_available(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, meminfo: str, expected: int | None
+    machine: Path, limit: str, meminfo: str, expected: int | None
 ) -> None:
-    for name, text in (
-        ("memory.max", limit),
-        ("memory.current", "1000"),
-        ("memory.stat", "anon 5\ninactive_file 300"),
-        ("meminfo", meminfo),
-    ):
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory_check, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory_check, "CGROUP", tmp_path)
+    add_group(machine, limit)
+    (machine / "meminfo").write_text(meminfo)
     assert available_bytes() == expected
+
+
+def test_the_groups_around_a_units_own_limit_what_is_available(machine: Path) -> None:
+    (machine / "membership").write_text("0::/system.slice/halfserve.service\n")
+    add_group(machine / "system.slice" / "halfserve.service", "9000", "2000")
+    assert available_bytes() == 9000 - 2000 + 300
+    add_group(machine / "system.slice", "9000", "5000")
+    assert available_bytes() == 9000 - 5000 + 300
+    add_group(machine / "other.slice", "100")
+    # As it is named where a group beside it is the outermost one that is seen.
+    (machine / "membership").write_text("0::/../system.slice/halfserve.service\n")
+    assert available_bytes() == 9000 - 5000 + 300
+
+
+@pytest.mark.parametrize("folder", ["docker/1f", "."])  # as the host sees it, and as the container does
+def test_groups_of_version_1_limit_what_is_available(machine: Path, folder: str) -> None:
+    (machine / "membership").write_text("5:cpu,cpuacct:/other\n4:memory:/docker/1f\n1:name=systemd:/memory\n0::/\n")
+    group = machine / "memory" / folder
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("5000\n")
+    (group / "memory.usage_in_bytes").write_text("1000\n")
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 300\ntotal_rss 9\n")
+    assert available_bytes() == 5000 - 1000 + 300
 
 
 def test_memory_is_known_here() -> None:
