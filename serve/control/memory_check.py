@@ -10,8 +10,8 @@ from serve.engine.errors import ModelLoadError
 
 MEMINFO = Path("/proc/meminfo")
 # A group's files: its limit, what is used of it, and what its statistics call the pages of files, which can be given back.
-VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",))
-VERSION_2 = ("memory.max", "memory.current", ("inactive_file",))
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 MB = 1e6
 
 

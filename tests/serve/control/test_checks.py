@@ -185,7 +185,7 @@ def add_group(folder: Path, limit: str, used: str = "1000") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(limit)
     (folder / "memory.current").write_text(used)
-    (folder / "memory.stat").write_text("anon 5\ninactive_file 300")
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 200\nactive_file 100")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_groups_of_version_1_limit_what_is_available(machine: Path, folder: str)
     group.mkdir(parents=True)
     (group / "memory.limit_in_bytes").write_text("5000\n")
     (group / "memory.usage_in_bytes").write_text("1000\n")
-    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 300\ntotal_rss 9\n")
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 200\ntotal_active_file 100\ntotal_rss 9\n")
     assert available_bytes() == 5000 - 1000 + 300
 
 
