@@ -15,6 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 
 from protos.model_config_pb2 import ModelConfig
+from serve.backends.cores import fewer_cores
 from serve.backends.onnx_runtime.cuda_neighbours import TURNS, settle_thread
 from serve.backends.onnx_runtime.session_settings import read_settings
 from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
@@ -63,7 +64,7 @@ class TorchRuntime:
         halves = half_dtypes(program)
         upcast = bool(halves) and device == CPU and can_upcast(program)
         asked = read_settings(config, path).intra_op_threads
-        threads = placement.threads if asked is None else asked
+        threads = (placement.threads if asked is None else asked) or fewer_cores()
         if threads and device == CPU:  # torch has one number for all models of the process
             torch.set_num_threads(threads)
         if device != CPU:

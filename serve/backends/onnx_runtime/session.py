@@ -14,6 +14,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from serve.backends.cores import fewer_cores
 from serve.backends.onnx_runtime.cuda_graphs import why_not_recorded
 from serve.backends.onnx_runtime.cuda_neighbours import TURNS, settle_thread
 from serve.backends.onnx_runtime.denormals import KEY as DENORMALS
@@ -206,9 +207,9 @@ class SessionOpener:
         options = ort.SessionOptions()
         options.log_severity_level = LOG_NOTHING_BUT_FATAL
         options.graph_optimization_level = ort.GraphOptimizationLevel(level.value)
-        threads = settings.intra_op_threads
-        options.intra_op_num_threads = self.placement.threads if threads is None else threads
-        options.inter_op_num_threads = settings.inter_op_threads
+        threads = self.placement.threads if settings.intra_op_threads is None else settings.intra_op_threads
+        options.intra_op_num_threads = threads or fewer_cores()
+        options.inter_op_num_threads = settings.inter_op_threads or fewer_cores()
         if settings.parallel:
             options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
         options.enable_cpu_mem_arena = settings.memory_arena

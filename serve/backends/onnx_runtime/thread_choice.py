@@ -13,6 +13,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from serve.backends.cores import fewer_cores
 from serve.backends.onnx_runtime.probe.probe_child import ones
 from serve.engine.backend import Placement
 
@@ -25,7 +26,7 @@ SMALL_FILE_BYTES = 4 << 20
 
 def may_be_quick(path: Path, placement: Placement) -> bool:
     """Whether it is worth a trial: the number of threads is open, there are several to have, and the file is small."""
-    return placement.threads == 0 and (os.cpu_count() or 1) > 1 and path.stat().st_size <= SMALL_FILE_BYTES
+    return placement.threads == 0 and (fewer_cores() or os.cpu_count() or 1) > 1 and path.stat().st_size <= SMALL_FILE_BYTES
 
 
 def is_quick(session: ort.InferenceSession, rows: int) -> bool:

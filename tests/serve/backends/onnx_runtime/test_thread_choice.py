@@ -32,6 +32,8 @@ def session(path: Path) -> ort.InferenceSession:
 @pytest.fixture
 def several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
+    monkeypatch.setattr("serve.backends.cores.group_folders", lambda *_: [])
 
 
 @pytest.mark.usefixtures("several_cores")
@@ -40,6 +42,18 @@ def test_a_quick_model_gets_one_thread(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(thread_choice, "QUICK_S", limit_s)
     path = save_mlp(tmp_path / "m.onnx")
     assert threads(SessionOpener(path=path, placement=ON_CPU, rows=8).open().session) == expected
+
+
+@pytest.mark.usefixtures("several_cores")
+def test_a_slow_model_gets_no_more_threads_than_the_process_may_use_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_choice, "QUICK_S", 0.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 3}, raising=False)
+    path = save_mlp(tmp_path / "m.onnx")
+    for settings in (SessionSettings(), SessionSettings(intra_op_threads=0, parallel=True)):
+        opened = SessionOpener(path=path, placement=ON_CPU, settings=settings, rows=8).open().session
+        assert (threads(opened), opened.get_session_options().inter_op_num_threads) == (2, 2)
 
 
 @pytest.mark.usefixtures("several_cores")
