@@ -7,13 +7,26 @@ from itertools import accumulate
 
 from prometheus_client.metrics_core import Metric
 
+from serve.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    OutOfMemoryError,
+    OverloadedError,
+    QueueFullError,
+    UnavailableError,
+)
 from serve.engine.figures.histograms import EDGES_NS, Histogram
+from serve.engine.figures.statistics import CANCELLED, zeros
 from serve.engine.model import Model
+from serve.engine.precision_guard.texts import NonFiniteError
 from serve.engine.repository.version_states import State, VersionStatus
 from serve.observability.text_format import number
 from serve.observability.triton_metrics import labels_of
 
 STAGE_EDGES = (*(number(ns / 1e9) for ns in EDGES_NS), "+Inf")
+FAILURES = {CANCELLED: 0} | zeros(
+    BackendError, DeadlineExceededError, NonFiniteError, OutOfMemoryError, OverloadedError, QueueFullError, UnavailableError
+)
 ROW_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -95,6 +108,6 @@ def _gauges(models: Sequence[Model]) -> Iterator[Metric]:
 def _failures(models: Sequence[Model]) -> Metric:
     metric = Metric("halfserve_requests_failed", "Requests of a model that got an error, by reason", "counter")
     for model in models:
-        for reason, count in sorted(model.statistics.totals.failures.items()):
+        for reason, count in sorted((FAILURES | model.statistics.totals.failures).items()):
             metric.add_sample("halfserve_requests_failed_total", labels_of(model) | {"reason": reason}, count)
     return metric

@@ -10,7 +10,19 @@ from importlib.metadata import PackageNotFoundError, version
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from serve.engine.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedError,
+)
 from serve.engine.figures.server_figures import ServerFigures
+from serve.engine.figures.statistics import zeros
 
 # Figures that other rooms tell when they are asked: (type, name, text).
 READINGS = {
@@ -22,6 +34,17 @@ READINGS = {
     "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),
     "traces_dropped": ("counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"),
 }
+REFUSALS = zeros(
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedError,
+)
 PACKAGES = ("halfserve", "onnxruntime-gpu", "onnxruntime")
 
 
@@ -31,7 +54,7 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
     ready.add_sample(ready.name, {}, int(is_ready))
     yield ready
     refused = Metric("halfserve_requests_refused", "Inference requests that reached no model's queue, by reason", "counter")
-    for reason, count in sorted(figures.refused.items()):
+    for reason, count in sorted((REFUSALS | figures.refused).items()):
         refused.add_sample("halfserve_requests_refused_total", {"reason": reason}, count)
     yield refused
     for key, read in figures.readings.items():

@@ -146,4 +146,13 @@ def reason_of(error: InferenceError | None) -> str:
     """An error as a label: its class in lower case, as in "queue_full"; "cancelled" where the client has gone."""
     if error is None:
         return CANCELLED
-    return CAPITALS.sub("_", type(error).__name__.removesuffix("Error")).lower()
+    return _label(type(error))
+
+
+def zeros(*errors: type[InferenceError]) -> dict[str, int]:
+    """Counters that begin at zero, by reason. Prometheus sees no growth in one that is first told of when it has counted."""
+    return {_label(error): 0 for error in errors}
+
+
+def _label(error: type[InferenceError]) -> str:
+    return CAPITALS.sub("_", error.__name__.removesuffix("Error")).lower()

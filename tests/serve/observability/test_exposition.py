@@ -119,8 +119,14 @@ def test_failures_have_tritons_reasons_and_our_own() -> None:
     samples, held = scrape_with(fail), {"model": "held", "version": "1"}
     expected = {"REJECTED": 1, "CANCELED": 2, "BACKEND": 1, "OTHER": 0}
     assert {r: value(samples, "nv_inference_request_failure", held | {"reason": r}) for r in expected} == expected
-    own = {"queue_full": 1, "cancelled": 2, "backend": 1}
+    own = {"queue_full": 1, "cancelled": 2, "backend": 1, "deadline_exceeded": 0, "out_of_memory": 0}
     assert {r: value(samples, "halfserve_requests_failed_total", held | {"reason": r}) for r in own} == own
+
+
+def test_refusals_are_told_before_the_first_one() -> None:
+    samples = scrape_with(lambda _: None)  # Prometheus sees no growth in a counter that comes with what it has counted
+    for reason in ("invalid_argument", "not_found", "rate_limited", "unauthenticated", "unavailable"):
+        assert value(samples, "halfserve_requests_refused_total", {"reason": reason}) == 0
 
 
 def test_the_guards_counters_are_there() -> None:
