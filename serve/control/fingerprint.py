@@ -9,12 +9,13 @@ from typing import TypeAlias
 
 MAX_DEPTH = 4  # below a model's folder: version, twin, and data files in folders of their own
 
-Fingerprint: TypeAlias = tuple[tuple[str, int, int, int, int], ...]
+Fingerprint: TypeAlias = tuple[tuple[str, int, int, int, int, int], ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Path, device, inode, time of change and size of a file, or of all files below a folder; hidden ones do not count.
+    """Path, device, inode, times of change and size of a file, or of all files below a folder; hidden ones do not count.
 
+    Two times: builds that can be repeated give all of their files the same one, and `cp -p` keeps it. The system's own tells.
     A folder that changes meanwhile gives what was seen of it; () is nothing at all.
     """
     if os.path.isdir(path):  # noqa: PTH112  (pathlib's raises where a folder above may not be looked into)
@@ -22,7 +23,7 @@ def fingerprint(path: Path) -> Fingerprint:
     return tuple(_entry(path, path.name))
 
 
-def _below(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int, int]]:
+def _below(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int, int, int]]:
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -44,9 +45,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int]]:
+def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int, int]]:
     try:
         status = path.stat()
     except OSError:
         return
-    yield name, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+    yield name, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size

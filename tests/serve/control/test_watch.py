@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def test_a_fingerprint_sees_what_is_written_and_not_what_is_hidden(tmp_path: Pat
     assert fingerprint(tmp_path) != second
     assert fingerprint(tmp_path / "1" / "model.onnx") == tuple(("model.onnx", *e[1:]) for e in fingerprint(tmp_path))
     assert fingerprint(tmp_path / "absent") == ()
+
+
+def test_a_fingerprint_sees_what_is_written_with_the_time_and_the_size_of_before(tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"a")
+    os.utime(model, (1, 1))
+    first, written = fingerprint(tmp_path), model.stat().st_ctime_ns
+    while model.stat().st_ctime_ns == written:  # the system's clock for files has steps of some milliseconds
+        model.write_bytes(b"b")
+        os.utime(model, (1, 1))  # as `cp -p` does
+    assert fingerprint(tmp_path) != first
 
 
 def test_a_link_that_leads_to_itself_is_passed_over(tmp_path: Path) -> None:
