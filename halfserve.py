@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -148,6 +149,7 @@ def _root(ctx: typer.Context, *, version: bool = typer.Option(False, "--version"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 1, 3 or 4 as the stage says, 2 wrong usage, 69 an extra is missing."""
     _open_standard_files()
+    _print_what_can_be_printed()
     try:
         _run(arguments)
     except SystemExit as end:
@@ -175,6 +177,15 @@ def _open_standard_files() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
         if getattr(sys, name) is None:  # as the interpreter says that it was closed
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+
+
+def _print_what_can_be_printed() -> None:
+    """Put a question mark for what the output's encoding has not: tables cut off with an ellipsis, names of any kind.
+
+    An error would come after the work, in the place of its result. JSON is ASCII anyhow.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _trains_with_others() -> bool:

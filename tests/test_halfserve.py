@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import halfserve
+from tests.models import save_mlp
 
 ROOT = Path(__file__).parent.parent
 MANY_OPTIONS = 12  # for one heading of a help
@@ -146,6 +147,13 @@ def test_an_error_is_one_line_where_standard_files_are_closed(closed: str) -> No
     )
     assert done.returncode == 2
     assert done.stderr == "halfserve infer: --input x=-: standard input: as JSON: Expecting value at line 1, column 1\n"
+
+
+def test_a_result_is_printed_in_encodings_that_lack_some_of_it(tmp_path: Path) -> None:
+    model = str(save_mlp(tmp_path / "model.onnx"))
+    done = run("verify", model, model, PYTHONIOENCODING="ascii", COLUMNS="20")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout  # where a column is cut off
 
 
 def test_the_help_says_what_a_command_does_without_docstrings_too() -> None:
