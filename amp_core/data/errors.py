@@ -18,3 +18,18 @@ def one_line(error: BaseException) -> str:
     """The kind of an exception and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def no_shared_memory(error: Exception, name: str) -> DataError | None:
+    """What to say where a worker process found no shared memory for a batch; None for all other errors.
+
+    Args:
+        error: torch's.
+        name: of the data set.
+    """
+    if "</torch_" not in str(error):  # as torch names each piece of it
+        return None
+    return DataError(
+        f"a worker process found no shared memory for a batch of the data set {name}, {one_line(error)}; give /dev/shm more "
+        "room (docker run --shm-size), or take fewer workers or a smaller batch_size"
+    )

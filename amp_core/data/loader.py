@@ -50,11 +50,19 @@ class Loader:
         """Make the batches of an epoch, in order.
 
         Raises:
-            DataError: If an item cannot be read or batched, or a worker died.
+            DataError: If an item cannot be read or batched, or a worker died or could not be started.
         """
         self._plans.now = plans
-        with _no_errors_from_signals():
-            self._running = iter(self._torch)
+        try:
+            if self._workers:
+                multiprocessing.Lock()  # where there can be none, torch would complain of its half-made iterator as well
+            with _no_errors_from_signals():
+                self._running = iter(self._torch)
+        except OSError as error:
+            raise DataError(
+                f"no worker process could be started to read the data set {self._name}: {error.strerror or error}; "
+                "take fewer workers, or 0 to read it in this process"
+            ) from error
         ended = 0
         while ended < max(1, self._workers):  # all workers in a row: of a stream that splits itself each ends on its own
             result = self._next()

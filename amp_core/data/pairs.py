@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from amp_core.data.errors import DataError, one_line
+from amp_core.data.errors import DataError, no_shared_memory, one_line
 
 _EXPECTED = "the data's items must be pairs (input, target) of tensors or numbers"
 
@@ -35,7 +35,7 @@ def make_batch(items: list[Any], collate: Callable[[list[Any]], Any] | None, nam
     try:
         batch = (collate or default_collate)(items)
     except Exception as error:
-        raise DataError(
+        raise no_shared_memory(error, name) or DataError(
             f"the items of {name} do not make a batch, {one_line(error)}; expected the same shapes in all"
         ) from error
     _require_pair(batch, name)
@@ -63,6 +63,25 @@ def _require_tensors(value: Any, name: str) -> None:
         raise DataError(f"{_EXPECTED}, but {name} has {type(value).__name__} among them")
     for part in parts:
         _require_tensors(part, name)
+
+
+def share(value: Any, name: str) -> None:
+    """Put a tensor, or all tensors in tuples, lists and dicts, where other processes can read them.
+
+    A worker's queue would do so in a thread of its own, which prints what goes wrong, and leaves the batch awaited for ever.
+
+    Raises:
+        DataError: If there is no room.
+    """
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided:
+            try:
+                value.share_memory_()  # type: ignore[no-untyped-call]  # (torch leaves it without types)
+            except RuntimeError as error:
+                raise no_shared_memory(error, name) or error from error
+        return
+    for part in value.values() if isinstance(value, Mapping) else value:
+        share(part, name)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, get_worker_info
 
 from amp_core.data.errors import DataError, one_line
+from amp_core.data.pairs import share
 from amp_core.data.plans import Plan
 
 
@@ -44,7 +45,10 @@ class Source(Dataset[Any], ABC):
 
     def __getitem__(self, plan: Plan) -> tuple[Any, Any] | End | Failure:
         try:
-            return self._make(plan)
+            made = self._make(plan)
+            if get_worker_info() is not None and not isinstance(made, End):
+                share(made, self.name)
+            return made
         except DataError as error:
             if get_worker_info() is None:
                 raise

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from amp_core.data import DataError
@@ -149,6 +151,40 @@ def test_a_worker_that_is_killed_is_reported_where_its_batch_is_awaited() -> Non
         read(Deadly(20), workers=2)
     assert signal.getsignal(signal.SIGCHLD) == handler
     assert not multiprocessing.active_children()
+
+
+class Cramped(Numbers):
+    """In a worker there is no room for shared memory, which is files."""
+
+    def __getitem__(self, item: int) -> tuple[Tensor, int]:
+        if get_worker_info() is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        return super().__getitem__(item)
+
+
+class CrampedOwn(Cramped):
+    def collate_fn(self, items: list[tuple[Tensor, int]]) -> tuple[Tensor, list[Tensor]]:
+        return torch.stack([item[0] for item in items]), [torch.tensor([item[1] for item in items])]
+
+
+@pytest.mark.parametrize("kind", [Cramped, CrampedOwn])
+def test_a_batch_without_room_in_shared_memory_is_an_error_and_not_awaited(kind: type[Cramped]) -> None:
+    wanted = rf"^a worker process found no shared memory for a batch of the data set {kind.__name__}, .*; give /dev/shm more"
+    with pytest.raises(DataError, match=wanted):
+        read(kind(20), workers=2)
+    assert not multiprocessing.active_children()
+    assert len(read(kind(20))) == len(read(Numbers(20)))
+
+
+def test_workers_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(multiprocessing, "Lock", refuse)
+    wanted = "no worker process could be started to read the data set Numbers: Read-only file system; take fewer workers, or 0"
+    with pytest.raises(DataError, match=f"^{wanted} to read it in this process$"):
+        read(Numbers(20), workers=2)
+    assert_same(read(Numbers(20)), read(Numbers(20)))
 
 
 def test_a_parent_that_dies_as_its_worker_begins_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
