@@ -31,7 +31,6 @@ def memory() -> Iterator[SharedMemory]:
     regions = SharedMemory(enabled=True)
     regions.register_system("r", block.name, 0, REGION_BYTES)
     yield regions
-    regions.close()
     block.close()
     block.unlink()
 
@@ -66,9 +65,9 @@ def test_rows_of_a_batch_and_remarks_are_told(memory: SharedMemory) -> None:
     assert list(answer.outputs[0].shape) == [1, 2]
     assert list(answer.raw_output_contents) == [b""]
     assert np.frombuffer(written(memory)[:4], np.float16).tolist() == [3, 4]
-    remarked = RemarkedAnswer({"y": whole.arrays["y"][:1]}, {"recomputed": True})
+    remarked = RemarkedAnswer({"y": whole.arrays["y"][:1]}, {"computed_in": "fp32"})
     answer = ModelInferResponse.FromString(forms.response(b"", remarked, memory, memory.latest))
-    assert answer.parameters["recomputed"].bool_param
+    assert answer.parameters["computed_in"].string_param == "fp32"
 
 
 def test_an_output_that_does_not_fit_is_an_error_each_time(memory: SharedMemory) -> None:
