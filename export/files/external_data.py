@@ -53,6 +53,8 @@ def stored_at(tensor: onnx.TensorProto, folder: Path, name: str) -> Stored:
         raise ExportError(
             f"{what} should be in {folder / location}: {error.strerror}; put the model's data files beside it"
         ) from error
+    if not file.is_file():  # a pipe would keep the reader waiting
+        raise ExportError(f"{what} should be in {folder / location}, which is no file; export the model again")
     needed = _nbytes(tensor, what)
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", needed))

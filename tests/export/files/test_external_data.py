@@ -38,6 +38,7 @@ def test_a_reference_says_where_the_bytes_lie(tensor: Refer, tmp_path: Path) -> 
     ("entries", "message"),
     [
         ({"location": "none.bin"}, r"m.onnx: the external data of tensor 'w' should be in .*none.bin: No such file"),
+        ({"location": "."}, "should be in .*, which is no file; export the model again"),
         ({"location": ""}, "has the location ''; expected a file in the model's folder"),
         ({"location": "../data.bin"}, "has the location '../data.bin'; expected a file in the model's folder"),
         ({"location": "a/../../data.bin"}, "expected a file in the model's folder"),
