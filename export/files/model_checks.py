@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from functools import cache
 
 import onnx
 
 from export.errors import ExportError
 from export.files.graph_checks import require_sound_graphs
+from export.files.node_checks import require_complete_nodes
 from export.files.proto_walk import all_nodes
 from export.files.tensor_checks import require_whole_tensors
 
@@ -60,11 +63,18 @@ def require_sound(model: onnx.ModelProto, name: str) -> None:
         raise ExportError(f"{name} has opset {opset}; onnx {onnx.__version__} knows up to {newest}; upgrade onnx")
     _require_known_operators(model, name, opset)
     require_sound_graphs(model, name)
+    require_complete_nodes(model, name, _schemas(model, opset))
     require_whole_tensors(model, name)
 
 
 def _opsets(model: onnx.ModelProto) -> dict[str, int]:
     return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in model.opset_import}
+
+
+def _schemas(model: onnx.ModelProto, opset: int) -> Callable[[str], onnx.defs.OpSchema | None]:
+    """Finds the operators of ONNX's that a model does not define anew."""
+    own = {function.name for function in model.functions if function.domain in ("", "ai.onnx")}
+    return cache(lambda op_type: None if op_type in own else onnx.defs.get_schema(op_type, opset, ""))
 
 
 def _require_known_operators(model: onnx.ModelProto, name: str, opset: int) -> None:
