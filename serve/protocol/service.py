@@ -169,11 +169,11 @@ class Service:
         return pb.ModelConfigResponse(config=self.core.model(request.name, request.version).config)
 
     def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """Counters of one model version, of all versions of a model, or of everything."""
-        if request.version:
-            models = [self.core.model(request.name, request.version)]
-        elif request.name:
-            models = self.core.versions(request.name)
-        else:
+        """Counters of one model version, of all versions of a model, or, where no model is named, of everything."""
+        if not request.name:
             models = self.core.models()
+        elif request.version:
+            models = [self.core.model(request.name, request.version)]
+        else:
+            models = self.core.versions(request.name)
         return pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in models])

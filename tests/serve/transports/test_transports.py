@@ -157,6 +157,7 @@ def test_statistics_count_as_perf_analyzer_expects(client: triton.InferenceServe
     assert after.last_inference >= before.last_inference > -1
     everything = client.get_inference_statistics().model_stats
     assert {(s.name, s.version) for s in everything} >= {("mlp", "1"), ("mlp", "3"), ("picky", "1")}
+    assert len(client.get_inference_statistics("", "1").model_stats) == len(everything)  # as in Triton
 
 
 @pytest.mark.parametrize(
