@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import json
 import re
 from importlib import resources
+from pathlib import Path
 
 import httpx
 import pytest
 
+from serve.engine.repository.version_states import State
+from serve.http.options import HttpOptions
 from serve.http.page.page import FILES, POLICY
+from tests.models import save_mlp
+from tests.serve.conftest import load_repository
+from tests.serve.http.running_http import running_http
+from tests.serve.running_server import running_server
 
 STATIC = resources.files("serve.http.page").joinpath("static")
 
@@ -61,3 +69,19 @@ def test_a_model_without_a_certificate_says_so(http: httpx.Client) -> None:
     assert answer.status_code == 404
     assert answer.json()["error"] == ("version 1 of 'mlp' has no certificate; `halfserve export` writes one beside the model")
     assert http.get("/ui/certificates/nobody/1").status_code == 404
+
+
+def test_a_certificate_is_shown_and_so_is_what_was_refused(tmp_path: Path) -> None:
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    certificate = {"schema": "halfserve.certificate", "passed": True, "samples": 12}
+    path.with_name("certificate.json").write_text(json.dumps(certificate))
+    with (
+        running_server(lambda: load_repository(tmp_path)) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+    ):
+        server.call(lambda: server.core.states.set("mlp", 2, State.UNAVAILABLE, "it is cut off"))
+        url = f"http://127.0.0.1:{rest.port}/ui"
+        assert httpx.get(f"{url}/certificates/mlp/1", timeout=20).json() == certificate
+        served, refused = httpx.get(f"{url}/state", timeout=20).json()["models"]
+    assert (served["state"], served["certificate"]["passed"]) == ("READY", True)
+    assert refused == {"name": "mlp", "version": "2", "state": "UNAVAILABLE", "reason": "it is cut off"}
