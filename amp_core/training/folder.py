@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
 from amp_core.training.errors import TrainingError
@@ -36,11 +36,13 @@ def own_folder(path: Path) -> Iterator[None]:
     """Make the folder if it is missing, and keep other runs out of it while this one is in it.
 
     A run that was killed left its lock to the system, which releases it; files that it had only begun to write are removed.
+    A folder that was made here is removed again if the block raises before anything was written into it.
 
     Raises:
         TrainingError: If the folder cannot be made or written to, or another run is in it.
     """
     with writing_into(path):
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / _LOCK).open("a+b", buffering=0)  # nothing is left to be written, and to fail, when it is closed
     with lock:
@@ -49,7 +51,19 @@ def own_folder(path: Path) -> Iterator[None]:
             for name in (CHECKPOINT, LOG, RECORD, RECORD_PLOT):
                 for unfinished in path.glob(f".{name}.*.tmp"):
                     unfinished.unlink(missing_ok=True)
-        yield
+        try:
+            yield
+        except BaseException:
+            _remove_if_unused(made)
+            raise
+
+
+def _remove_if_unused(made: list[Path]) -> None:
+    if made and [file.name for file in made[0].iterdir()] == [_LOCK]:
+        with suppress(OSError):  # one above it is in use by now
+            (made[0] / _LOCK).unlink()
+            for folder in made:
+                folder.rmdir()
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

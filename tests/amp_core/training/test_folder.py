@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from amp_core.factory import FactoryError
 from amp_core.training.errors import TrainingError
 from amp_core.training.folder import own_folder
 from amp_core.training.train import train
@@ -44,6 +45,27 @@ def test_a_folder_that_takes_no_more_is_named(tmp_path: Path, room_bytes: int) -
             train(settings(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("wrong", [{"model": "nope:model"}, {"data": f"{HERE}:nope"}, {"model": f"{HERE}:wrong_width"}])
+def test_a_run_that_never_started_leaves_no_folder(tmp_path: Path, wrong: dict[str, str]) -> None:
+    (tmp_path / "kept").mkdir()
+    with pytest.raises((FactoryError, TrainingError)):
+        train(settings(tmp_path / "runs" / "out", **wrong))
+    with pytest.raises((FactoryError, TrainingError)):
+        train(settings(tmp_path / "kept", **wrong))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_folder_with_something_in_it_stays_after_an_error(tmp_path: Path) -> None:
+    def write_and_fail() -> None:
+        with own_folder(tmp_path / "out"):
+            (tmp_path / "out" / "checkpoint.pt").touch()
+            raise TrainingError("later")
+
+    with pytest.raises(TrainingError, match="later"):
+        write_and_fail()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "checkpoint.pt"]
 
 
 def test_unfinished_files_of_a_killed_run_are_removed_and_others_are_not(tmp_path: Path) -> None:
