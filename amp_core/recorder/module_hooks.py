@@ -19,10 +19,12 @@ def hooked(model: nn.Module, spans: ModuleSpans) -> Iterator[None]:
         for module, path in _hookable(model):
 
             def begin(_module: nn.Module, _args: Any, path: str = path) -> None:
-                spans.enter(path)
+                if not torch.compiler.is_compiling():  # what is captured is not observed, see `compiled_code`
+                    spans.enter(path)
 
             def end(_module: nn.Module, _args: Any, _output: Any, path: str = path) -> None:
-                spans.leave(path)
+                if not torch.compiler.is_compiling():
+                    spans.leave(path)
 
             hooks.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
             hooks.callback(module.register_forward_hook(end, always_call=True).remove)

@@ -43,8 +43,9 @@ class Recorder:
     `pinverse` in dtype (bfloat16 for float32).
 
     What cannot be seen: threads that the step starts itself (`DataParallel`'s replicas), ranges of tensors without values
-    (meta, fake) or whose layout hides them, integers. Where forward was run on an accelerator and backward makes a graph of its
-    own (`create_graph=True`), operations of the second backward may be put down to another module.
+    (meta, fake) or whose layout hides them, integers, the functions that `torch.cond`, `scan` and their like
+    take. Where forward was run on an accelerator and backward makes a graph of its own (`create_graph=True`), operations of the
+    second backward may be put down to another module.
 
     Args:
         model: The model itself, whose modules give the operations their places; without what runs it in several processes.

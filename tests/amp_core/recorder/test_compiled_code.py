@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._higher_order_ops import map as map_rows
 
 from amp_core.recorder import Recorder
 from tests.amp_core.recorder.recording import Block, ops
@@ -67,3 +68,35 @@ def test_a_part_that_is_compiled_keeps_its_path() -> None:
     with pytest.warns(UserWarning, match="the model is compiled"), recorder.step(1):
         model(X).sum().backward()
     assert {entry.module for entry in recorder.record().entries} == {"", "0", "0.linear", "1"}
+
+
+class TakesFunctions(nn.Module):
+    """Uses weights in functions that torch captures by itself, whether anything is compiled or not."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.operation = nn.Linear(4, 4), nn.Linear(4, 4), operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.operation == "cond":
+            taken = torch.cond(x.sum() > 0, self.inner, lambda x: 2 * self.inner(x), (x,))
+        else:
+            taken = map_rows(lambda row, *_: 2 * self.inner(row), x)
+        total: Tensor = (taken + self.outer(x)).square().sum()
+        return total
+
+
+@pytest.mark.parametrize("operation", ["cond", "map"])
+def test_weights_in_functions_that_operations_take_keep_their_gradients(operation: str) -> None:
+    gradients = []
+    for turn in (1, 2):  # only the first is recorded
+        torch._dynamo.reset()
+        model = TakesFunctions(operation)
+        recorder = Recorder(model, every=2)
+        with recorder.step(turn):
+            model(X).backward()
+        assert model.inner.weight.grad is not None
+        gradients.append(model.inner.weight.grad)
+        assert {entry.module for entry in recorder.record().entries} >= ({"outer"} if turn == 1 else set())
+    assert torch.equal(*gradients)
