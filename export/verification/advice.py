@@ -23,6 +23,11 @@ def advice(certificate: Certificate, steep: Steepness) -> str:
 
 
 def _way_out(certificate: Certificate, steep: Steepness) -> str:
+    if steep.unsteady:
+        return (
+            f"float32 itself answers the very same differently a second time ({steep.unsteady[0]}): it draws random numbers or "
+            "keeps something from one call to the next, so nothing can be proved of it; make it answer alike"
+        )
     if steep.violations:
         found = f"float32 itself leaves the budget when only its inputs are rounded to float16 ({steep.violations[0]})"
         if steep.half_inputs:

@@ -82,6 +82,18 @@ class Comparison:
         answer = self._children.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
         return answer if CUDA in answer.providers or answer.crash else None
 
+    def asked_again(self) -> list[list[Value]]:
+        """The reference's answers to the user's batches once more, which are others where it keeps state or is random.
+
+        An ONNX file is not asked: nothing stays in it, and ONNX Runtime draws the same numbers in every process.
+
+        Raises:
+            ExportError: It fails on one.
+        """
+        if isinstance(self._reference, ModelFile | onnx.ModelProto | bytes | str | Path):
+            return self.expected
+        return whole(self._reference_answers(self._batches, self.staged[: self._usual]), "the reference model")
+
     def on_rounded_inputs(self) -> list[list[Value]]:
         """The reference's answers to the user's batches with all that is float32 in them rounded to float16.
 

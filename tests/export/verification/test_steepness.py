@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+import torch
 from torch import Tensor, nn
 
 from export.certificate.budget import Budget
@@ -84,3 +85,30 @@ def test_within_the_budget_the_reference_runs_once(x: Array) -> None:
     reference = Steep().eval()
     assert verify(reference, steep(FLOAT), x, budget=Budget(min_agreement=0), adversarial=False).passed
     assert reference.seen == len(x)
+
+
+class Keeping(nn.Module):
+    """Adds the mean of all that it was given before."""
+
+    seen: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.mean(0, keepdim=True)
+        return x + self.seen
+
+
+def test_a_reference_that_keeps_state_is_named_and_not_its_inputs(x: Array) -> None:
+    message, certificate = over(Keeping().eval(), steep(FLOAT, HALF), x)
+    assert "; float32 itself answers the very same differently a second time (output 'y': max error" in message
+    assert "--keep-io-types" not in message
+    assert [note for note in certificate.notes if note.startswith("float32 itself, asked a second time: output 'y': max error")]
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_a_reference_that_draws_random_numbers_is_named(x: Array) -> None:
+    message, _ = over(Drawing().eval(), steep(FLOAT, HALF), x)
+    assert "it draws random numbers or keeps something from one call to the next" in message
