@@ -14,13 +14,17 @@ from amp_core.calling import without_fast_path
 from export.errors import ExportError
 from export.to_onnx.angles import AnglesByParts
 from export.to_onnx.call import Call
-from export.to_onnx.dimensions import Dimensions
+from export.to_onnx.dimensions import BATCH, Dimensions
 from export.to_onnx.messages import one_line, where
 from export.to_onnx.recurrent import WholeRecurrentLayers
 from export.to_onnx.results import named_tensors
 from export.to_onnx.silence import silenced
 
 WRAPPED = "halfserve_model"
+_AT_ONE_SIZE = (
+    "serve it at one size: export_onnx(..., dynamic_shapes={}) with a batch of that size, then halfserve convert --repository "
+    "... --max-batch-size 0"
+)
 
 
 class FlatModel(nn.Module):
@@ -158,16 +162,18 @@ def _explained(error: Exception, module: nn.Module) -> str:
         if recurrent is not None:
             return (
                 f"torch.export fixes dimension {fixed[1]!r} at {fixed[2]}: it unrolls recurrent layers "
-                f"({recurrent or 'the model'}) over the sequence; leave the length out of dynamic_shapes"
+                f"({recurrent or 'the model'}) over the sequence; leave the length out of dynamic_shapes (--dynamic)"
             )
         return (
-            f"the model's code fixes dimension {fixed[1]!r} at {fixed[2]}; make it follow the input's shape, or leave it out "
-            "of dynamic_shapes"
+            f"the model's code fixes dimension {fixed[1]!r} at {fixed[2]}; make it follow the input's shape, or "
+            f"{_AT_ONE_SIZE if fixed[1] == BATCH else 'leave it out of dynamic_shapes (--dynamic)'}"
         )
     suggested = re.findall(r"^\s+(\w+ = .+)$", text.partition("Suggested fixes:")[2], re.MULTILINE)
     if suggested:
         found = f"the model's code does not allow every size; torch suggests for dynamic_shapes: {'; '.join(suggested)}"
         multiples = re.findall(r"^(\w+) = (\d+)\*_\1\b", "\n".join(suggested), re.MULTILINE)
+        if re.search(rf"^{BATCH} = \d+$", "\n".join(suggested), re.MULTILINE):
+            found += f"; make it follow the input's shape, or {_AT_ONE_SIZE}"
         written = ", ".join(f"{step}*{name}" for name, step in multiples)
         return f"{found}; where only multiples are wanted, name them so ({written})" if written else found
     refused = re.search(r"Not all values of (\w+) = .* satisfy the generated guard (.+)", text)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,28 @@ def test_conditions_on_a_size_itself_do() -> None:
     message = r"does not allow every size; torch suggests .* length = 2\*_length; where .* name them so \(2\*length\)"
     with pytest.raises(ExportError, match=message):
         export_onnx(Pairs().eval(), torch.randn(2, 6), dynamic_shapes=({0: "batch", 1: "length"},))
+
+
+class OfTwo(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(2.0 * 3).reshape(2, 3)
+
+
+class Chunked(nn.Module):
+    """Takes parts of a batch, as many as there are in the example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part.relu() for part in x.chunk(math.ceil(x.shape[0] / 2), 0)])
+
+
+@pytest.mark.parametrize("module", [OfTwo().eval(), Chunked().eval()])
+def test_a_batch_that_cannot_vary_is_told_with_what_takes_it_as_it_is(module: nn.Module) -> None:
+    with pytest.raises(
+        ExportError, match=r"serve it at one size: export_onnx\(\.\.\., dynamic_shapes=\{\}\) with a batch"
+    ) as caught:
+        export_onnx(module, torch.rand(2, 3))
+    assert str(caught.value).endswith("--max-batch-size 0")
+    assert export_onnx(module, torch.rand(2, 3), dynamic_shapes={}).graph.input[0].type.tensor_type.shape.dim[0].dim_value == 2
 
 
 class UNet(nn.Module):
