@@ -36,7 +36,7 @@ def own_folder(path: Path) -> Iterator[None]:
     """Make the folder if it is missing, and keep other runs out of it while this one is in it.
 
     A run that was killed left its lock to the system, which releases it; files that it had only begun to write are removed.
-    A folder that was made here is removed again if the block raises before anything was written into it.
+    What was made here is removed again if the block raises before it has put anything there.
 
     Raises:
         TrainingError: If the folder cannot be made or written to, or another run is in it.
@@ -54,15 +54,16 @@ def own_folder(path: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            _remove_if_unused(made)
+            _remove_empty(made)
             raise
 
 
-def _remove_if_unused(made: list[Path]) -> None:
-    if made and [file.name for file in made[0].iterdir()] == [_LOCK]:
-        with suppress(OSError):  # one above it is in use by now
-            (made[0] / _LOCK).unlink()
-            for folder in made:
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, if there is nothing but the lock in them."""
+    with suppress(OSError):  # a file came in, or the system keeps them: the error that ended the run is the one to tell
+        if folders and [entry.name for entry in folders[0].iterdir()] == [_LOCK]:
+            (folders[0] / _LOCK).unlink()
+            for folder in folders:
                 folder.rmdir()
 
 

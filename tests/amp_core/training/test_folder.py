@@ -10,7 +10,7 @@ import pytest
 from amp_core.factory import FactoryError
 from amp_core.training.errors import TrainingError
 from amp_core.training.folder import own_folder
-from amp_core.training.train import train
+from amp_core.training.train import Progress, train
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import Halfserve, command, settings
 
@@ -47,32 +47,30 @@ def test_a_folder_that_takes_no_more_is_named(tmp_path: Path, room_bytes: int) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("wrong", [{"model": "nope:model"}, {"data": f"{HERE}:nope"}, {"model": f"{HERE}:wrong_width"}])
-def test_a_run_that_never_started_leaves_no_folder(tmp_path: Path, wrong: dict[str, str]) -> None:
-    (tmp_path / "kept").mkdir()
-    with pytest.raises((FactoryError, TrainingError)):
-        train(settings(tmp_path / "runs" / "out", **wrong))
-    with pytest.raises((FactoryError, TrainingError)):
-        train(settings(tmp_path / "kept", **wrong))
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-def test_a_folder_with_something_in_it_stays_after_an_error(tmp_path: Path) -> None:
-    def write_and_fail() -> None:
-        with own_folder(tmp_path / "out"):
-            (tmp_path / "out" / "checkpoint.pt").touch()
-            raise TrainingError("later")
-
-    with pytest.raises(TrainingError, match="later"):
-        write_and_fail()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "checkpoint.pt"]
-
-
 def test_unfinished_files_of_a_killed_run_are_removed_and_others_are_not(tmp_path: Path) -> None:
     for name in (".checkpoint.pt.12-34.tmp", ".train.jsonl.12-34.tmp", ".mine.tmp", "checkpoint.pt.tmp"):
         (tmp_path / name).touch()
     with own_folder(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", ".mine.tmp", "checkpoint.pt.tmp"]
+
+
+@pytest.mark.parametrize("there", [".", "runs", "runs/first"])
+def test_a_run_that_cannot_start_leaves_no_folder_of_its_own(tmp_path: Path, there: str) -> None:
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FactoryError, match="there is no module 'nope'"):
+        train(settings(tmp_path / "runs" / "first" / "out", model="nope:model"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_ends_early_leaves_what_it_wrote(tmp_path: Path) -> None:
+    def interrupt(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(out), on_step=interrupt)
+    assert (out / "train.jsonl").is_file()
 
 
 def test_a_new_run_keeps_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
