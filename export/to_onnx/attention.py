@@ -23,29 +23,43 @@ ATTENTION_OPSET = 23  # from which ONNX has an Attention of its own
 def attention_translations(opset_version: int | None) -> dict[Callable[..., Any], Callable[..., Any]]:
     """How attention is said in ONNX, for `torch.onnx.export`; None stands for torch's choice of the version."""
     one_node = opset_version is not None and opset_version >= ATTENTION_OPSET
-    return {torch.ops.aten.scaled_dot_product_attention.default: _attention_23 if one_node else _attention}
+    said = _in_one_node if one_node else _in_many_nodes
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        missing = AXES - len(query.shape)
+        if missing > 0:  # the mask's axes are counted from the last one, so it stays
+            query, key, value = (_with_axes(tensor, missing) for tensor in (query, key, value))
+        result = said(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return op.Squeeze(result, op.Constant(value_ints=list(range(missing)))) if missing > 0 else result
+
+    return {torch.ops.aten.scaled_dot_product_attention.default: attention}
 
 
-def _attention_23(
+def _in_one_node(
     query: Any,
     key: Any,
     value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Any:
-    missing = AXES - len(query.shape)
-    if missing > 0:
-        query, key, value = (_with_axes(tensor, missing) for tensor in (query, key, value))
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     if dropout_p or not _one_node_says_it(query, key, value, grouped=grouped):
-        result = _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, grouped)
-    else:
-        mask = _of_every_pair(attn_mask, query, key)
-        result, _, _, _ = op23.Attention(query, key, value, attn_mask=mask, scale=scale, is_causal=is_causal)
-    return _without_axes(result, missing)
+        return _in_many_nodes(query, key, value, attn_mask, dropout_p, is_causal, scale, grouped)
+    mask = _of_every_pair(attn_mask, query, key)
+    result, _, _, _ = op23.Attention(query, key, value, attn_mask=mask, scale=scale, is_causal=is_causal)
+    return result
 
 
 def _one_node_says_it(query: Any, key: Any, value: Any, *, grouped: bool) -> bool:
@@ -64,26 +78,9 @@ def _of_every_pair(mask: Any, query: Any, key: Any) -> Any:
     return op.Expand(mask, pairs)
 
 
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    missing = AXES - len(query.shape)
-    if missing > 0:  # the mask's axes are counted from the last one, so it stays
-        query, key, value = (_with_axes(tensor, missing) for tensor in (query, key, value))
-    result = aten_scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    result = _zero_where_nothing_is_seen(result, query, attn_mask)
-    return _without_axes(result, missing)
-
-
-def _without_axes(tensor: Any, missing: int) -> Any:
-    return op.Squeeze(tensor, op.Constant(value_ints=list(range(missing)))) if missing > 0 else tensor
+def _in_many_nodes(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
+    result = aten_scaled_dot_product_attention(query, key, value, attn_mask, *options)
+    return _zero_where_nothing_is_seen(result, query, attn_mask)
 
 
 def _with_axes(tensor: Any, missing: int) -> Any:
