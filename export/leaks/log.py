@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from export.leaks.finding import SEVERITIES, Finding, Severity
@@ -44,10 +43,6 @@ class Log:
     def forget(self, key: Key) -> None:
         """Take a finding back."""
         self.findings.pop(key, None)
-
-    def has(self, matches: Callable[[Finding], bool]) -> bool:
-        """Whether some finding matches."""
-        return any(matches(finding) for finding in self.findings.values())
 
     def sorted(self) -> tuple[Finding, ...]:
         """The findings, worst first, then by file and line."""
