@@ -27,7 +27,6 @@ class SearchedNode:
         source: The source line that it comes from, where the model says so.
         op: The torch operation that it comes from, such as "aten::linear", where the model says so.
         weight_bytes: How much smaller its float32 weights would be in float16.
-        inner: Names of the nodes in its bodies.
     """
 
     name: str
@@ -36,7 +35,6 @@ class SearchedNode:
     source: str | None
     op: str | None
     weight_bytes: int
-    inner: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +112,7 @@ def _searched(node: onnx_ir.Node) -> SearchedNode:
         source=props.get("halfserve.source"),
         op=props.get("halfserve.op"),
         weight_bytes=2 * sum(sizes),
-        inner=frozenset(inner.name or "" for body in bodies(node) for inner in _nodes_within(body)),
     )
-
-
-def _nodes_within(graph: onnx_ir.Graph) -> list[onnx_ir.Node]:
-    return [found for node in graph for found in (node, *(n for body in bodies(node) for n in _nodes_within(body)))]
 
 
 def _float_names(model: onnx_ir.Model) -> set[str]:
