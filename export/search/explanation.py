@@ -29,6 +29,8 @@ def explained(settings: Settings, trials: Trials, best: Trial, candidates: Colle
         text = f"the runs ended after {trials.runs}: allow more with max_runs"
     elif whole.passed:
         text = "all nodes in float32 meet the budget, nothing less that was tried does"
+    elif not whole.violations:
+        text = "nothing was compared: no output has elements on these samples; give others"
     else:
         text = f"even with all {len(candidates)} nodes in float32: {_first(whole)}; {_why(settings, whole)}"
     return "; ".join(part for part in (text, note) if part)
