@@ -140,7 +140,8 @@ def _float_cases(base: Feed, floats: list[str], ranges: Mapping[str, _Range]) ->
     yield case("constant rows", lambda _, array: _constant_rows(array))
     yield case("largest", lambda name, array: _extreme(array, ranges[name]))
     for factor in FACTORS:
-        larger = {name: base[name] * factor for name in floats}
+        with np.errstate(over="ignore"):  # near the end of float32 it is infinity, and no error of the user's
+            larger = {name: base[name] * factor for name in floats}
         yield Case(name=f"{factor:g} times larger", feed={**base, **larger}, factor=factor)
 
 
@@ -155,10 +156,12 @@ def _integer_cases(wanted: Sequence[Input], base: Feed, masks: set[str], ranges:
 
 
 def _constant_rows(array: Array) -> Array:
-    if array.ndim < 2:
+    if array.ndim < 2 or not array.size:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.broadcast_to(array.mean(axis=-1, keepdims=True), array.shape)
+        mean = array.mean(axis=-1, keepdims=True)  # which may be rounded, or overflow, to more than any of the row
+        within = np.clip(mean, array.min(axis=-1, keepdims=True), array.max(axis=-1, keepdims=True))
+    return np.broadcast_to(within, array.shape)
 
 
 def _extreme(array: Array, extent: _Range) -> Array:

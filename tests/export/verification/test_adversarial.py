@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper
@@ -26,6 +26,7 @@ def by_name(cases: list[Case]) -> dict[str, Case]:
 
 
 @given(floats)
+@example(np.full((1, 3), 5.8159266, np.float32))  # whose mean is rounded up
 def test_cases_are_finite_within_the_users_range_or_scaled_from_it(x: Array) -> None:
     cases = adversarial_cases([X], [{"x": x}], resizable=True)
     for case in cases:
@@ -34,6 +35,12 @@ def test_cases_are_finite_within_the_users_range_or_scaled_from_it(x: Array) -> 
         assert np.isfinite(array).all()
         assert array.shape[1:] == x.shape[1:]
         assert np.abs(array).max() <= max(float(np.abs(x).max()), 1.0) * (case.factor or 1.0)
+
+
+def test_constant_rows_of_the_largest_numbers_stay_finite() -> None:
+    x = np.full((1, 3), 3e38, np.float32)  # whose sum is infinite
+    constant = by_name(adversarial_cases([X], [{"x": np.concatenate([x, -x])}], resizable=True))["constant rows"]
+    assert np.array_equal(constant.feed["x"], x)
 
 
 @given(floats)
