@@ -31,6 +31,7 @@ from serve.engine.requests import InferRequest
 TURN_S, LONGEST_TURN_S = 0.002, 0.02
 # Fewer requests than these wait for one more look at the sockets, which costs less than starting another batch for them.
 FEW = 8
+LOADING_S = 0.1  # until a copy that is being loaded anew may be there
 SHUTTING_DOWN = "the model is shutting down; send the request to another replica"
 
 
@@ -282,7 +283,9 @@ class Batcher:
         next_try_s = min(instance.next_try_s() for instance in self._instances)
         when = f"is in {math.ceil(next_try_s)} s" if next_try_s else "is under way"
         return UnavailableError(
-            f"the model failed and cannot be loaded anew just now (the next try {when}); try again later, or on another replica"
+            f"the model failed and cannot be loaded anew just now (the next try {when}); "
+            "try again later, or on another replica",
+            retry_after_s=next_try_s or LOADING_S,
         )
 
     def _fail_all_waiting(self) -> None:

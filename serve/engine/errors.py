@@ -75,7 +75,15 @@ class DeadlineExceededError(InferenceError):
 
 
 class UnavailableError(InferenceError):
-    """The server or the model is not ready, or is draining; another replica may answer."""
+    """The server or the model is not ready, or is draining; another replica may answer.
+
+    Attributes:
+        retry_after_s: seconds after which it may be ready again; None where that is not known.
+    """
+
+    def __init__(self, text: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 class UnsupportedError(InferenceError):

@@ -69,7 +69,7 @@ def status_of(error: Exception) -> Status:
     if not isinstance(error, InferenceError):
         return Status(INTERNAL, "the server failed on this request; its log says why")
     trailers: tuple[tuple[str, str], ...] = ()
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
     return Status(CODES.get(type(error), INTERNAL), _cut(str(error)), trailers)
 

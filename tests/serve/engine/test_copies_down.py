@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from serve.engine.backend import Backend
+from serve.engine.batcher import LOADING_S
 from serve.engine.errors import InferenceError, ModelLoadError, UnavailableError
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Fragile, Scene, run
@@ -73,11 +74,13 @@ def test_between_two_tries_requests_are_refused_at_once_and_told_when_the_next_o
         with pytest.raises(UnavailableError) as refused:
             scene.submit(2)
         assert str(refused.value) == DOWN.format("is in 3600 s")
+        assert refused.value.retry_after_s == pytest.approx(3600, abs=WAIT_S)
         assert scene.statistics.totals.failures == {"unavailable": 2}
         instance._cancel_timer()
         instance._bring_back(asyncio.get_running_loop())  # as the timer does
-        with pytest.raises(UnavailableError, match="the next try is under way"):
+        with pytest.raises(UnavailableError, match="the next try is under way") as refused:
             scene.submit(4)
+        assert refused.value.retry_after_s == LOADING_S
         let_load.set()
         await scene.up_again()
         assert await scene.ask(5) == [6]

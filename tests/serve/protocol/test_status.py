@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
+from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError, UnavailableError
 from serve.protocol.status import CUT, MAX_TEXT, RETRY_HINT, Status, status_of
 
 
@@ -10,6 +10,11 @@ from serve.protocol.status import CUT, MAX_TEXT, RETRY_HINT, Status, status_of
 def test_what_is_refused_for_want_of_time_or_room_says_when_to_come_back(kind: type[QueueFullError]) -> None:
     assert status_of(kind("busy", retry_after_s=0.25)) == Status(8, "busy", ((RETRY_HINT, "250"),))
     assert status_of(kind("busy", retry_after_s=0.00001)).trailers == ((RETRY_HINT, "1"),)
+
+
+def test_what_is_away_says_when_to_come_back_if_that_is_known() -> None:
+    assert status_of(UnavailableError("away", retry_after_s=2.0)) == Status(14, "away", ((RETRY_HINT, "2000"),))
+    assert status_of(UnavailableError("away")) == Status(14, "away")
 
 
 def test_a_deadline_that_passed_is_not_to_be_retried() -> None:
