@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
+_SHARED_FILE = re.compile(r"</(torch_\w+)>")  # as torch names each piece of it
+
 
 class DataError(ValueError):
     """A data set that cannot be read, split or batched, for a reason that its user can mend."""
@@ -23,12 +30,17 @@ def one_line(error: BaseException) -> str:
 def no_shared_memory(error: Exception, name: str) -> DataError | None:
     """What to say where a worker process found no shared memory for a batch; None for all other errors.
 
+    torch leaves the file that there was no room for, without a byte in it. It is removed here.
+
     Args:
         error: torch's.
         name: of the data set.
     """
-    if "</torch_" not in str(error):  # as torch names each piece of it
+    file = _SHARED_FILE.search(str(error))
+    if file is None:
         return None
+    with suppress(OSError):
+        (SHARED_MEMORY / file[1]).unlink()
     return DataError(
         f"a worker process found no shared memory for a batch of the data set {name}, {one_line(error)}; give /dev/shm more "
         "room (docker run --shm-size), or take fewer workers or a smaller batch_size"

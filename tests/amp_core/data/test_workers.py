@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from amp_core.data import DataError
 from amp_core.data import loader as loader_module
-from amp_core.data.errors import WorkerTraceback
+from amp_core.data.errors import SHARED_MEMORY, WorkerTraceback
 from tests.amp_core.data.sets import Numbers, Stream, assert_same, batches, read
 
 ROOT = Path(__file__).parents[3]
@@ -170,8 +171,11 @@ class CrampedOwn(Cramped):
 @pytest.mark.parametrize("kind", [Cramped, CrampedOwn])
 def test_a_batch_without_room_in_shared_memory_is_an_error_and_not_awaited(kind: type[Cramped]) -> None:
     wanted = rf"^a worker process found no shared memory for a batch of the data set {kind.__name__}, .*; give /dev/shm more"
-    with pytest.raises(DataError, match=wanted):
+    with pytest.raises(DataError, match=wanted) as caught:
         read(kind(20), workers=2)
+    file = re.search(r"</(torch_\w+)>", str(caught.value))
+    assert file is not None
+    assert not (SHARED_MEMORY / file[1]).exists()
     assert not multiprocessing.active_children()
     assert len(read(kind(20))) == len(read(Numbers(20)))
 
