@@ -1,0 +1,1 @@
+"""Attacks on a running server, each measured by its peak memory and by what a well-behaved client notices."""

@@ -1,0 +1,67 @@
+"""Attack a server in ways that need no token, and say what it costs the server and a well-behaved client beside them.
+
+    python -m benchmarks.attacks [NAME ...]
+
+Each attack meets a server of its own, which asks for tokens. The client beside it has one and asks at a steady pace. Exits with 1
+where a request of the client is lost, a stack trace is logged, the server does not end well, or memory exceeds the budget by
+more than 20 %. The client's p99 should not double; that is printed and not judged, as shared machines are noisy.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from benchmarks.attacks import unfinished_messages
+from benchmarks.attacks.measure import Attack, Outcome, measure
+
+ATTACKS = (Attack(name="unfinished_messages", run=unfinished_messages.run, budget_mb=256),)
+ALLOWED = 1.2  # times the budget
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Attacks to run; all where none is named.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each attack, and of the quiet before it.")] = 10.0,
+) -> None:
+    """Run the attacks and print what each cost."""
+    known = [attack.name for attack in ATTACKS]
+    unknown = set(names or ()) - set(known)
+    if unknown:
+        raise typer.BadParameter(f"no attack is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    good = True
+    for attack in ATTACKS:
+        if names and attack.name not in names:
+            continue
+        outcome = measure(attack, seconds)
+        good &= is_good(attack, outcome)
+        typer.echo(f"{attack.name}: {'held' if is_good(attack, outcome) else 'NOT HELD'} ({outcome.note})")
+        typer.echo(f"  {_memory(attack, outcome)}")
+        typer.echo(f"  client beside it: {_client(outcome)}")
+        typer.echo(f"  server: {outcome.log_lines} log lines, {outcome.tracebacks} stack traces, exit code {outcome.exit_code}")
+    raise typer.Exit(0 if good else 1)
+
+
+def is_good(attack: Attack, outcome: Outcome) -> bool:
+    """Whether the server held what it promises."""
+    grown_mb = outcome.peak_mb - outcome.idle_mb
+    within = attack.budget_mb is None or grown_mb <= ALLOWED * attack.budget_mb
+    return within and not outcome.attacked.lost and not outcome.tracebacks and outcome.exit_code == 0
+
+
+def _memory(attack: Attack, outcome: Outcome) -> str:
+    budget = "no budget" if attack.budget_mb is None else f"budget {attack.budget_mb:.0f} MB"
+    return f"memory {outcome.idle_mb:.0f} MB, at its peak {outcome.peak_mb:.0f} MB ({budget})"
+
+
+def _client(outcome: Outcome) -> str:
+    quiet, attacked = outcome.quiet, outcome.attacked
+    asked = len(attacked.latencies_s) + len(attacked.lost)
+    lost = f"{len(attacked.lost)} of {asked} requests lost" + (f", first: {attacked.lost[0]}" if attacked.lost else "")
+    return (
+        f"p99 {quiet.p99_ms:.2f} ms in quiet, {attacked.p99_ms:.2f} ms attacked ({attacked.p99_ms / quiet.p99_ms:.2f}x); {lost}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
