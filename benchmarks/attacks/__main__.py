@@ -2,9 +2,9 @@
 
     python -m benchmarks.attacks [NAME ...]
 
-Each attack meets a server of its own, which asks for tokens. The client beside it has one and asks at a steady pace. Exits with 1
-where a request of the client is lost, a stack trace is logged, the server does not end well, or memory exceeds the budget by
-more than 20 %. The client's p99 should not double; that is printed and not judged, as shared machines are noisy.
+Each attack meets a server of its own, which asks for tokens. The client beside it has one and asks at a steady pace. Exits
+with 1 where a request of the client is lost, a stack trace is logged, the server does not end well, or memory exceeds the
+budget by more than 20 %. The client's p99 should not double; that is printed and not judged, as shared machines are noisy.
 """
 
 from __future__ import annotations
