@@ -16,7 +16,7 @@ from serve.engine.figures.statistics import Statistics
 from serve.engine.instances.company import Company
 from serve.engine.instances.free_instances import FreeInstances
 from serve.engine.instances.instance import Instance
-from serve.engine.instances.short_batches import LONE_BYTES, LONE_REQUESTS, LONE_S, NOTHING_KNOWN, SHORT_S, ShortBatches
+from serve.engine.instances.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
 from serve.engine.instances.supervision import Late, Results, seconds_of
 from serve.engine.queueing.batch_limits import BatchLimits
 from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
@@ -159,7 +159,7 @@ class Batcher:
         stop = now + min(max(TURN_S, now - self._away_since), LONGEST_TURN_S)
         alone = self.company.is_alone(self, now)
         while free.idle and now < stop and (batch := self._next_batch(now, hurry=hurry)) is not None:
-            if short is not None and short.suits(batch.bucket, batch.rows, LONE_S if alone and _is_small(batch) else SHORT_S):
+            if short is not None and short.suits(batch.bucket, batch.rows, _loop_limit_s(batch, alone=alone)):
                 now = self._run_on_loop(batch, now, short)
             else:
                 self._start(batch, now, free.idle.pop())
@@ -331,6 +331,6 @@ class Batcher:
             self._drained.set()
 
 
-def _is_small(batch: Batch[InferRequest]) -> bool:
-    requests = batch.requests
-    return len(requests) <= LONE_REQUESTS and sum([request.size for request in requests]) <= LONE_BYTES
+def _loop_limit_s(batch: Batch[InferRequest], *, alone: bool) -> float:
+    """See `limit_s`."""
+    return limit_s(len(batch.requests), sum([request.size for request in batch.requests]), alone=alone)

@@ -30,7 +30,7 @@ class InferRequest:
         leave_by: on the same clock: when it must have left the queue for an instance; None waits for ever.
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
-        size: bytes it holds until it is computed.
+        size: bytes it holds until it is computed, or is going to read from shared memory then.
         cancelled: the client has gone; nobody waits for the answer.
         replayed: its copy of the model broke, and it was queued once more.
         line: the queue's own mark, where the request waits.

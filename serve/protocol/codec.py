@@ -18,8 +18,8 @@ from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
 from serve.engine.tensors import Array, Tensors, TensorSpec
 from serve.protocol.raw_tensors import from_raw
-from serve.protocol.shared_memory import Place, SharedMemory
-from serve.protocol.shared_tensors import PLACE_PARAMETERS, place_of
+from serve.protocol.shared_memory import MAX_BYTES, Place, SharedMemory
+from serve.protocol.shared_tensors import PLACE_PARAMETERS, check_size, place_of, read_tensor
 
 # Typed contents that protobuf writes as an array has them. One by one, a batch of pictures would take a fourth of a second.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
@@ -34,7 +34,8 @@ class DecodedInputs:
     """The tensors of a request that fit the model.
 
     Attributes:
-        inputs: read-only views on the received bytes where possible; what takes long to read is read when it is asked for.
+        inputs: read-only views on the received bytes where possible; what takes long to read, or lies in shared memory, is
+            read when it is asked for.
         rows: of the batch dimension; 1 for a model without one.
         bucket: equal for requests of one shape, apart from the batch dimension.
     """
@@ -66,7 +67,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
             raise InvalidArgumentError(f"input {spec.name!r} has contents and {other}, expected one of them")
         try:
             if place is not None:
-                arrays[spec.name] = _from_raw(memory.read(place).data, spec, tensor.shape)
+                arrays[spec.name] = _from_shared(memory, place, spec, tensor.shape)
             elif raw:
                 arrays[spec.name] = _from_raw(next(entries), spec, tensor.shape)
             else:
@@ -76,6 +77,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
     if len(arrays) != len(model.inputs):
         missing = ", ".join(repr(name) for name in model.inputs if name not in arrays)
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
+    _check_total(places)
     rows = _rows(arrays, model)
     arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
     return DecodedInputs(_inputs(arrays), rows, _bucket(arrays, model))
@@ -105,6 +107,14 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
 def input_places(request: ModelInferRequest) -> list[Place | None]:
     """Where each input of a checked request lies in shared memory; None where it is sent."""
     return [place_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
+
+
+def _check_total(places: Sequence[Place | None]) -> None:
+    total = sum(place.byte_size for place in places if place is not None)
+    if total > MAX_BYTES:
+        raise InvalidArgumentError(
+            f"the inputs in shared memory have {total} bytes, expected at most {MAX_BYTES}, as in a message; split the request"
+        )
 
 
 def _spec(tensor: ModelInferRequest.InferInputTensor, model: Model, seen: Mapping[str, Any]) -> TensorSpec:
@@ -150,6 +160,12 @@ def _from_raw(raw: bytes | memoryview, spec: TensorSpec, shape: Sequence[int]) -
     array = from_raw(raw, datatype, shape)
     # Bit patterns are enough for a client; a backend computes with the numbers.
     return array.view(datatype.array_dtype) if datatype.numpy is None else array
+
+
+def _from_shared(memory: SharedMemory, place: Place, spec: TensorSpec, shape: Sequence[int]) -> LateArray:
+    memory.check(place)
+    check_size(place, spec.datatype, shape)
+    return _late(spec, shape, partial(read_tensor, memory, place, spec.datatype, tuple(shape), memory.latest))
 
 
 def _from_contents(contents: Any, spec: TensorSpec, shape: Sequence[int]) -> Array | LateArray:

@@ -40,7 +40,7 @@ class CudaRegion:
         except CudaError as error:
             raise self._failure(error) from error
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the region.
 
         Raises:
@@ -48,7 +48,7 @@ class CudaRegion:
             BackendError: the device is lost.
         """
         try:
-            self.memory.write(offset, data)
+            self.memory.write(offset, bytes(data))
         except CudaError as error:
             raise self._failure(error) from error
 

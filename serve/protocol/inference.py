@@ -74,10 +74,8 @@ class Inference:
         turn = form.turn
         apart: WrittenApart | None = None
         answer: Done
-        if form.special:
-            answer = partial(self._answer, form, request_id, reply, since=self._memory.latest)
-        elif form.has_texts:
-            apart = WrittenApart(partial(self._written, form, request_id), reply, self._core.wait_for)
+        if form.takes_long:
+            apart = WrittenApart(partial(self._written, form, request_id, self._memory.latest), reply, self._core.wait_for)
             answer = apart.done
         else:
             answer = partial(self._answer, form, request_id, reply)
@@ -91,7 +89,7 @@ class Inference:
             turn.level,
             None if turn.delay_after_s is None else _in(turn.delay_after_s),
             None if turn.drop_after_s is None else _in(turn.drop_after_s),
-            len(data),
+            len(data) + form.shared_bytes,
         )
         if watch is not None:
             watch.taken(form.model, request_id, queued)
@@ -146,9 +144,11 @@ class Inference:
         )
         return form, decoded.inputs
 
-    def _written(self, form: RequestForm, request_id: bytes, result: Tensors | InferenceError) -> bytes | InferenceError:
+    def _written(
+        self, form: RequestForm, request_id: bytes, since: int, result: Tensors | InferenceError
+    ) -> bytes | InferenceError:
         written: list[bytes | InferenceError] = []
-        self._answer(form, request_id, written.append, result)
+        self._answer(form, request_id, written.append, result, since=since)
         return written[0]
 
     def _answer(

@@ -8,7 +8,7 @@ from protos.inference_pb2 import ModelInferResponse
 from serve.engine.model import Model
 from serve.engine.tensors import Tensors
 from serve.protocol.infer_wire import put_response
-from serve.protocol.raw_tensors import to_raw
+from serve.protocol.raw_tensors import raw_view, to_raw
 from serve.protocol.response_parameters import parameters_of
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import tell_place
@@ -47,11 +47,14 @@ class PlacedResponses:
         for name, array in outputs.items():
             spec = self._model.outputs[name]
             tensor, place = spec.to_client(array), self._places.get(name)
-            data = to_raw(tensor, spec.datatype)
-            key.append((name, tensor.shape, len(data)))
-            if place is not None:
-                memory.write(place, data, since=since)
-                data = b""
+            if place is None:
+                data = to_raw(tensor, spec.datatype)
+                size = len(data)
+            else:
+                view, data = raw_view(tensor, spec.datatype), b""
+                size = len(view)
+                memory.write(place, view, since=since)
+            key.append((name, tensor.shape, size))
             raw.append(data)
         known = tuple(key)
         entries = self._entries.get(known)

@@ -53,6 +53,13 @@ def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
     return np.ascontiguousarray(array, datatype.numpy).tobytes()
 
 
+def raw_view(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes | memoryview:
+    """What `to_raw` gives, without a copy where the elements lie in memory as they go on the wire."""
+    if datatype.itemsize is None:
+        return _to_length_prefixed(array)
+    return np.ascontiguousarray(array, datatype.numpy).reshape(-1).view(np.uint8).data
+
+
 def _from_length_prefixed(raw: bytes | memoryview, shape: Sequence[int]) -> np.ndarray[Any, Any]:
     data, expected = bytes(raw), math.prod(shape)
     elements: list[bytes] = []

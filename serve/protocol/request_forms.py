@@ -35,7 +35,8 @@ class RequestForm:
         lying: for each input its place in shared memory, None for one that is sent; None in place of all where all are.
         places: in shared memory, of inputs and outputs.
         special: the outputs that are not just sent.
-        has_texts: whether outputs that are just sent have elements without a fixed size.
+        shared_bytes: of its inputs in shared memory.
+        takes_long: whether its answers may take long to write: some outputs are not just sent, or are texts.
         placed: makes the answers where what is special of outputs is their places; None else.
     """
 
@@ -48,13 +49,15 @@ class RequestForm:
     lying: tuple[Place | None, ...] | None = None
     places: tuple[Place, ...] = ()
     special: Mapping[str, WantedOutput] = field(default_factory=dict)
-    has_texts: bool = field(init=False)
+    shared_bytes: int = field(init=False)
+    takes_long: bool = field(init=False)
     placed: PlacedResponses | None = field(init=False)
     _responses: ResponseForms = field(init=False)
 
     def __post_init__(self) -> None:
-        texts = not self.special and any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
-        object.__setattr__(self, "has_texts", texts)
+        texts = any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
+        object.__setattr__(self, "shared_bytes", sum(place.byte_size for place in self.lying or () if place is not None))
+        object.__setattr__(self, "takes_long", bool(self.special) or texts)
         object.__setattr__(self, "placed", _placed(self.model, self.special))
         object.__setattr__(self, "_responses", ResponseForms(self.model, self.rows))
 

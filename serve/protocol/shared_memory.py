@@ -22,6 +22,7 @@ from serve.protocol.cuda_region import CudaRegion, open_cuda_region
 from serve.protocol.system_region import SystemRegion, most_regions, open_system_region
 
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
+MAX_BYTES = 2**31 - 1  # of one request's inputs: as many as one message may carry
 
 
 class Region(Protocol):
@@ -42,7 +43,7 @@ class Region(Protocol):
             InferenceError: they are not there any more.
         """
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the region.
 
         Raises:
@@ -128,16 +129,16 @@ class SharedMemory:
             raise _unknown(name)
         return found
 
-    def read(self, place: Place) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """A copy of the bytes of a tensor.
+    def read(self, place: Place, *, since: int | None = None) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """A copy of the bytes of a tensor. Called on worker threads too; `since`: see `check`.
 
         Raises:
             NotFoundError: the region is not registered.
             InvalidArgumentError: the tensor is not wholly inside of the region, or the client has taken the memory away.
         """
-        self.check(place)
+        self.check(place, since=since)
         data = np.empty(place.byte_size, np.uint8)
-        self.read_into(place, data.data)
+        self.read_into(place, data.data, since=since)
         return data
 
     def read_into(self, place: Place, target: memoryview, *, since: int | None = None) -> None:
@@ -149,8 +150,8 @@ class SharedMemory:
         """
         self.check(place, since=since).read_into(place.offset, target)
 
-    def write(self, place: Place, data: bytes, *, since: int | None = None) -> None:
-        """Put a tensor's bytes into its place.
+    def write(self, place: Place, data: bytes | memoryview, *, since: int | None = None) -> None:
+        """Put a tensor's bytes into its place. Called on other threads too.
 
         Raises:
             NotFoundError: the region is not registered any more.

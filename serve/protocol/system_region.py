@@ -60,16 +60,19 @@ class SystemRegion:
         while at < target.nbytes:  # the system takes up to 2 GiB in one go
             count = os.preadv(self.file.descriptor, [target[at:]], self.offset + offset + at)
             if not count:
-                raise InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
+                raise self._shrunk()
             at += count
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Put bytes into the region.
 
         Raises:
-            InvalidArgumentError: the system has no memory for them: a file there may be longer than what is left.
+            InvalidArgumentError: the client has shrunk its file, or the system has no memory for the bytes: a file there may
+                be longer than what is left.
         """
         view, at = memoryview(data), 0
+        if self.offset + offset + len(view) > os.fstat(self.file.descriptor).st_size:  # a write would make it longer again
+            raise self._shrunk()
         while at < len(view):  # where memory runs out, the system takes what still fits
             try:
                 at += os.pwrite(self.file.descriptor, view[at:], self.offset + offset + at)
@@ -78,6 +81,9 @@ class SystemRegion:
                     f"an output of {len(view)} bytes cannot be written to shared memory region {self.name!r}: "
                     f"{error.strerror}; make room for shared memory, or have the output sent"
                 ) from None
+
+    def _shrunk(self) -> InvalidArgumentError:
+        return InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
 
 
 def most_regions() -> float:

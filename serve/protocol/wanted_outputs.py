@@ -12,7 +12,7 @@ from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
 from serve.engine.tensors import Tensors
 from serve.protocol.classification import classify
-from serve.protocol.raw_tensors import to_raw
+from serve.protocol.raw_tensors import raw_view, to_raw
 from serve.protocol.response_parameters import parameters_of
 from serve.protocol.shared_memory import Place, SharedMemory
 from serve.protocol.shared_tensors import place_of, tell_place
@@ -94,12 +94,13 @@ def special_response(
             labels = model.labels.get(name, ())
             tensor, datatype = classify(tensor, special.classes, labels, batched=model.max_batch_size > 0), BYTES
         entry = response.outputs.add(name=name, datatype=datatype.wire, shape=tensor.shape)
-        raw = to_raw(tensor, datatype)
-        if special is not None and special.place is not None:
-            memory.write(special.place, raw, since=since)
-            tell_place(entry.parameters, special.place, len(raw))
-            raw = b""
-        response.raw_output_contents.append(raw)
+        if special is None or special.place is None:
+            response.raw_output_contents.append(to_raw(tensor, datatype))
+            continue
+        view = raw_view(tensor, datatype)
+        memory.write(special.place, view, since=since)
+        tell_place(entry.parameters, special.place, len(view))
+        response.raw_output_contents.append(b"")
     return response.SerializeToString() + parameters_of(outputs)
 
 

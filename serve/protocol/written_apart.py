@@ -1,4 +1,7 @@
-"""Answers with many texts, which are written on a thread: each text takes 0.3 us, and the event loop has others to answer."""
+"""Answers that take long to write, which a thread does, as the event loop has others to answer.
+
+A text takes 0.3 us, and a megabyte that goes to shared memory 0.2 to 1 ms.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from serve.engine.errors import InferenceError
 from serve.engine.tensors import Tensors
 
 Written = bytes | InferenceError
-MANY = 4096  # elements
+MANY = 4096  # texts
+LARGE_BYTES = 2**20
 
 
 class WrittenApart:
@@ -37,7 +41,7 @@ class WrittenApart:
 
     def done(self, result: Tensors | InferenceError) -> None:
         """The outputs are there, or the error."""
-        if isinstance(result, InferenceError) or sum([array.size for array in result.values()]) <= MANY:
+        if isinstance(result, InferenceError) or not _takes_long(result):
             self._reply(self._write(result))
         else:
             self._keep(asyncio.get_running_loop().create_task(self._apart(result)))
@@ -55,3 +59,13 @@ class WrittenApart:
             written = self._write(result)
         if not self._is_gone:
             self._reply(written)
+
+
+def _takes_long(outputs: Tensors) -> bool:
+    texts = size = 0
+    for array in outputs.values():
+        if array.dtype.hasobject:
+            texts += array.size
+        else:
+            size += array.nbytes
+    return texts > MANY or size > LARGE_BYTES

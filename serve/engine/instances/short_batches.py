@@ -15,6 +15,8 @@ SHORT_S = 150e-6  # about what the way to a thread and back costs under load
 # For a model that has the loop to itself, and a batch so small that the loop would have little else to do: a thread that
 # computes it, and the loop that reads what comes and sends what is done, would wait for Python's lock again and again.
 LONE_S, LONE_REQUESTS, LONE_BYTES = 2e-3, 8, 1 << 18
+# More bytes take longer to copy than a short batch takes, whatever batches of their shape took: texts have any length.
+LOOP_BYTES = 1 << 21
 # A batch on the loop that takes so much processor time, or so long by the clock (the system may have given the core to another
 # program, or the batch has waited for something), has to show for long that it was an exception.
 STALL_S, STANDSTILL_S = 0.01, 0.05
@@ -26,6 +28,19 @@ DRIFT = 1 / 64  # on the thread, where waiting for Python's lock is timed too, t
 
 
 NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
+
+
+def limit_s(requests: int, size: int, *, alone: bool) -> float:
+    """How long a batch may take on the event loop, in seconds; -1 keeps it off the loop.
+
+    Args:
+        requests: in the batch.
+        size: bytes that these bring.
+        alone: no other model is busy on this loop.
+    """
+    if size > LOOP_BYTES:
+        return -1.0
+    return LONE_S if alone and requests <= LONE_REQUESTS and size <= LONE_BYTES else SHORT_S
 
 
 class _Size:

@@ -14,7 +14,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.engine import batcher as batcher_module
 from serve.engine.errors import InferenceError
 from serve.engine.instances.company import ALONE_AFTER_S
-from serve.engine.instances.short_batches import LONE_BYTES, LONE_REQUESTS, SHORT_S
+from serve.engine.instances.short_batches import LONE_BYTES, LONE_REQUESTS, LOOP_BYTES, SHORT_S
 from serve.engine.model import Model
 from serve.engine.requests import Done
 from serve.engine.tensors import Tensors
@@ -80,6 +80,24 @@ async def learned_short(backend: QuickBackend, model: Model, answers: Answers) -
         asked += 1
         await answers.all(asked)
     return asked
+
+
+def test_what_brings_many_bytes_is_copied_on_a_thread_however_short_its_shape_was() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = QuickBackend()
+        model = held_model(backend, max_rows=2)
+        asked = await learned_short(backend, model, answers)
+        backend.threads.clear()
+        for size in (LOOP_BYTES, LOOP_BYTES + 1):
+            request = answers.request(asked, rows=2)
+            request.size = size
+            model.batcher.submit(request)
+            asked += 1
+            await answers.all(asked)
+        assert [thread == threading.get_ident() for thread in backend.threads] == [True, False]
+        await model.batcher.drain()
+
+    run(scene)
 
 
 class Middling(QuickBackend):

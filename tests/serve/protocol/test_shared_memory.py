@@ -110,6 +110,9 @@ def test_a_client_that_shrinks_its_file_hurts_itself_alone(block: Block, memory:
     block.path.write_bytes(bytes(20))
     with pytest.raises(InvalidArgumentError, match="shared memory region 'r' has become smaller"):
         memory.read(place(0, 50))
+    with pytest.raises(InvalidArgumentError, match="shared memory region 'r' has become smaller"):
+        memory.write(place(0, 50), bytes(50))
+    assert block.content == bytes(20)
 
 
 def test_an_output_for_which_there_is_no_memory_is_no_answer(block: Block, memory: SharedMemory) -> None:

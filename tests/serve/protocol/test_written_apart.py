@@ -19,13 +19,14 @@ from serve.engine.tensors import Tensors
 from serve.engine.visible_core import VisibleCore
 from serve.protocol.raw_tensors import to_raw
 from serve.protocol.service import INFER_PATH
-from serve.protocol.written_apart import MANY, Written, WrittenApart
+from serve.protocol.written_apart import LARGE_BYTES, MANY, Written, WrittenApart
 from tests.models import save_model
 from tests.serve.engine.model_folders import load
 from tests.serve.running_server import TRANSPORTS, running_server
 
 WAIT_S = 20.0
-FEW, LONG = {"y": np.zeros(MANY)}, {"y": np.zeros(MANY), "z": np.zeros(1)}
+FEW, LONG = {"y": np.full(MANY, b"", object)}, {"y": np.full(MANY, b"", object), "z": np.full(1, b"", object)}
+SMALL, LARGE = {"y": np.zeros(LARGE_BYTES, np.uint8)}, {"y": np.zeros(LARGE_BYTES, np.uint8), "z": np.zeros(1, np.uint8)}
 
 
 def where(result: Any) -> bytes:
@@ -49,10 +50,11 @@ def answered(result: Any, then: Callable[[WrittenApart], None] = lambda _: None)
     return asyncio.run(run())
 
 
-def test_many_are_written_on_a_thread_and_few_where_they_are() -> None:
-    assert answered(FEW) == ([b"dict on MainThread"],) * 2
+@pytest.mark.parametrize(("few", "many"), [(FEW, LONG), (SMALL, LARGE)], ids=["texts", "numbers"])
+def test_many_are_written_on_a_thread_and_few_where_they_are(few: Tensors, many: Tensors) -> None:
+    assert answered(few) == ([b"dict on MainThread"],) * 2
     assert answered(InvalidArgumentError("wrong")) == ([b"InvalidArgumentError on MainThread"],) * 2
-    at_once, (written,) = answered(LONG)
+    at_once, (written,) = answered(many)
     assert at_once == []
     assert isinstance(written, bytes)
     assert written.startswith(b"dict on asyncio_")

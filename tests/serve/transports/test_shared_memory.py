@@ -16,6 +16,7 @@ from tritonclient.utils import shared_memory as shm
 
 from serve.protocol.system_region import FOLDER
 from tests.serve.conftest import load_repository
+from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, running_server
 
 NAME = "halfserve_test_region"
@@ -72,6 +73,55 @@ def test_every_request_reads_and_writes_what_lies_there_then(client: triton.Infe
     client.register_system_shared_memory(NAME, f"/{NAME}", 100)
     with pytest.raises(InferenceServerException, match="are not inside of shared memory region"):
         client.infer("mlp", [x_shared], outputs=[y_shared])
+
+
+@pytest.mark.parametrize("size", [2**30, 2**40])
+def test_a_huge_region_costs_what_the_tensor_takes(client: triton.InferenceServerClient, region: Any, size: int) -> None:
+    x = np.ones((1, 64), np.float16)
+    shm.set_shared_memory_region(region, [x])
+    os.truncate(Path(FOLDER) / NAME, size)
+    client.register_system_shared_memory("huge", f"/{NAME}", size)
+    x_shared, y_shared = triton.InferInput("x", (1, 64), "FP16"), triton.InferRequestedOutput("y")
+    x_shared.set_shared_memory("huge", size)
+    y_shared.set_shared_memory("huge", size - 128, offset=128)
+    before = bytes_read()
+    for _ in range(2):
+        with pytest.raises(InferenceServerException, match=f"input 'x' has {size} bytes, expected 128"):
+            client.infer("mlp", [x_shared], outputs=[y_shared])
+    x_shared.set_shared_memory("huge", 128)
+    sent = client.infer("mlp", [triton.InferInput("x", (1, 64), "FP16").set_data_from_numpy(x)]).as_numpy("y")
+    for _ in range(2):
+        client.infer("mlp", [x_shared], outputs=[y_shared])
+        np.testing.assert_array_equal(shm.get_contents_as_numpy(region, np.float16, [1, 10], offset=128), sent)
+    assert bytes_read() - before < 2**20
+
+
+def bytes_read() -> int:
+    """By the server, which is this process."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_large_output_is_left_in_its_place(transport: MakeTransport) -> None:
+    size = 300_000  # numbers; more than the event loop writes
+    x = np.arange(size, dtype=np.float32).reshape(1, size)
+    handle = shm.create_shared_memory_region(NAME, f"/{NAME}", 2 * x.nbytes)
+    shm.set_shared_memory_region(handle, [x])
+    x_shared, y_shared = triton.InferInput("x", (1, size), "FP32"), triton.InferRequestedOutput("y")
+    x_shared.set_shared_memory(NAME, x.nbytes)
+    y_shared.set_shared_memory(NAME, x.nbytes, offset=x.nbytes)
+    try:
+        with (
+            running_server(lambda: [held_model(HeldBackend(), size=size)], transport, shared_memory=True) as server,
+            triton.InferenceServerClient(server.address) as client,
+        ):
+            client.register_system_shared_memory(NAME, f"/{NAME}", 2 * x.nbytes)
+            for _ in range(2):  # the second one is known by its bytes
+                client.infer("held", [x_shared], outputs=[y_shared])
+                found = shm.get_contents_as_numpy(handle, np.float32, [1, size], offset=x.nbytes)
+                np.testing.assert_array_equal(found, x + 1)
+                found[:] = 0
+    finally:
+        shm.destroy_shared_memory_region(handle)
 
 
 def test_a_name_that_reads_like_a_lost_device_costs_nobody_the_model(client: triton.InferenceServerClient, region: Any) -> None:
