@@ -2,11 +2,16 @@
 
 Two ways are closed. A page of another origin may send requests here; browsers name it in Origin. And a name of that page's own
 may be made to resolve to this machine (DNS rebinding), which makes its requests look same-origin; the name is in Host.
+
+Where the server listens on this machine alone, or was given its names, every request must be for a known name. Elsewhere a
+proxy or a cluster may have any name for it, so only requests with an Origin must: programs send none. Over TLS the certificate
+proves the name.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -31,12 +36,12 @@ class BrowserGuard:
         Args:
             app: what is guarded.
             host: the address that is listened on.
-            allowed_hosts: names that requests may be for, besides localhost and addresses.
+            allowed_hosts: names that requests may be for, besides localhost, addresses and this machine's own name.
         """
         self._app = app
         self._names = {name.lower().rstrip(".") for name in allowed_hosts}
         self._checks_names = bool(self._names) or _is_loopback(host)
-        self._names.add(host.lower())
+        self._names |= {host.lower(), socket.gethostname().lower()}
 
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
@@ -44,7 +49,7 @@ class BrowserGuard:
         """Answer a request, or refuse it."""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        refusal = self._refusal(scope["method"], host, headers)
+        refusal = self._refusal(scope, host, headers)
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -56,15 +61,17 @@ class BrowserGuard:
         else:
             await error_answer(403, refusal)(scope, receive, send_guarded)
 
-    def _refusal(self, method: str, host: str, headers: dict[bytes, bytes]) -> str | None:
+    def _refusal(self, scope: Message, host: str, headers: dict[bytes, bytes]) -> str | None:
         if self._checks_names and not self._known(host):
             return f"requests for host {host[:100]!r} are refused here; start the server with --http-allowed-host for its name"
         origin = headers.get(b"origin")
-        if origin is None or method in SAFE:
+        if origin is None or scope["method"] in SAFE:
             return None
         _, _, own = origin.decode("latin-1").lower().partition("://")
         if own != host:
             return "a page of another origin may not send this request; use the server's own page, or no browser"
+        if scope["scheme"] != "https" and not self._known(host):
+            return f"pages at {host[:100]!r} may not send this request; start the server with --http-allowed-host for its name"
         return None
 
     def _known(self, host: str) -> bool:

@@ -48,8 +48,9 @@ class HttpOptions:
         port: of the REST interface and the page; 0 finds a free one.
         metrics_port: of the metrics alone, without the rest; 0 finds a free one, None has none.
         page: whether there is a page for people at "/".
-        allowed_hosts: names by which browsers may address this server, besides localhost and addresses. Where some are given,
-            or where the server listens on this machine alone, requests for other names are refused (DNS rebinding).
+        allowed_hosts: names by which browsers may address this server, besides localhost, addresses and the machine's own name.
+            Where some are given, or where the server listens on this machine alone, requests for other names are refused;
+            elsewhere those of pages that would change something are (DNS rebinding).
         limits: what clients may take.
     """
 

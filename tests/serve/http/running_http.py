@@ -14,11 +14,16 @@ from tests.serve.running_server import RunningServer
 
 @contextmanager
 def running_http(
-    server: RunningServer, options: HttpOptions, *, shared_memory: bool = False, observe: ObserveOptions | None = None
+    server: RunningServer,
+    options: HttpOptions,
+    *,
+    host: str = "127.0.0.1",
+    shared_memory: bool = False,
+    observe: ObserveOptions | None = None,
 ) -> Iterator[RestServer]:
     """HTTP on the core of a running server."""
     service = server.call(lambda: Service(server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe))
-    rest = server.call(lambda: RestServer(server.core, service, "127.0.0.1", options))
+    rest = server.call(lambda: RestServer(server.core, service, host, options))
     server.run(rest.start())
     try:
         yield rest

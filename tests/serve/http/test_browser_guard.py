@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
+from serve.http.browser_guard import BrowserGuard
 from serve.http.options import HttpOptions
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
+
+ALL = "0.0.0.0"  # noqa: S104  (as an exposed server does)
 
 
 def test_another_origins_page_may_not_post(http: httpx.Client) -> None:
@@ -58,6 +64,45 @@ def test_names_may_be_allowed(server: RunningServer) -> None:
         url = f"http://127.0.0.1:{rest.port}/v2/health/live"
         assert httpx.get(url, headers={"host": "GPU-box.example.:8000"}).status_code == 200
         assert httpx.get(url, headers={"host": "other.example"}).status_code == 403
+
+
+@pytest.fixture(scope="module")
+def exposed(server: RunningServer) -> Iterator[httpx.Client]:
+    """A server that listens on every address, as in a container or behind a proxy, and knows none of its names."""
+    options = HttpOptions(port=0, metrics_port=None)
+    with running_http(server, options, host=ALL) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as client:
+        yield client
+
+
+def test_a_page_under_a_strange_name_changes_nothing_on_an_exposed_server(exposed: httpx.Client) -> None:
+    headers = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+    answer = exposed.post("/v2/repository/models/mlp/unload", headers=headers)
+    assert answer.status_code == 403
+    assert "pages at 'evil.example:8000' may not send this request; start the server with --http-allowed-host" in answer.text
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "localhost:8000", "192.0.2.7:8000"])
+def test_its_own_page_may_by_name_and_address(exposed: httpx.Client, host: str) -> None:
+    headers = {"host": host, "origin": f"http://{host}"}
+    assert exposed.post("/v2/repository/index", headers=headers).status_code == 200
+
+
+def test_over_tls_the_certificate_has_proved_the_name() -> None:
+    async def answer(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask(scheme: str) -> int:
+        transport = httpx.ASGITransport(BrowserGuard(answer, host=ALL, allowed_hosts=()))
+        async with httpx.AsyncClient(transport=transport) as client:
+            url = f"{scheme}://models.example"
+            return (await client.post(url, headers={"origin": url})).status_code
+
+    assert [asyncio.run(ask(scheme)) for scheme in ("https", "http")] == [200, 403]
+
+
+def test_proxies_may_have_any_name_for_an_exposed_server(exposed: httpx.Client) -> None:
+    assert exposed.post("/v2/repository/index", headers={"host": "models"}).status_code == 200
 
 
 def test_answers_are_not_taken_for_what_they_are_not(http: httpx.Client) -> None:
