@@ -150,13 +150,11 @@ def serve(
         http=rest if http else None,
         security=security,
     )
-    has_files = security.tls is not None or security.token_file is not None
-    if has_files:
-        ignore_hang_up()
+    ignore_hang_up()
     if supervise and inherited is None:
         from serve.supervisor.launch import become_supervisor  # noqa: PLC0415  (needs what Windows does not have)
 
-        become_supervisor(addresses(options), hang_up_reloads=has_files)
+        become_supervisor(addresses(options))
     scheme = "http" if security.tls is None else "https"
     tell = print_json if as_json else partial(print_text, scheme=scheme)
     if inherited and inherited.restarts:

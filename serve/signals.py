@@ -29,6 +29,6 @@ def stop_on_signal() -> asyncio.Event:
 
 
 def ignore_hang_up() -> None:
-    """Let SIGHUP pass, as long as nobody has read the files that it is to have read again."""
+    """Let SIGHUP pass until the server reads its files: from then on it has them read again (see `Security`)."""
     with contextlib.suppress(AttributeError):  # Windows does not have it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

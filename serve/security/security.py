@@ -101,9 +101,7 @@ class Security:
             self._clock.start()
 
     def reload_on_hang_up(self) -> None:
-        """Read the files again on SIGHUP, which ends a process otherwise: to be called before models are loaded."""
-        if not self._has_files:
-            return
+        """Read the files again on SIGHUP, which would end the process: to be called before models are loaded."""
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError, AttributeError):  # Windows, or no main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
 

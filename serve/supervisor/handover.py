@@ -50,12 +50,10 @@ class Plan(NamedTuple):
     Attributes:
         sockets: that listen.
         socket_path: of a Unix socket among them, to be removed in the end.
-        hang_up_reloads: whether SIGHUP is for the worker; it ends the supervisor otherwise.
     """
 
     sockets: Sockets
     socket_path: str | None
-    hang_up_reloads: bool
 
     def to_text(self) -> str:
         """As an argument."""

@@ -16,14 +16,13 @@ SERVE_ROOT = Path(__file__).parents[2]  # the folder that the package `serve` li
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
 
 
-def become_supervisor(addresses: Mapping[str, Address], *, hang_up_reloads: bool) -> None:
+def become_supervisor(addresses: Mapping[str, Address]) -> None:
     """Open the sockets and replace this program by the supervisor, which starts this same command again as its worker.
 
     A fresh interpreter without this one's imports needs a quarter of its memory. Does not return.
 
     Args:
         addresses: to listen on, by what they are for.
-        hang_up_reloads: whether SIGHUP is for the worker.
 
     Raises:
         BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
@@ -36,7 +35,6 @@ def become_supervisor(addresses: Mapping[str, Address], *, hang_up_reloads: bool
         plan = Plan(
             sockets={name: [one.fileno() for one in sockets] for name, sockets in opened.items()},
             socket_path=paths[0] if paths else None,
-            hang_up_reloads=hang_up_reloads,
         )
         for one in (one for sockets in opened.values() for one in sockets):
             one.set_inheritable(True)

@@ -17,6 +17,7 @@ from serve.supervisor.worker_process import WorkerProcess, start_worker
 logger = logging.getLogger(__name__)
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
+PASSED_ON = signal.SIGHUP
 
 
 class Supervisor:
@@ -31,7 +32,6 @@ class Supervisor:
         """
         self._sockets = dict(plan.sockets)
         self._command = command
-        self._passed_on = (signal.SIGHUP,) if plan.hang_up_reloads else ()
         self._backoff = Backoff()
         self._stopped_by: signal.Signals | None = None
         self._forced_by: signal.Signals | None = None
@@ -43,7 +43,7 @@ class Supervisor:
     def run(self) -> int:
         """Until a signal, or until it makes no sense to go on; the exit code."""
         try:
-            with wakeups([*STOPS, *self._passed_on, signal.SIGCHLD]) as signals:
+            with wakeups([*STOPS, PASSED_ON, signal.SIGCHLD]) as signals:
                 return self._keep_alive(signals)
         finally:
             self._close_sockets()
@@ -78,7 +78,7 @@ class Supervisor:
             for name in set(came):
                 if name in STOPS:
                     self._stop(name, worker)
-                elif name in self._passed_on and worker.ready_s is not None:  # before, it reads the files anyway
+                elif name == PASSED_ON and worker.ready_s is not None:  # before, it reads its files anyway
                     worker.send(name)
         return worker.code
 

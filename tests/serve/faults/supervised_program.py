@@ -78,7 +78,7 @@ def main(path: str) -> None:
     options = ServerOptions(path=Path(path), grpc_port=0, placement=Placement(use_gpu=False, threads=1))
     inherited = take_over(os.environ)
     if inherited is None:
-        become_supervisor(addresses(options), hang_up_reloads=False)
+        become_supervisor(addresses(options))
     else:
         work(options, inherited)
 

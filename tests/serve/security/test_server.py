@@ -109,6 +109,18 @@ def test_sighup_before_the_files_are_read_ends_nothing(tmp_path: Path, supervise
         assert process.wait(30) == 0
 
 
+def test_sighup_ends_no_server_that_has_nothing_to_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "halfserve", "serve", str(save_mlp(tmp_path / "mlp.onnx"))]
+    with subprocess.Popen(
+        [*command, "--grpc-port", "0", "--no-http", "--cpu", "--json"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "grpc_port" in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)  # which a system delivers before SIGTERM
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificates, tmp_path: Path) -> None:
     path = save_mlp(tmp_path / "mlp.onnx")
     security = SecurityOptions(tls=certificates.options, admin_port=0, watch_s=3600)

@@ -21,7 +21,7 @@ def test_a_handover_is_read_as_it_was_written(handover: Handover) -> None:
     assert Handover.from_text(handover.to_text()) == handover
 
 
-@given(st.builds(Plan, SOCKETS, st.none() | st.text(), st.booleans()))
+@given(st.builds(Plan, SOCKETS, st.none() | st.text()))
 def test_a_plan_is_read_as_it_was_written(plan: Plan) -> None:
     assert Plan.from_text(plan.to_text()) == plan
 

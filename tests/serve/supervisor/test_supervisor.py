@@ -22,10 +22,8 @@ WAIT_S = 30.0
 
 
 @contextmanager
-def supervised(
-    *deeds: str, first_s: float = 0.001, hang_up_reloads: bool = False, socket_path: Path | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    plan = Plan(sockets={}, socket_path=str(socket_path) if socket_path else None, hang_up_reloads=hang_up_reloads)
+def supervised(*deeds: str, first_s: float = 0.001, socket_path: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    plan = Plan(sockets={}, socket_path=str(socket_path) if socket_path else None)
     command = [sys.executable, "-m", "tests.serve.supervisor.quick_supervisor", str(first_s), plan.to_text(), *WORKER, *deeds]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
@@ -166,8 +164,8 @@ def test_the_worker_notices_the_end_of_its_supervisor() -> None:
         assert ended(process) == (-9, ["orphaned"], [])
 
 
-def test_hang_up_is_for_the_worker_where_it_reads_files() -> None:
-    with supervised("serve", hang_up_reloads=True) as process:
+def test_hang_up_is_for_the_worker() -> None:
+    with supervised("serve") as process:
         until_ready(process)
         process.send_signal(signal.SIGHUP)
         assert line(process) == ["got", "SIGHUP"]
@@ -176,18 +174,11 @@ def test_hang_up_is_for_the_worker_where_it_reads_files() -> None:
 
 
 def test_hang_up_waits_for_no_worker_that_reads_files_anyway() -> None:
-    with supervised("load", hang_up_reloads=True) as process:
+    with supervised("load") as process:
         assert line(process)[0] == "start"
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGTERM)
         assert ended(process) == (128 + signal.SIGTERM, [], [])
-
-
-def test_hang_up_ends_it_where_there_is_nothing_to_read() -> None:
-    with supervised("serve") as process:
-        until_ready(process)
-        process.send_signal(signal.SIGHUP)
-        assert ended(process) == (-signal.SIGHUP, ["orphaned"], [])
 
 
 def test_a_unix_socket_goes_with_the_supervisor(tmp_path: Path) -> None:
@@ -216,7 +207,7 @@ def test_a_worker_is_started_once_there_are_files_again() -> None:
 
 
 def test_a_program_that_is_not_there_is_one_line() -> None:
-    command = [sys.executable, "-m", "serve.supervisor", Plan({}, None, hang_up_reloads=False).to_text(), "/no/such/python"]
+    command = [sys.executable, "-m", "serve.supervisor", Plan({}, None).to_text(), "/no/such/python"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (126, 1)
     assert "ERROR the worker cannot be started: /no/such/python: No such file or directory" in done.stderr
