@@ -66,7 +66,7 @@ class HttpConnection(H11Protocol):
         if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
             self.flow.hold()
             self._next_turn = self.loop.call_soon(self._take_turn)
-        if self.conn.their_state is h11.SEND_BODY and self.cycle.transport is self.transport:
+        if self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.transport is self.transport:
             self.cycle.transport = cast("asyncio.Transport", _Answering(self))
         begun = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
         if not begun:
@@ -124,6 +124,7 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+        self._drops = True
         self.transport.close()
 
     def _is_answered(self) -> bool:

@@ -8,10 +8,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 # Events are read in Python, for 10 us and more each. What is read from a socket at once, 256 KiB, may be 43,000 chunks. Those
 # of clients that have something to say are of 4 KiB and more: they all fit into one turn.
 EVENTS = 64
+LENGTHS = {b"content-length", b"transfer-encoding"}
 
 
 class EventTurns(h11.Connection):
-    """Hands out some events a turn, and then says that there are none.
+    """Hands out some events a turn, and then says that there are none. Refuses a request that gives its length in two ways.
 
     Attributes:
         has_more: there may be more, in the next turn.
@@ -25,12 +26,20 @@ class EventTurns(h11.Connection):
         self.has_more, self._left = False, EVENTS
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
-        """As h11's."""
+        """As h11's.
+
+        Raises:
+            h11.RemoteProtocolError: this is no HTTP/1.1, or has Content-Length and Transfer-Encoding: what a proxy takes for
+                its body may be the next request here (RFC 9112, 6.3).
+        """
         if not self._left:
             self.has_more = True
             return h11.NEED_DATA
         self._left -= 1
-        return super().next_event()
+        event = super().next_event()
+        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= LENGTHS:
+            raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")
+        return event
 
 
 class HeldFlow(FlowControl):

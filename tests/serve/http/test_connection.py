@@ -50,6 +50,21 @@ def test_who_goes_on_sending_is_cut_off(server: RunningServer) -> None:
             send_on(peer)
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["first", "later"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_that_hides_another_in_its_length_is_the_last(server: RunningServer, before: bytes, order: int) -> None:
+    lengths = b"".join([b"content-length: 4\r\n", b"transfer-encoding: chunked\r\n"][::order])
+    with limited(server, HttpLimits()) as address, socket.create_connection(address, HOLD_S) as peer:
+        peer.sendall(before)
+        assert not before or b" 200 " in read_answer(peer)
+        smuggling = b"POST /v2/repository/index HTTP/1.1\r\nhost: localhost\r\n" + lengths + b"\r\n0\r\n\r\n"
+        peer.sendall(smuggling + b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        with peer.makefile("rb") as answers:
+            said = answers.read()  # until the end
+    assert said.startswith(b"HTTP/1.1 400")
+    assert said.endswith(b'check its line, headers and lengths"}'), "and that is all"
+
+
 @pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
 def test_what_comes_behind_the_last_request_costs_it_no_answer(version: bytes) -> None:
     backend = HeldBackend(held=True)
