@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from serve.engine.errors import InferenceError, UnauthenticatedError
+from serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
 from serve.http.answers import error_answer
 from serve.http.browser_guard import App, Message
 from serve.http.statuses import http_status
@@ -42,7 +42,7 @@ class TokenGuard:
         """Answer a request, or refuse it."""
         path = scope["path"]
         try:
-            given = self._gate.admit_path(path, dict(scope["headers"]).get(b"authorization"))
+            given = self._gate.admit_path(path, _authorization(scope))
             given.charge(peer_of(scope))
         except InferenceError as error:
             status, text, headers = http_status(error)
@@ -60,6 +60,13 @@ class TokenGuard:
         if service not in self._views:
             self._views[service] = self._app_of(service)
         return self._views[service]
+
+
+def _authorization(scope: Message) -> bytes | None:
+    shown: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(shown) > 1:  # a proxy may have looked at another one
+        raise InvalidArgumentError(f"the request has {len(shown)} authorization headers; expected one")
+    return shown[0] if shown else None
 
 
 def _checked(given: Pass, receive: Callable[[], Awaitable[Message]]) -> Callable[[], Awaitable[Message]]:

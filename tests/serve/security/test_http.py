@@ -56,6 +56,16 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
+def test_of_two_tokens_none_counts(server: RunningServer, tmp_path: Path) -> None:
+    tokens = tokens_in(tmp_path / "tokens", alice=Role.INFER, scraper=Role.METRICS)
+    with guarded_http(server, SecurityOptions(token_file=tmp_path / "tokens")) as (client, _):
+        good, other = (("authorization", f"Bearer {tokens[name]}") for name in ("alice", "scraper"))
+        for shown in ([good, other], [other, good], [good, good]):
+            answer = client.post(INFER, json=REQUEST, headers=shown)
+            assert status(answer) == (400, "the request has 2 authorization headers; expected one")
+        assert client.post(INFER, json=REQUEST, headers=[good]).status_code == 200
+
+
 def test_tokens_are_asked_for_but_not_by_health(server: RunningServer, tmp_path: Path) -> None:
     tokens = tokens_in(tmp_path / "tokens", alice=Role.INFER, scraper=Role.METRICS, root=Role.ADMIN)
     alice, scraper, root = (bearer(tokens[name]) for name in ("alice", "scraper", "root"))
