@@ -97,8 +97,8 @@ class Batcher:
 
         Raises:
             UnavailableError: the batcher is draining, or all copies are broken and cannot be loaded anew.
-            QueueFullError: the queue has reached its bound, or (OverloadedError) the request cannot be answered in time.
-            DeadlineExceededError: it could not be, even if nobody else waited.
+            QueueFullError: the queue has reached its bound, or (OverloadedError) is too long for the model's latency target.
+            DeadlineExceededError: the request cannot be answered before its client's deadline.
         """
         if self._drained is not None or self._is_down:
             away = self._down_error() if self._drained is None else UnavailableError(SHUTTING_DOWN)

@@ -39,10 +39,10 @@ class QueueFullError(InferenceError):
 
 
 class OverloadedError(QueueFullError):
-    """There is more to do than the request's time allows for; it was not computed.
+    """There is more to do than the model's latency target allows for; the request was not computed.
 
     Attributes:
-        retry_after_s: seconds after which a request with as much time is likely to be taken.
+        retry_after_s: seconds after which a request is likely to be taken.
     """
 
 
@@ -71,7 +71,7 @@ class MessageTooLargeError(InferenceError):
 
 
 class DeadlineExceededError(InferenceError):
-    """The request's time ran out before its batch started; it was not computed."""
+    """The time that the client gave ran out before the request's batch started, or would have; it was not computed."""
 
 
 class UnavailableError(InferenceError):

@@ -155,24 +155,26 @@ class Shedding:
             self._strayed_s = now
 
     def refusal(self, request: InferRequest, end_s: float) -> InferenceError:
-        """The error of a request that would be answered at `end_s`."""
+        """The error of a request that would be answered at `end_s`.
+
+        Where the model's own target is the bound, the client does well to come back: it gets as much time again. Where the
+        client's deadline is, it does not: the queue shortens no faster than its deadline comes closer.
+        """
         deadline = request.deadline or 0.0
-        late_s = max(0.001, end_s - deadline)
         given_s = deadline - request.arrived_ns / 1e9
         if self._is_target(request):
             return OverloadedError(
                 f"the model's queue is too long to answer within its target of {given_s * 1e3:.0f} ms; retry with back-off",
-                retry_after_s=late_s,
+                retry_after_s=max(0.001, end_s - deadline),
             )
         if given_s < self._pace.likely_s(request.bucket, request.rows):
             return DeadlineExceededError(
                 f"the deadline leaves {max(0.0, given_s) * 1e3:.1f} ms, less than the model takes for this request alone; "
                 "it was not computed: give it more time"
             )
-        return OverloadedError(
-            f"the model's queue is too long to answer before the deadline, {given_s * 1e3:.0f} ms away; retry with back-off "
-            "or give it more time",
-            retry_after_s=late_s,
+        return DeadlineExceededError(
+            f"the model's queue is too long to answer before the deadline, {given_s * 1e3:.0f} ms away; the request was not "
+            "computed: give it more time, or send it when less waits"
         )
 
     def too_late(self, request: InferRequest, now: float) -> InferenceError:

@@ -122,6 +122,10 @@ def test_a_hint_that_is_no_time_is_the_word_for_never() -> None:
     assert translated("UNAVAILABLE", "full", (("grpc-retry-pushback-ms", "9" * 400),)).repeat is Repeat.NO
 
 
+def test_a_deadline_that_the_server_cannot_meet_is_no_reason_to_repeat() -> None:
+    assert translated("DEADLINE_EXCEEDED", "the model's queue is too long").repeat is Repeat.NO
+
+
 def test_every_error_can_be_caught_as_one() -> None:
     kinds = InferenceClientError.__subclasses__()
     assert len({kind.code for kind in kinds} | {InferenceClientError.code}) == len(kinds) + 1 == 10

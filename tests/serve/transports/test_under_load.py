@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from functools import partial
 from typing import Any
 
 import grpc
@@ -90,15 +91,7 @@ def test_a_queue_policys_timeout_bounds_the_wait_and_not_the_answer(transport: M
         stub = infer_stub(channel)
         occupying = stub.future(held_request(1), timeout=20)
         assert backend.entered.wait(20)
-        batcher = server.core.models()[0].batcher
-
-        def learn_that_batches_take_minutes() -> None:
-            pace = batcher._queue.pace
-            assert pace is not None
-            for _ in range(CONFIDENT):
-                pace.observe((1,), 1, 300.0)
-
-        server.call(learn_that_batches_take_minutes)
+        server.call(partial(learn_that_batches_take, 300.0, server))
         answers = [stub.future(held_request(value)) for value in (2, 3)]
         wait_until_waiting(server, 2)
         backend.release.set()
@@ -149,6 +142,36 @@ def test_a_full_queue_is_resource_exhausted_with_a_retry_hint(
         backend.release.set()
         first.result(20)
         second.result(20)
+
+
+def test_a_deadline_that_the_queue_is_too_long_for_brings_no_retries(transport: MakeTransport) -> None:
+    backend = HeldBackend(held=True)
+    with (
+        running_server(lambda: [held_model(backend, max_rows=1)], transport) as server,
+        grpc.insecure_channel(server.address) as channel,
+        peer(server) as hurried,
+    ):
+        first = infer_stub(channel).future(held_request(1), timeout=20)
+        assert backend.entered.wait(20)
+        server.call(partial(learn_that_batches_take, 0.001, server))
+        begun_s = server.call(clock)
+        while server.call(clock) < begun_s + 0.2:  # the first is overdue by more than the second has
+            pass
+        stream = hurried.http2.send_request(call_headers(grpc_timeout=b"100m"))
+        hurried.http2.send_data(stream, frame(held_request(2).SerializeToString()), end_stream=True)
+        hurried.push()
+        assert hurried.status(stream)[0] == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert "grpc-retry-pushback-ms" not in str(hurried.events)
+        backend.release.set()
+        first.result(20)
+        assert backend.batches == [[1]]
+
+
+def learn_that_batches_take(seconds: float, server: RunningServer) -> None:
+    pace = server.core.models()[0].batcher._queue.pace
+    assert pace is not None
+    for _ in range(CONFIDENT):
+        pace.observe((1,), 1, seconds)
 
 
 def wait_until_waiting(server: RunningServer, count: int) -> None:
