@@ -34,6 +34,7 @@ from serve.supervisor.inheritance import Inheritance, take_over
 from serve.transports.choice import TransportName
 from serve.transports.transport import BindError
 
+OPEN_FILES = 64  # a server that nobody has connected to has 17
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 
 
@@ -96,6 +97,7 @@ def serve(
         raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and --tls-client-ca only with them")
     if not http:
         _check_without_http(http_port, metrics_port, http_allowed_host)
+    _check_open_files()
     inherited = take_over(os.environ)
     if supervise and inherited is None:
         _check_supervised(transport)
@@ -172,6 +174,23 @@ def _check_without_http(http_port: int | None, metrics_port: int | None, allowed
             raise typer.BadParameter(
                 f"{option} means nothing with --no-http, which has no metrics either; leave one of them out"
             )
+
+
+def _check_open_files() -> None:
+    try:
+        import resource  # noqa: PLC0415  (Windows does not have it)
+    except ModuleNotFoundError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
+    except (ValueError, OSError):
+        raise FailedPreconditionError(
+            f"the limit of open files is {hard}, expected {OPEN_FILES} or more: each connection is one; "
+            "raise it (ulimit -n 4096)"
+        ) from None
 
 
 def _check_supervised(transport: TransportName) -> None:

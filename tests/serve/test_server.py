@@ -190,6 +190,16 @@ def test_torch_is_not_imported(mlp: Path) -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("supervise", [(), ("--supervise",)])
+@pytest.mark.parametrize("files", [8, 15])
+def test_a_limit_of_too_few_open_files_is_one_line(mlp: Path, files: int, supervise: tuple[str, ...]) -> None:
+    command = ["/bin/sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *HALFSERVE, str(mlp), *supervise]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    expected = f"halfserve serve: the limit of open files is {files}, expected 64 or more: each connection is one; raise it"
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(expected)
+
+
 def test_a_port_in_use_is_one_line(mlp: Path) -> None:
     with serving(mlp) as (_, ready):
         code, text = refused(mlp, "--grpc-port", str(ready["grpc_port"]))
