@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,10 @@ from torch.utils.data._utils import worker
 from amp_core.data.errors import DataError, WorkerTraceback
 from amp_core.data.plans import Plan
 from amp_core.data.source import End, Failure, Source
+
+# Files that a process with workers has open: its own, and for each worker its pipes and the batches that wait, of which each
+# tensor is one. Where they run out, torch leaves a traceback of its half-made iterator.
+FILES, FILES_OF_A_WORKER = 32, 8
 
 
 class Loader:
@@ -55,6 +60,7 @@ class Loader:
         self._plans.now = plans
         try:
             if self._workers:
+                _check_open_files(self._workers)
                 multiprocessing.Lock()  # where there can be none, torch would complain of its half-made iterator as well
             with _no_errors_from_signals():
                 self._running = iter(self._torch)
@@ -92,6 +98,17 @@ class Loader:
         running, self._running = self._running, None
         if self._workers and running is not None:
             running._shutdown_workers()  # noqa: SLF001  (torch has no public way)
+
+
+def _check_open_files(workers: int) -> None:
+    try:
+        import resource  # noqa: PLC0415  (Windows does not have it)
+    except ModuleNotFoundError:
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES + workers * FILES_OF_A_WORKER
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise OSError(errno.EMFILE, f"the limit of open files is {limit} (ulimit -n), expected {needed} or more")
 
 
 class _Plans:

@@ -191,6 +191,17 @@ def test_workers_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyP
     assert_same(read(Numbers(20)), read(Numbers(20)))
 
 
+def test_a_limit_of_too_few_open_files_is_an_error() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (47, hard))
+    try:
+        wanted = r"to read the data set Numbers: the limit of open files is 47 \(ulimit -n\), expected 48 or more; take fewer"
+        with pytest.raises(DataError, match=wanted):
+            read(Numbers(20), workers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_parent_that_dies_as_its_worker_begins_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_worker, "ManagerWatchdog", torch_worker.ManagerWatchdog)  # to be put back
     loader_module._end_if_orphaned(os.getppid(), 0)
