@@ -26,7 +26,7 @@ UNSERVED = {
     "batch_input": "remove the setting, and have clients send that input",
     "batch_output": "remove the setting, and export the model with the batch as first dimension",
 }
-MAX_COPIES = 1000  # in one instance group; each has a thread
+MAX_COPIES = 1000  # of one model; each has a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +264,12 @@ def instances(config: ModelConfig) -> list[tuple[str, int]]:
                 f"model {config.name!r}: instance_group has kind KIND_CPU and gpus {list(group.gpus)}, expected one of them; "
                 "for several copies on the CPU set count"
             )
-        for device in group.gpus or [0]:
+        devices = group.gpus or [0]
+        total = len(copies) + len(devices) * max(1, group.count)
+        if total > MAX_COPIES:
+            raise ModelLoadError(
+                f"model {config.name!r}: its instance_groups ask for {total} or more copies, expected {MAX_COPIES} at most"
+            )
+        for device in devices:
             copies += [(kind, device)] * max(1, group.count)
     return copies or [("auto", 0)]

@@ -222,11 +222,21 @@ def test_instances_follow_the_groups(tmp_path: Path) -> None:
     assert instances(complete(tmp_path, groups)) == [("cpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)]
 
 
+def test_many_groups_together_ask_for_no_more_copies_than_one(tmp_path: Path) -> None:
+    def groups(count: int) -> str:
+        return "instance_group { count: 10 kind: KIND_CPU }" * count
+
+    assert len(instances(complete(tmp_path, groups(100)))) == 1000
+    with pytest.raises(ModelLoadError, match="model 'm': its instance_groups ask for 1010 or more copies, expected 1000"):
+        instances(complete(tmp_path, groups(101)))
+
+
 @pytest.mark.parametrize(
     ("group", "message"),
     [
         ("count: -3", "model 'm': instance_group has count -3, expected 1 to 1000, or 0 for 1"),
         ("count: 2147483647", "instance_group has count 2147483647, expected 1 to 1000"),
+        ("count: 1000 gpus: [0, 1]", "instance_groups ask for 2000 or more copies, expected 1000 at most"),
         ("gpus: [0, -3]", r"model 'm': instance_group has gpus \[0, -3\], expected 0 or more"),
         ("kind: KIND_CPU gpus: [0, 1]", r"model 'm': instance_group has kind KIND_CPU and gpus \[0, 1\], expected one of them"),
     ],
