@@ -10,6 +10,7 @@ from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
 from serve.backends.onnx_runtime.probe.crash_verdicts import CrashVerdicts, default_folder
 from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.errors import ModelLoadError
+from serve.engine.regular_files import open_regular
 
 ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
 
@@ -45,7 +46,7 @@ class Runtimes:
 
     def _of(self, path: Path) -> Runtime:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 is_torch = file.read(len(ZIP)) == ZIP
         except OSError as error:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from serve.engine.regular_files import open_regular, read_regular
 from serve.engine.errors import ModelLoadError
 
 CERTIFICATE_FILE = "certificate.json"
@@ -35,7 +36,7 @@ def check_certificate(model: Path) -> str | None:
         ModelLoadError: they do not belong together, or the certificate cannot be read.
     """
     path = model.parent / CERTIFICATE_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     certificate = _read(path)
     locations, embedded = _look_into(model)
@@ -53,7 +54,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except OSError as error:  # of the system or the disk, which says nothing about the certificate
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -107,10 +108,10 @@ def _sha256(model: Path, locations: list[str]) -> str:
 
 
 def _file_sha256(path: Path) -> str:
-    if not path.is_file():
+    if not path.exists():
         raise ModelLoadError(f"{path}: is missing; the model beside it keeps weights there")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None

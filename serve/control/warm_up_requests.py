@@ -14,6 +14,7 @@ from protos.model_config_pb2 import ModelWarmup
 from serve.control.memory_check import available_bytes
 from serve.engine.configuration.config import DeclaredConfig
 from serve.engine.errors import ModelLoadError
+from serve.engine.regular_files import read_regular
 from serve.engine.repository.loaded_version import LoadedVersion
 from serve.engine.repository.named_files import named_file
 from serve.engine.requests import InferRequest
@@ -206,7 +207,7 @@ def _from_file(spec: TensorSpec, shape: tuple[int, ...], declared: DeclaredConfi
     if dtype.hasobject:
         raise ModelLoadError(f"{where} is of type {spec.datatype.wire}, which is not read from files; use random_data")
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise ModelLoadError(f"{where}: cannot read {WARM_UP_FOLDER}/{name}: {error.strerror}") from None
     expected = math.prod(shape) * dtype.itemsize

@@ -16,6 +16,7 @@ from onnx import TensorProto
 from serve.backends.onnx_runtime.onnx_outline import LARGE_BYTES, Outline, Place, read_outline
 from serve.backends.onnx_runtime.type_attributes import nodes_below
 from serve.engine.errors import ModelLoadError
+from serve.engine.regular_files import open_regular
 
 # Smaller files are parsed as a whole, which takes a millisecond: as long as to walk through a graph of a hundred nodes.
 SMALL_FILE_BYTES = 1 << 22
@@ -98,7 +99,7 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
         ModelLoadError: the file cannot be read or is not ONNX.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise _unreadable(path, error) from None
     with file:

@@ -15,6 +15,7 @@ from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.model_kinds import KINDS, ModelKind, asked_kinds
+from serve.engine.regular_files import read_regular_text
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,12 @@ def read_config(path: Path) -> DeclaredConfig:
         ModelLoadError: the file cannot be read or parsed; the text gives line and column.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_text(path)
     except FileNotFoundError:
         return DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelLoadError(f"{path}: cannot be read: {reason}") from None
     try:
         config = text_format.Parse(text, ModelConfig())
     except text_format.ParseError as error:

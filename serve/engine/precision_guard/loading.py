@@ -17,6 +17,7 @@ from serve.engine.precision_guard.settings import GuardSettings, Policy, guard_s
 from serve.engine.precision_guard.shadow import Shadow
 from serve.engine.precision_guard.tally import Tally
 from serve.engine.precision_guard.twin import Fp32Twin
+from serve.engine.regular_files import read_regular
 from serve.engine.tensors import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:
 def _certified(path: Path) -> float | None:
     """The scaled error that a certificate's budget allows; None where there is no such figure."""
     try:
-        allowed = json.loads(path.read_bytes())["budget"]["max_scaled_error"]
+        allowed = json.loads(read_regular(path))["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # whether the certificate is sound is for others to judge
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else None

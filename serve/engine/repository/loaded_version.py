@@ -25,6 +25,7 @@ from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.loading import make_guard
 from serve.engine.queueing.batch_limits import BatchLimits
 from serve.engine.queueing.joining import Joining
+from serve.engine.regular_files import read_regular_text
 from serve.engine.repository.model_repository import ModelFiles
 from serve.engine.repository.named_files import named_file, require_inside
 
@@ -141,7 +142,7 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
             continue
         path = named_file(declared, name, f"{declared.source}: label_filename is")
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = read_regular_text(path, "utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None

@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from serve.control.options import ControlMode
+from serve.engine.repository.version_states import State
 from tests.models import save_mlp
 from tests.serve.control.controlled import ask, controlled_server, lines, wait_for
 from tests.serve.running_server import RunningServer
@@ -122,3 +123,40 @@ def test_an_empty_repository_waits_for_its_first_model(tmp_path: Path) -> None:
         assert lines(server) == []
         add(tmp_path, 1)
         wait_for(server, [("mlp", "1", "READY", "")])
+
+
+LABELS = 'output { name: "y" data_type: TYPE_FP16 dims: 10 label_filename: "labels.txt" }'
+WARM_UP = """model_warmup { name: "w" inputs { key: "x" value { data_type: TYPE_FP16 dims: 64 input_data_file: "row" } } }"""
+
+
+@pytest.mark.parametrize(
+    ("path", "config"),
+    [
+        ("config.pbtxt", ""),
+        ("labels.txt", f"max_batch_size: 4 {LABELS}"),
+        ("warmup/row", f"max_batch_size: 4 {WARM_UP}"),
+        ("1/certificate.json", ""),
+    ],
+)
+def test_a_pipe_in_a_files_place_stops_nothing(server: RunningServer, repository: Path, path: str, config: str) -> None:
+    hidden = repository / ".piped"
+    save_mlp(hidden / "1" / "model.onnx")
+    if config:
+        (hidden / "config.pbtxt").write_text(config)
+    (hidden / path).parent.mkdir(exist_ok=True)
+    os.mkfifo(hidden / path)
+    hidden.rename(repository / "piped")
+    add(repository, 1, name="zebra")
+
+    def states() -> dict[str, tuple[str, str]]:
+        return {name: (state, reason) for name, _, state, reason in lines(server)}
+
+    async def looked_at() -> None:
+        while {"piped", "zebra"} - {s.name for s in server.core.index() if s.state is not State.LOADING}:
+            await server.core.changed.wait()
+
+    server.run(looked_at())
+    assert states()["zebra"] == ("READY", "")
+    state, reason = states()["piped"]
+    assert state == "UNAVAILABLE"
+    assert reason.endswith("it is a named pipe, expected a regular file")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -117,8 +116,8 @@ def test_a_model_that_never_answers_does_not_hold_the_server_up(repository: Path
 
 
 def test_a_signal_ends_a_server_that_is_still_loading(repository: Path) -> None:
-    os.mkfifo(repository / "mlp" / "config.pbtxt")  # whoever reads it waits for a writer, and then for its end
-    with serving(repository) as process, (repository / "mlp" / "config.pbtxt").open("w"):
+    with serving(repository, hang=True) as process:
+        assert line(process) == "running", "it is tried out before it serves"
         process.send_signal(signal.SIGTERM)
         told, errors = process.communicate(timeout=20)
         assert (process.returncode, told, errors) == (0, "", "")

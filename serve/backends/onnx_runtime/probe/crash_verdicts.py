@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
+from serve.engine.regular_files import open_regular
 
 READ_BYTES = 1 << 20
 
@@ -28,7 +29,7 @@ def verdict_key(path: Path, circumstances: Iterable[str]) -> str:
     digest = hashlib.blake2b(digest_size=20)
     for circumstance in circumstances:
         digest.update(circumstance.encode() + b"\0")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
