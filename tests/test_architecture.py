@@ -94,7 +94,7 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
 def test_protos_needs_protobuf_and_numpy_alone() -> None:
     outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
     # ml_dtypes gives numpy its bfloat16; it is imported when a tensor of that type is met.
-    assert outside - {"protos", "google", "numpy", "ml_dtypes", "__future__"} <= {"dataclasses", "typing"}
+    assert outside - {"protos", "google", "numpy", "ml_dtypes", "__future__"} <= {"dataclasses", "functools", "typing"}
 
 
 def test_torch_stays_where_it_belongs() -> None:

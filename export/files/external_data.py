@@ -11,7 +11,7 @@ import onnx
 import onnx_ir
 
 from export.errors import ExportError
-from export.files.proto_walk import all_tensors
+from protos.onnx_tensors import all_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

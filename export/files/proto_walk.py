@@ -1,4 +1,4 @@
-"""Everything in an ONNX message, bodies and functions included."""
+"""Every node and graph in an ONNX message, bodies and functions included; tensors are in protos.onnx_tensors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,6 @@ def all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
     for node in all_nodes(model):
         for attribute in node.attribute:
             yield from _bodies(attribute)
-
-
-def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor: initializers, sparse ones in their parts, and those in attributes."""
-    for graph in all_graphs(model):
-        yield from graph.initializer
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
-    for node in all_nodes(model):
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
 
 
 def _with_bodies(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:

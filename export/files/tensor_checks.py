@@ -12,7 +12,7 @@ import onnx
 import onnx_ir
 
 from export.errors import ExportError
-from export.files.proto_walk import all_tensors
+from protos.onnx_tensors import all_tensors
 
 PACKED_BITS = (2, 4)  # of elements that share bytes, in int32_data too
 _KINDS = onnx.TensorProto

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from serve.engine.regular_files import open_regular, read_regular
 from serve.engine.errors import ModelLoadError
+from serve.engine.regular_files import open_regular, read_regular
 
 CERTIFICATE_FILE = "certificate.json"
 SCHEMA = "halfserve.certificate"
 EMBEDDED_KEY = "halfserve.certificate_sha256"
 NOT_HASHED = frozenset({"onnx_sha256", "onnx_bytes"})  # they depend on the hash that the model's metadata holds
 MAX_BYTES = 64 * 2**20
-EXTERNAL = 1  # TensorProto.DataLocation
 
 
 def check_certificate(model: Path) -> str | None:
@@ -71,37 +69,15 @@ def _look_into(model: Path) -> tuple[list[str], str | None]:
     from serve.backends.onnx_runtime.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
 
     with open_onnx(model) as opened:
-        message = opened.model
-    embedded = next((entry.value for entry in message.metadata_props if entry.key == EMBEDDED_KEY), None)
-    return _locations(message), embedded
-
-
-def _locations(message: Any) -> list[str]:
-    """The data files in which its tensors lie."""
-    graphs = [message.graph, *message.functions]
-    external = (tensor for graph in graphs for tensor in _tensors(graph) if tensor.data_location == EXTERNAL)
-    entries = (entry for tensor in external for entry in tensor.external_data if entry.key == "location")
-    return sorted({entry.value for entry in entries})
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    """Of a graph or function, those of its subgraphs included."""
-    yield from getattr(graph, "initializer", ())
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _tensors(inner)
+        entries = opened.model.metadata_props
+        embedded = next((entry.value for entry in entries if entry.key == EMBEDDED_KEY), None)
+        return sorted(opened.data_files), embedded
 
 
 def _sha256(model: Path, locations: list[str]) -> str:
     """Of the file; with data files, of the lines that sha256sum prints for the model (called `model`) and for each of them."""
     if not locations:
         return _file_sha256(model)
-    folder = model.parent.resolve()
-    for location in locations:
-        if not (folder / location).resolve().is_relative_to(folder):
-            raise ModelLoadError(f"{model}: keeps weights in {location!r}, expected a file beside it; export it again")
     lines = [f"{_file_sha256(model)}  model\n"]
     lines += [f"{_file_sha256(model.parent / location)}  {location}\n" for location in locations]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve.backends.onnx_runtime.onnx_file import SUFFIX, data_files, open_onnx
+from serve.backends.onnx_runtime.onnx_file import open_onnx
 from serve.engine.control_groups import group_folders
 from serve.engine.errors import ModelLoadError
 
@@ -74,10 +74,8 @@ def _weights_bytes(model: Path) -> int:
 
 
 def _data_files(model: Path) -> frozenset[str]:
-    if model.suffix != SUFFIX:
-        return frozenset()
     try:
         with open_onnx(model) as opened:
-            return data_files(opened.model)
-    except ModelLoadError:  # whoever loads it says what is wrong
+            return opened.data_files
+    except ModelLoadError:  # or another kind of model; whoever loads it says what is wrong
         return frozenset()

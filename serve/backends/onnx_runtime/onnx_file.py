@@ -13,15 +13,14 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto
 
+from serve.backends.onnx_runtime.external_data import data_files
 from serve.backends.onnx_runtime.onnx_outline import LARGE_BYTES, Outline, Place, read_outline
-from serve.backends.onnx_runtime.type_attributes import nodes_below
 from serve.engine.errors import ModelLoadError
 from serve.engine.regular_files import open_regular
 
 # Smaller files are parsed as a whole, which takes a millisecond: as long as to walk through a graph of a hundred nodes.
 SMALL_FILE_BYTES = 1 << 22
 PIECE_BYTES = 1 << 20
-SUFFIX = ".onnx"  # by others ONNX knows its formats in text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +30,12 @@ class OnnxFile:
     Attributes:
         path: of the file.
         model: see `Outline`.
+        data_files: that its tensors lie in, seen from its folder, and all in that folder.
     """
 
     path: Path
     model: onnx.ModelProto
+    data_files: frozenset[str]
     _left_out: Mapping[int, Place]
     _file: BinaryIO
     _stamp: tuple[int, int]
@@ -96,7 +97,7 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
     """Open an ONNX file and parse its graph. Weights that lie in files beside it stay there.
 
     Raises:
-        ModelLoadError: the file cannot be read or is not ONNX.
+        ModelLoadError: the file cannot be read, is not ONNX, or keeps tensors elsewhere than in files of its folder.
     """
     try:
         file = open_regular(path)
@@ -105,28 +106,17 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
     with file:
         stamp = _stamp(file)
         outline = _outline(path, file, stamp[0])
-        yield OnnxFile(path=path, model=outline.model, _left_out=outline.left_out, _file=file, _stamp=stamp)
-
-
-def data_files(model: onnx.ModelProto) -> frozenset[str]:
-    """The files beside a model's that its weights lie in, seen from its folder."""
-    weights = list(model.graph.initializer)
-    for node in nodes_below(model.graph.node):
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                weights += attribute.g.initializer
-    external = (weight for weight in weights if weight.data_location == TensorProto.EXTERNAL)
-    # What is not UTF-8 is bytes here; the runtime refuses such names, and those with a NUL.
-    names = (str(entry.value) for weight in external for entry in weight.external_data if entry.key == "location")
-    return frozenset(name for name in names if "\0" not in name)
+        files = data_files(outline.model, path)
+        yield OnnxFile(path=path, model=outline.model, data_files=files, _left_out=outline.left_out, _file=file, _stamp=stamp)
 
 
 def _outline(path: Path, file: BinaryIO, size: int) -> Outline:
     try:
-        if size > SMALL_FILE_BYTES and path.suffix == SUFFIX:
+        # Always as the runtime reads it, whatever the file is called: by some names onnx.load takes it for text.
+        if size > SMALL_FILE_BYTES:
             outline = read_outline(file, size)
         else:
-            outline = Outline(model=onnx.load(path, load_external_data=False), left_out={})
+            outline = Outline(model=onnx.ModelProto.FromString(file.read()), left_out={})
     except (DecodeError, ValueError, OSError) as error:
         raise _unreadable(path, error) from None
     if not outline.model.HasField("graph") or not outline.model.opset_import:

@@ -8,26 +8,13 @@ from pathlib import Path
 import onnx
 
 from protos.datatypes import BY_ONNX
-from serve.backends.onnx_runtime.onnx_file import data_files, open_onnx
+from serve.backends.onnx_runtime.onnx_file import open_onnx
 from serve.backends.open_ended import is_open_ended
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
 UNKNOWN = "unk__"  # what tf2onnx calls a dimension, with a number of its own each, when nobody has named it
-
-
-def read_external_weights(model: onnx.ModelProto, path: Path) -> None:
-    """Take the weights that lie in files beside the model file at `path` into the model.
-
-    Raises:
-        ModelLoadError: such a file is missing or too short.
-    """
-    try:
-        onnx.load_external_data_for_model(model, str(path.parent))
-    except (onnx.checker.ValidationError, ValueError, TypeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelLoadError(f"{path}: its external data cannot be read ({reason}); it must lie beside the model") from None
 
 
 def read_interface(path: Path) -> ModelInterface:
@@ -37,7 +24,7 @@ def read_interface(path: Path) -> ModelInterface:
         ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
     """
     with open_onnx(path) as opened:
-        graph, files, open_ended = opened.model.graph, data_files(opened.model), is_open_ended(opened.model)
+        graph, files, open_ended = opened.model.graph, opened.data_files, is_open_ended(opened.model)
     _require_names(graph, path)
     constants = {tensor.name for tensor in graph.initializer}  # IR 3 lists initializers among the inputs
     taken = [value for value in graph.input if value.name not in constants]

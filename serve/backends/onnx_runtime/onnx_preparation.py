@@ -11,8 +11,8 @@ import onnx
 from onnx import TensorProto
 
 from serve.backends.onnx_runtime.border import set_border
+from serve.backends.onnx_runtime.external_data import take_in
 from serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
-from serve.backends.onnx_runtime.onnx_interface import read_external_weights
 from serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types, upcast_to_fp32
 from serve.backends.onnx_runtime.weight_file import large_weights_bytes, move_weights
 from serve.engine.errors import ModelLoadError
@@ -56,7 +56,7 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
         if not halves or (for_gpu and not border):
             yield PreparedModel(source=str(path), precision=names or "fp32")
             return
-        read_external_weights(model, path)
+        take_in(model, path)  # all of it: of bytes the runtime would resolve a path against the working directory
         precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
         with _room_for_weights(opened) as folder:
             _settle_weights(opened, folder, upcast=not for_gpu)

@@ -23,6 +23,7 @@ from serve.backends.onnx_runtime.node_placement import RECORD_ENTRY
 from serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
 from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
 from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe, Trial
+from serve.backends.onnx_runtime.probe.probe_child import FORMAT_ENTRY
 from serve.backends.onnx_runtime.session_settings import SessionSettings
 from serve.backends.onnx_runtime.thread_choice import is_quick, may_be_quick
 from serve.backends.runtime_errors import is_about_an_option, reason_of
@@ -219,6 +220,7 @@ class SessionOpener:
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         for key, value in settings.session_entries.items():
             options.add_session_config_entry(key, value)
+        options.add_session_config_entry(*FORMAT_ENTRY)
         options.add_session_config_entry(*RECORD_ENTRY)
         return options
 

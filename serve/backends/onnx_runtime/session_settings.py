@@ -15,6 +15,9 @@ from serve.engine.errors import ModelLoadError
 
 # https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html: handed on as they are.
 SESSION_KEYS = ("session.", "optimization.", "mlas.", "ep.")
+# Of these, keys whose value is a path, which the runtime would read from or write to, wherever it leads; and the one that has a
+# file read in another format than the one that was checked.
+NAMING_FILES = ("file", "path", "folder", "session.resource_cuda_partitioning_settings", "session.load_model_format")
 MAX_THREADS = 1024  # they are started at once, and each has a stack
 SWITCH = {"0": False, "false": False, "1": True, "true": True}
 
@@ -70,10 +73,18 @@ def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
         memory_arena=_switch(parameters, "enable_mem_arena", path, default=True),
         memory_pattern=_switch(parameters, "enable_mem_pattern", path, default=True),
         arena_shrinkage=parameters.get("memory.enable_memory_arena_shrinkage", ""),
-        session_entries={key: value for key, value in parameters.items() if key.startswith(SESSION_KEYS)},
+        session_entries=_entries(parameters, path),
         accelerators=accelerators,
         cuda_graphs=bool(graphs),
     )
+
+
+def _entries(parameters: Mapping[str, str], path: Path) -> dict[str, str]:
+    entries = {key: value for key, value in parameters.items() if key.startswith(SESSION_KEYS)}
+    for key in entries:
+        if any(word in key for word in NAMING_FILES):
+            raise ModelLoadError(f"{path}: parameter {key!r} has the runtime use files, which no model decides; remove it")
+    return entries
 
 
 def _count(parameters: Mapping[str, str], key: str, path: Path) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
+from protos.onnx_tensors import all_tensors
 from serve.backends.onnx_runtime.type_attributes import TypeAttributes, nodes_below
 
 FP32 = TensorProto.FLOAT
@@ -24,11 +25,9 @@ def half_types(model: ModelProto) -> frozenset[int]:
 
 def upcast_to_fp32(model: ModelProto) -> None:
     """Change every fp16 and bf16 type to fp32, in place: weights, constants, casts, inputs, outputs, subgraphs, functions."""
+    for tensor in all_tensors(model):
+        _upcast_tensor(tensor)
     for graph in _graphs(model):
-        for tensor in graph.initializer:
-            _upcast_tensor(tensor)
-        for sparse in graph.sparse_initializer:
-            _upcast_tensor(sparse.values)
         for value in (*graph.input, *graph.output, *graph.value_info):
             _upcast_type(value.type)
     types = TypeAttributes(model.functions)
@@ -43,26 +42,16 @@ def upcast_to_fp32(model: ModelProto) -> None:
 
 
 def _types(model: ModelProto) -> Iterator[int]:
+    yield from (tensor.data_type for tensor in all_tensors(model))
     for graph in _graphs(model):
-        yield from (t.data_type for t in graph.initializer)
-        yield from (sparse.values.data_type for sparse in graph.sparse_initializer)
         yield from (v.type.tensor_type.elem_type for v in (*graph.input, *graph.output))
     types = TypeAttributes(model.functions)
     for function in model.functions:
         for default in function.attribute_proto:
-            yield from _types_in(default, types.of_calls(function))
+            if default.name in types.of_calls(function):
+                yield default.i
     for node in _nodes(model):
-        for attribute in node.attribute:
-            yield from _types_in(attribute, types.of(node))
-
-
-def _types_in(attribute: AttributeProto, types: AbstractSet[str]) -> Iterator[int]:
-    if attribute.name in types:
-        yield attribute.i
-    elif attribute.HasField("t"):  # to ask for what is not there takes longer
-        yield attribute.t.data_type
-    elif attribute.HasField("sparse_tensor"):
-        yield attribute.sparse_tensor.values.data_type
+        yield from (attribute.i for attribute in node.attribute if attribute.name in types.of(node))
 
 
 def _graphs(model: ModelProto) -> Iterator[GraphProto]:
@@ -79,13 +68,9 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
 
 
 def _upcast_attribute(attribute: AttributeProto, types: AbstractSet[str]) -> None:
-    # No operator, of the standard or of ONNX Runtime's own, has an attribute that is a list of tensors or types.
+    # No operator, of the standard or of ONNX Runtime's own, has an attribute that is a list of types.
     if attribute.name in types and attribute.i in HALF_TYPES:
         attribute.i = FP32
-    if attribute.HasField("t"):
-        _upcast_tensor(attribute.t)
-    if attribute.HasField("sparse_tensor"):
-        _upcast_tensor(attribute.sparse_tensor.values)
     if attribute.HasField("tp"):
         _upcast_type(attribute.tp)
 

@@ -27,7 +27,7 @@ from serve.engine.queueing.batch_limits import BatchLimits
 from serve.engine.queueing.joining import Joining
 from serve.engine.regular_files import read_regular_text
 from serve.engine.repository.model_repository import ModelFiles
-from serve.engine.repository.named_files import named_file, require_inside
+from serve.engine.repository.named_files import named_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
     as_loaded = AsLoaded.look(files.model)
     runtime = declared_outputs(runtime, files.config.message)
     interface = runtime.describe(files.model)
-    data_files = [files.model.parent / name for name in interface.data_files]
-    for path in data_files:  # the runtime would refuse it, too, and tell clients where it leads
-        require_inside(files.root, path)
-    as_loaded = as_loaded.also(data_files)
+    as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     drop_reported(config)
     copies = instances(config)

@@ -44,12 +44,6 @@ class ModelFiles:
     model: Path
     config: DeclaredConfig
 
-    @property
-    def root(self) -> Path:
-        """The folder in which all that belongs to it lies: the repository, or that of a bare file."""
-        source = self.config.source
-        return self.model.parent if source == self.model or not source.parent.is_dir() else source.parent.parent
-
 
 def find_models(path: Path) -> list[ModelFiles]:
     """The model versions that should be served from `path`, by name and version.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from export.files.file_window import FileWindow
 from export.files.large_tensors import LARGE_BYTES, DamagedFileError, length_delimited, without_large_tensors
 from export.files.model_file import serialize
-from export.files.proto_walk import all_tensors
+from protos.onnx_tensors import all_tensors
 from tests.export.onnx_files import sums, with_a_body
 
 HERE = Path("/models/model.onnx")

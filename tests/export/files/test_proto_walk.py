@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import helper, numpy_helper
 
-from export.files.proto_walk import all_graphs, all_nodes, all_tensors
+from export.files.proto_walk import all_graphs, all_nodes
+from protos.onnx_tensors import all_tensors
 from tests.export.onnx_files import sums, with_a_body
 
 
@@ -29,12 +30,3 @@ def test_functions_are_walked() -> None:
     model.functions.append(helper.make_function("own", "F", [], ["c"], body, list(model.opset_import)))
     assert "of_function" in {node.name for node in all_nodes(model)}
     assert "in_function" in {tensor.name for tensor in all_tensors(model)}
-
-
-def test_sparse_tensors_come_in_their_parts() -> None:
-    model = sums()
-    sparse = helper.make_sparse_tensor(
-        numpy_helper.from_array(np.ones(2, np.float32), "sparse"), numpy_helper.from_array(np.arange(2), "places"), [4]
-    )
-    model.graph.sparse_initializer.append(sparse)
-    assert {"sparse", "places"} <= {tensor.name for tensor in all_tensors(model)}

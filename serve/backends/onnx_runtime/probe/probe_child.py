@@ -17,6 +17,8 @@ import numpy as np
 import onnxruntime as ort
 
 LOG_NOTHING_BUT_FATAL = 4
+# Otherwise a file's name or its first bytes may have the runtime read it in its own format, which is not what was checked.
+FORMAT_ENTRY = ("session.load_model_format", "ONNX")
 # ONNX Runtime's names that differ from numpy's.
 TYPES = {"float": "float32", "double": "float64", "string": "object"}
 
@@ -70,6 +72,7 @@ def _options(trial: dict[str, Any]) -> Any:
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     for key, value in trial["entries"].items():
         options.add_session_config_entry(key, value)
+    options.add_session_config_entry(*FORMAT_ENTRY)
     return options
 
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from serve.backends.onnx_runtime import onnx_file
-from serve.backends.onnx_runtime.onnx_file import data_files, open_onnx
+from serve.backends.onnx_runtime.onnx_file import open_onnx
 from serve.backends.onnx_runtime.onnx_preparation import prepared
 from serve.engine.errors import ModelLoadError
 from tests.models import save_model
@@ -42,11 +42,14 @@ def test_taken_in_the_model_is_whole(path: Path) -> None:
         assert opened.model == onnx.load(path)
 
 
-def test_formats_in_text_are_still_read(path: Path) -> None:
-    text = path.with_suffix(".textproto")
-    onnx.save(onnx.load(path), text)
-    with open_onnx(text) as opened:
-        assert opened.model == onnx.load(path)
+@pytest.mark.parametrize("suffix", [".textproto", ".json", ".onnxtxt", ".ort"])
+def test_a_file_is_read_as_the_runtime_reads_it_whatever_its_name(path: Path, suffix: str) -> None:
+    renamed = path.rename(path.with_suffix(suffix))
+    with open_onnx(renamed) as opened:
+        opened.take_in()
+        assert opened.model == onnx.load(renamed, format="protobuf")
+    with prepared(renamed, for_gpu=False) as model:
+        assert model.precision == "fp32 (the fp16 model, upcast)"
 
 
 def test_a_file_that_is_written_to_meanwhile_is_refused(path: Path) -> None:
@@ -96,16 +99,3 @@ def test_a_large_file_of_something_else_is_refused(path: Path) -> None:
     path.write_bytes(b"\x00" * (2 * onnx_file.SMALL_FILE_BYTES))
     with pytest.raises(ModelLoadError, match="m.onnx: is not a"), open_onnx(path):
         pass
-
-
-def test_data_files_are_those_that_weights_name_in_subgraphs_too() -> None:
-    def weight(file: str) -> TensorProto:
-        tensor = TensorProto(name=file, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
-        tensor.external_data.add(key="offset", value="0")
-        tensor.external_data.add(key="location", value=file)
-        return tensor
-
-    inner = helper.make_graph([], "inner", [], [], [weight("inner.bin")])
-    plain = helper.make_tensor("plain", TensorProto.FLOAT, [1], [1.0])
-    graph = helper.make_graph([helper.make_node("Loop", [], [], body=inner)], "g", [], [], [weight("outer.bin"), plain])
-    assert data_files(helper.make_model(graph)) == {"inner.bin", "outer.bin"}

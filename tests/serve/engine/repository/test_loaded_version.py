@@ -109,7 +109,7 @@ def test_labels_may_be_a_link_in_the_repository_and_not_out_of_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_weights_that_are_a_link_out_of_the_repository_are_refused(tmp_path: Path, half: bool) -> None:
+def test_weights_that_are_a_link_out_of_the_models_folder_are_refused(tmp_path: Path, half: bool) -> None:
     root = write_versions(tmp_path / "repository", "1")
     path = root / "mlp" / "1" / "model.onnx"
     model = onnx.load(path)
@@ -121,7 +121,7 @@ def test_weights_that_are_a_link_out_of_the_repository_are_refused(tmp_path: Pat
     weights.rename(tmp_path / "weights.bin")
     weights.symlink_to(tmp_path / "weights.bin")
     with pytest.raises(
-        ModelLoadError, match=r"weights.bin: is a link out of the repository, expected what lies in it; copy it there$"
+        ModelLoadError, match=r"weights.bin: is a link out of the model's folder, expected what lies in it; copy it there$"
     ):
         load(root)
 
@@ -134,6 +134,6 @@ def test_a_bare_file_may_keep_weights_beside_it_and_nowhere_else(tmp_path: Path)
         load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
         weights = path.with_name("weights.bin").rename(tmp_path / "weights.bin")
         path.with_name("weights.bin").symlink_to(weights)
-        with pytest.raises(ModelLoadError, match=r"weights.bin: is a link out of the repository"):
+        with pytest.raises(ModelLoadError, match=r"weights.bin: is a link out of the model's folder"):
             load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
         weights.replace(path.with_name("weights.bin"))
