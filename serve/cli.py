@@ -56,6 +56,7 @@ def serve(
     load_seconds: opt.LoadSeconds = 1800.0,
     keep_going: opt.KeepGoing = False,
     model_uploads: opt.ModelUploads = False,
+    trust_torch_archives: opt.TrustTorchArchives = False,
     max_batch_size: opt.MaxBatchSize = 32,
     max_queue_delay_us: opt.MaxQueueDelayUs = 0,
     max_queue_size: opt.MaxQueueSize = 8192,
@@ -161,7 +162,7 @@ def serve(
     tell = print_json if as_json else partial(print_text, scheme=scheme)
     if inherited and inherited.restarts:
         tell = partial(tell_again, restarts=inherited.restarts)
-    _run(options, partial(told, tell), inherited)
+    _run(options, partial(told, tell), inherited, trust_torch_archives=trust_torch_archives)
 
 
 def _check_without_http(http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None) -> None:
@@ -202,15 +203,22 @@ def _check_supervised(transport: TransportName) -> None:
         )
 
 
-def _run(options: ServerOptions, on_ready: Callable[[Ready], None], inherited: Inheritance | None) -> None:
+def _run(
+    options: ServerOptions,
+    on_ready: Callable[[Ready], None],
+    inherited: Inheritance | None,
+    *,
+    trust_torch_archives: bool,
+) -> None:
     # Here, so that `halfserve serve --help` does not wait for them.
     from serve import server  # noqa: PLC0415  (see above)
     from serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
 
     log_to_standard_error()
+    runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
-            runner.run(server.serve(options, probing_runtimes(), on_ready, inherited))
+            runner.run(server.serve(options, runtimes, on_ready, inherited))
         except LostDeviceError:
             leave_at_once(LOST_DEVICE_CODE)  # a driver that is asked to clean up after itself may never come back
     leave_threads_behind()

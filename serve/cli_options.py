@@ -88,7 +88,14 @@ KeepGoing = Annotated[
 ]
 ModelUploads = Annotated[
     bool,
-    _models("--model-uploads", help="Let load requests bring model files along (--model-control explicit)."),
+    _models("--model-uploads", help="Let load requests bring ONNX models and label files along (--model-control explicit)."),
+]
+TrustTorchArchives = Annotated[
+    bool,
+    _models(
+        "--trust-torch-archives",
+        help="Serve .pt2 files of PATH too. This trusts everybody who writes there: such a file can run any code as this user.",
+    ),
 ]
 
 _batching = partial(typer.Option, rich_help_panel="Batching")

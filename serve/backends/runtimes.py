@@ -12,27 +12,30 @@ from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
 from serve.engine.errors import ModelLoadError
 from serve.engine.regular_files import open_regular
 
+TRUST_OPTION = "--trust-torch-archives"
 ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
 
 
 class Runtimes:
     """ONNX files go to ONNX Runtime, exported torch programs to torch, which is imported for the first of them."""
 
-    def __init__(self, probe: CrashProbe | None = None) -> None:
+    def __init__(self, probe: CrashProbe | None = None, *, trust_torch_archives: bool = False) -> None:
         """All runtimes.
 
         Args:
             probe: tries ONNX models out before they are loaded here; None trusts them.
+            trust_torch_archives: load torch programs too, which can run any code as this process's user.
         """
         self._onnx = OnnxRuntime(probe)
+        self._trust_torch_archives = trust_torch_archives
         self._torch: Runtime | None = None
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface.
 
         Raises:
-            ModelLoadError: the file is missing, is no model, needs a package that is not installed, or has inputs that cannot
-                travel on the wire.
+            ModelLoadError: the file is missing, is no model, is a torch program and these are not trusted, needs a package that
+                is not installed, or has inputs that cannot travel on the wire.
         """
         return self._of(path).describe(path)
 
@@ -52,6 +55,11 @@ class Runtimes:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
         if not is_torch:
             return self._onnx
+        if not self._trust_torch_archives:
+            raise ModelLoadError(
+                f"{path}: is a torch archive, which can run any code as the server's user when it is loaded; export the model "
+                f"to ONNX, or start the server with {TRUST_OPTION} if you trust everybody who writes model files there"
+            )
         if self._torch is None:
             try:
                 from serve.backends.torch_backend import TorchRuntime  # noqa: PLC0415  (takes a second, and may not be there)
@@ -64,6 +72,6 @@ class Runtimes:
         return self._torch
 
 
-def probing_runtimes() -> Runtimes:
-    """All runtimes, with a probe that keeps its verdicts in the user's cache folder."""
-    return Runtimes(CrashProbe(CrashVerdicts(default_folder())))
+def probing_runtimes(*, trust_torch_archives: bool = False) -> Runtimes:
+    """All runtimes, with a probe that keeps its verdicts in the user's cache folder; see `Runtimes`."""
+    return Runtimes(CrashProbe(CrashVerdicts(default_folder())), trust_torch_archives=trust_torch_archives)

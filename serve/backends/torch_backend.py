@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # what torch raises; nothing is unpickled here
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,13 +33,15 @@ CPU = torch.device("cpu")
 USER_INPUT = InputKind.USER_INPUT
 # Of a file that it cannot read torch.export.load warns, with a traceback, before it tries another format and raises.
 UNREADABLE_WARNINGS = ("Ran into the following error when deserializing", "Unable to load package")
-
+# torch's own switches for `torch.load`, in the environment.
+FORCE_WEIGHTS_ONLY, FORCE_ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_environment = threading.Lock()  # the process has one: of two threads that change it, each would put back the other's change
 
 _File: TypeAlias = tuple[Path, int, int, int]  # as it was: another one may lie there by now
 
 
 class TorchRuntime:
-    """Loads what torch.export.save wrote. Such a file can hold pickled objects: serve those that you trust."""
+    """Loads what torch.export.save wrote. Such a file is a program, which names the functions that it calls: see Runtimes."""
 
     def __init__(self) -> None:
         self._described: tuple[_File | None, ExportedProgram] | None = None
@@ -172,7 +178,13 @@ def _file(path: Path) -> _File | None:
 
 def _read(path: Path) -> ExportedProgram:
     try:
-        return torch.export.load(path)
+        with _weights_only():
+            return torch.export.load(path)
+    except UnpicklingError:
+        raise ModelLoadError(
+            f"{path}: holds pickled objects other than tensors, which are not loaded; export the program with weights, "
+            "constants and example inputs that are plain tensors"
+        ) from None
     except Exception as error:
         # Of a zip file's, json's, pickle's and torch's own classes.
         said = str(error).partition("Please check the warnings")[0].strip()
@@ -181,6 +193,21 @@ def _read(path: Path) -> ExportedProgram:
             f"{path}: is not a readable exported program ({reason}); write it with torch.export.save of torch "
             f"{torch.__version__}"
         ) from error
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Have every `torch.load` of this process read tensors and nothing else: `torch.export.load` asks for whole pickles."""
+    with _environment:
+        before = {name: os.environ.pop(name, None) for name in (FORCE_WEIGHTS_ONLY, FORCE_ANYTHING)}
+        os.environ[FORCE_WEIGHTS_ONLY] = "1"
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _device(path: Path, placement: Placement) -> torch.device:

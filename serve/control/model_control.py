@@ -14,9 +14,10 @@ from weakref import WeakValueDictionary
 
 from serve.control.loader import Loader
 from serve.control.loader_thread import LoaderThread
-from serve.control.names import check_name, write_upload
+from serve.control.names import check_name
 from serve.control.options import ALL, ControlMode, ControlOptions
 from serve.control.switch import Switch
+from serve.control.uploads import write_upload
 from serve.control.watch import RepositoryWatch
 from serve.engine.configuration.config_override import config_from_json
 from serve.engine.errors import (

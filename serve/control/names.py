@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection
+from pathlib import PurePosixPath
 
 from serve.engine.errors import InvalidArgumentError
 
@@ -24,31 +24,25 @@ def check_name(name: str) -> None:
         )
 
 
-def write_upload(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files that a load request brings below a folder that is theirs alone.
+def check_paths(paths: Collection[str]) -> None:
+    """Check that paths of files lie in one folder, each a file of its own.
 
     Args:
-        folder: exists and is empty.
-        files: contents by path in the model's folder, such as "1/model.onnx".
+        paths: as a load request has them, such as "1/model.onnx".
 
     Raises:
-        InvalidArgumentError: a path leads elsewhere, is hidden, or is both a file and a folder.
-        OSError: as the system reports it.
+        InvalidArgumentError: a path leads elsewhere, is hidden, or is both a file and a folder; or there are too many.
     """
-    if len(files) > MAX_FILES:
-        raise InvalidArgumentError(f"the load request brings {len(files)} files, expected at most {MAX_FILES}")
-    for path in files:
+    if len(paths) > MAX_FILES:
+        raise InvalidArgumentError(f"the load request brings {len(paths)} files, expected at most {MAX_FILES}")
+    for path in paths:
         parts = path.split("/")
         if len(parts) > MAX_DEPTH or not all(_is_plain(part) for part in parts):
             raise InvalidArgumentError(
                 f"file path {path[:200]!r} is not valid, expected one in the model's folder such as '1/model.onnx'"
             )
-        if any(str(parent) in files for parent in PurePosixPath(path).parents):
+        if any(str(parent) in paths for parent in PurePosixPath(path).parents):
             raise InvalidArgumentError(f"file path {path[:200]!r} lies below what is a file itself")
-    for path, content in files.items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
 
 
 def _is_plain(part: str) -> bool:

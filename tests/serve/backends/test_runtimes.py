@@ -25,7 +25,7 @@ KINDS = ("onnx", "torch")
 
 @pytest.fixture(scope="module")
 def runtimes() -> Runtimes:
-    return Runtimes()
+    return Runtimes(trust_torch_archives=True)
 
 
 @pytest.fixture(params=KINDS)

@@ -24,7 +24,7 @@ PLATFORMS = {"onnx": "onnxruntime_onnx", "torch": "torch_export"}
 
 
 def load_all(folder: Path) -> list[Model]:
-    runtimes, placement = Runtimes(), Placement(use_gpu=False, threads=1)
+    runtimes, placement = Runtimes(trust_torch_archives=True), Placement(use_gpu=False, threads=1)
     return [load_model(files, runtimes, placement, Defaults()) for files in find_models(folder)]
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from serve.engine.queueing.compute_slots import ComputeSlots
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
 from tests.serve.backends.torch_programs import BATCH, Twice, save_program
+from tests.serve.hostile_files import PICKLES, save_hostile_archive
 
 ON_CPU = Placement(use_gpu=False)
 HALF = torch.float16
@@ -206,7 +209,7 @@ def test_settings_of_onnx_runtime_are_named_in_a_warning(tmp_path: Path, caplog:
     save_program(tmp_path / "m" / "1" / "model.pt2", Twice(), torch.ones(2, 1), dynamic_shapes=BATCH)
     config = tmp_path / "m" / "config.pbtxt"
     config.write_text('parameters { key: "execution_mode" value { string_value: "1" } }')
-    loader = Loader(runtime=Runtimes(), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0)
+    loader = Loader(runtime=Runtimes(trust_torch_archives=True), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0)
     loader.load(*find_models(tmp_path))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [f"{config}: no effect here: parameters.execution_mode"]
@@ -218,18 +221,27 @@ def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match="m.pt2: is not a readable exported program .*; write it with torch.export.save"
     ) as no:
-        Runtimes().describe(path)
+        Runtimes(trust_torch_archives=True).describe(path)
     assert "\n" not in str(no.value)
 
 
-def test_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            [],
+            "is a torch archive, which can run any code .*; export .* to ONNX, or start .* --trust-torch-archives if .*",
+        ),
+        (["--trust-torch-archives"], r"is not a readable exported program \(.*\); write it with torch.export.save .*"),
+    ],
+)
+def test_a_checkpoint_is_refused_in_one_line(tmp_path: Path, options: list[str], line: str) -> None:
     torch.save({"weights": torch.ones(2)}, tmp_path / "checkpoint.pt")
-    program = "import sys, halfserve; halfserve.main(['serve', sys.argv[1], '--grpc-port', '0'])"
-    command = [sys.executable, "-c", program, str(tmp_path / "checkpoint.pt")]
+    program = "import sys, halfserve; halfserve.main(['serve', '--grpc-port', '0', *sys.argv[1:]])"
+    command = [sys.executable, "-c", program, str(tmp_path / "checkpoint.pt"), *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    line = r"halfserve serve: \S+checkpoint.pt: is not a readable exported program \(.*\); write it with torch.export.save .*\n"
-    assert re.fullmatch(line, ended.stderr)
+    assert re.fullmatch(rf"halfserve serve: \S+checkpoint.pt: {line}\n", ended.stderr)
 
 
 def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +249,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "serve.backends.torch_backend")
     with pytest.raises(ModelLoadError, match=r"'torch' is not installed; pip install 'halfserve\[train\]', or export"):
-        Runtimes().describe(path)
+        Runtimes(trust_torch_archives=True).describe(path)
 
 
 def test_onnx_models_are_served_without_torch() -> None:
@@ -258,3 +270,36 @@ def test_programs_on_the_cpu_compete_for_the_slots_of_the_server(tmp_path: Path)
         await core.drain()
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("place", PICKLES)
+@pytest.mark.parametrize("name", ["model.pt2", "model.pt", "model.onnx", "model.bin"])
+def test_an_archive_that_runs_code_is_refused_where_archives_are_not_trusted(tmp_path: Path, place: str, name: str) -> None:
+    marker = tmp_path / "ran"
+    path = save_hostile_archive(tmp_path / name, place, marker)
+    with pytest.raises(ModelLoadError, match=rf"{name}: is a torch archive, which can run .* --trust-torch-archives if"):
+        Runtimes().describe(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "place", sorted(PICKLES.keys() - {"an opaque constant"})
+)  # of which torch knows no other way to read it
+def test_of_a_trusted_archive_tensors_alone_are_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # as somebody else's program may need it
+    marker = tmp_path / "ran"
+    path = save_hostile_archive(tmp_path / "model.pt2", place, marker)
+    with pytest.raises(ModelLoadError, match=r"model.pt2: holds pickled objects other than tensors, which are not loaded"):
+        Runtimes(trust_torch_archives=True).describe(path)
+    assert not marker.exists()
+    assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+@pytest.mark.parametrize("place", PICKLES)
+def test_the_archives_of_these_tests_run_code_in_torch_itself(tmp_path: Path, place: str) -> None:
+    marker = tmp_path / "ran"
+    path = save_hostile_archive(tmp_path / "model.pt2", place, marker)
+    with contextlib.suppress(Exception):  # what it does after that is torch's own affair
+        torch.export.load(path)
+    assert marker.exists()

@@ -14,7 +14,7 @@ from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.control.loader import Loader
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlMode, ControlOptions
-from serve.engine.backend import Placement
+from serve.engine.backend import Placement, Runtime
 from serve.engine.configuration.config import Defaults
 from serve.engine.inference_core import InferenceCore
 from serve.transports.nghttp2.server import Nghttp2Server
@@ -23,13 +23,13 @@ from tests.serve.running_server import MakeTransport, RunningServer, running_ser
 Line = tuple[str, str, str, str]
 
 
-def loader(warm_up_budget_s: float = 5.0) -> Loader:
+def loader(warm_up_budget_s: float = 5.0, runtime: Runtime | None = None) -> Loader:
     placement = Placement(use_gpu=False, threads=1)
-    return Loader(runtime=OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=warm_up_budget_s)
+    return Loader(runtime=runtime or OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=warm_up_budget_s)
 
 
-def control(core: InferenceCore, path: Path, mode: ControlMode, **options: Any) -> ModelControl:
-    return ModelControl(core, path, loader(), ControlOptions(mode=mode, **options))
+def control(core: InferenceCore, path: Path, mode: ControlMode, runtime: Runtime | None = None, **options: Any) -> ModelControl:
+    return ModelControl(core, path, loader(runtime=runtime), ControlOptions(mode=mode, **options))
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException
 
-from serve.control.names import check_name, write_upload
+from serve.control.names import check_name
 from serve.control.options import ControlMode
+from serve.control.uploads import write_upload
 from serve.engine.errors import InvalidArgumentError
 from tests.models import save_mlp
 from tests.serve.control.controlled import ask, controlled_server
@@ -135,8 +136,9 @@ def test_no_name_leads_out_of_its_folder(name: str) -> None:
     assert (folder / name).name == name
 
 
-@given(st.dictionaries(st.from_regex(r"([a.]{0,2}/){0,4}[a.\\]{0,3}", fullmatch=True), st.binary(max_size=2), max_size=3))
-def test_what_is_written_stays_in_its_folder(files: dict[str, bytes]) -> None:
+@given(st.dictionaries(st.from_regex(r"([a.]{0,2}/){0,4}[a.\\]{0,3}", fullmatch=True), st.text(max_size=2), max_size=3))
+def test_what_is_written_stays_in_its_folder(texts: dict[str, str]) -> None:
+    files = {path: text.encode() for path, text in texts.items()}
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
         folder.mkdir()
