@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from serve.backends.onnx_runtime.external_data import data_bytes
 from serve.backends.onnx_runtime.onnx_file import open_onnx
 from serve.engine.control_groups import group_folders
 from serve.engine.errors import ModelLoadError
@@ -69,13 +71,19 @@ def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int 
 def _weights_bytes(model: Path) -> int:
     """The model file, the data files that it names, and what exporters put beside it (model.onnx.data, model.onnx_data)."""
     beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
-    named = {model.parent / name for name in _data_files(model)}
-    return sum(path.stat().st_size for path in beside | named if path.is_file())
+    locations, read = _data(model)
+    named = {model.parent / name for name in locations}
+    return _size(beside - named) + max(_size(named), read)
 
 
-def _data_files(model: Path) -> frozenset[str]:
+def _size(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _data(model: Path) -> tuple[frozenset[str], int]:
+    """The data files, and bytes that tensors read from them: more than there are where several read the same."""
     try:
         with open_onnx(model) as opened:
-            return opened.data_files
+            return opened.data_files, data_bytes(opened.model, model)
     except ModelLoadError:  # or another kind of model; whoever loads it says what is wrong
-        return frozenset()
+        return frozenset(), 0

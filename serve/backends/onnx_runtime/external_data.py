@@ -51,6 +51,20 @@ def data_files(model: onnx.ModelProto, path: Path) -> frozenset[str]:
     return found
 
 
+def data_bytes(model: onnx.ModelProto, path: Path) -> int:
+    """Bytes that tensors take from data files, each counted by itself: all of its file for one that does not say how many.
+
+    Raises:
+        ModelLoadError: a tensor says something else than a number, or another place than the model's folder.
+    """
+    sizes = {location: _size(path.parent / location) for location in locations(model, path)}
+    try:
+        lengths = [(_location(tensor, path), _number(_entries(tensor, path), "length")) for tensor in _external(model)]
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: of its external data, {error}; export the model again") from None
+    return sum(sizes[location] if length is None else length for location, length in lengths)
+
+
 def take_in(model: onnx.ModelProto, path: Path) -> None:
     """Read every tensor that lies in a data file into the message.
 
@@ -113,6 +127,13 @@ def _number(entries: _Entries, key: str) -> int | None:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"its {key} is {text!r}, expected a number of bytes")
     return int(text)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # who reads it says so
+        return 0
 
 
 def _read(file: Path, offset: int | None, length: int | None) -> bytes:

@@ -56,7 +56,8 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
         if not halves or (for_gpu and not border):
             yield PreparedModel(source=str(path), precision=names or "fp32")
             return
-        take_in(model, path)  # all of it: of bytes the runtime would resolve a path against the working directory
+        if opened.data_files:
+            take_in(model, path)  # all of it: of bytes the runtime would resolve a path against the working directory
         precision = names if for_gpu else f"fp32 (the {names} model, upcast)"
         with _room_for_weights(opened) as folder:
             _settle_weights(opened, folder, upcast=not for_gpu)

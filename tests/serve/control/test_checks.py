@@ -27,6 +27,7 @@ from serve.engine.errors import ModelLoadError
 from serve.engine.repository.model_repository import find_model, find_models, model_names
 from tests.models import save_mlp
 from tests.serve.control.controlled import controlled_server, lines, loader
+from tests.serve.hostile_files import elsewhere, reading_model
 
 
 def certified(folder: Path) -> Path:
@@ -169,6 +170,20 @@ def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monk
     (tmp_path / "weights.bin").write_bytes(b"x" * 2_000_000)
     monkeypatch.setattr(memory_check, "available_bytes", lambda: 1_000_000)
     with pytest.raises(ModelLoadError, match="it takes at least 2 MB, 1 MB are available"):
+        require_memory(model, 1)
+
+
+def test_memory_must_hold_each_tensor_that_reads_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model.onnx"
+    message = onnx.load_from_string(reading_model("initializer", "weights.bin"))
+    message.graph.initializer.extend([elsewhere("weights.bin", count=1_000_000)] * 50)
+    unsaid = elsewhere("weights.bin", count=1_000_000)
+    del unsaid.external_data[1:]
+    message.graph.initializer.extend([unsaid] * 50)
+    model.write_bytes(message.SerializeToString())
+    (tmp_path / "weights.bin").write_bytes(bytes(1_000_000))
+    monkeypatch.setattr(memory_check, "available_bytes", lambda: 50_000_000)
+    with pytest.raises(ModelLoadError, match="it takes at least 100 MB, 50 MB are available"):
         require_memory(model, 1)
 
 

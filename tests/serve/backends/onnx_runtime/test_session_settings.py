@@ -198,3 +198,18 @@ def test_cuda_graphs(text: str, graphs: bool) -> None:
 def test_what_cannot_be_read_is_refused_with_the_file(text: str, message: str) -> None:
     with pytest.raises(ModelLoadError, match=f"^m.onnx: .*{message}"):
         settings(text)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "session.model_external_initializers_file_folder_path",
+        "session.collect_node_memory_stats_to_file",
+        "session.resource_cuda_partitioning_settings",
+        "session.load_model_format",
+        "ep.context_file_path",
+    ],
+)
+def test_settings_that_have_the_runtime_use_files_are_refused(key: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"parameter {key!r} has the runtime use files, which no model decides; remove it"):
+        settings(parameter(key, "x"))
