@@ -14,9 +14,11 @@ import onnx
 from onnx import TensorProto
 
 from protos.onnx_tensors import all_tensors
+from serve.backends.onnx_runtime.type_attributes import nodes_below
 from serve.engine.errors import ModelLoadError
 from serve.engine.regular_files import open_regular, require_regular
 
+ENGINE = "EPContext"
 IN_MEMORY = "_ORT_MEM_ADDR_"  # of a location by which ONNX Runtime means an address in its own process
 
 _Entries: TypeAlias = dict[str, str]
@@ -85,6 +87,16 @@ def take_in(model: onnx.ModelProto, path: Path) -> None:
         del tensor.external_data[:]
         tensor.ClearField("data_location")
         tensor.raw_data = content
+
+
+def require_no_engine(model: onnx.ModelProto, path: Path) -> None:
+    """Check that no node is a device's compiled program: the runtime would look for its file, and TensorRT would run it.
+
+    Raises:
+        ModelLoadError: one is.
+    """
+    if any(node.op_type == ENGINE for node in nodes_below(model.graph.node, *(f.node for f in model.functions))):
+        raise ModelLoadError(f"{path}: holds a program compiled for one device ({ENGINE}), which is not served; export again")
 
 
 def _external(model: onnx.ModelProto) -> list[TensorProto]:

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto
 
 from serve.backends.onnx_runtime.border import set_border
-from serve.backends.onnx_runtime.external_data import take_in
+from serve.backends.onnx_runtime.external_data import require_no_engine, take_in
 from serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types, upcast_to_fp32
 from serve.backends.onnx_runtime.weight_file import large_weights_bytes, move_weights
@@ -50,6 +50,7 @@ def prepared(path: Path, *, for_gpu: bool) -> Iterator[PreparedModel]:
     """
     with open_onnx(path) as opened:
         model = opened.model
+        require_no_engine(model, path)
         halves = half_types(model)
         names = " and ".join(name for number, name in HALF_TYPES.items() if number in halves)
         border = _border(model, for_gpu=for_gpu)

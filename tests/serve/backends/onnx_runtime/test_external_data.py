@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime
@@ -118,3 +119,17 @@ def test_a_tensor_with_two_places_is_refused(folder: Path) -> None:
     path.write_bytes(model.SerializeToString())
     with pytest.raises(ModelLoadError, match="tensor 'read' says twice where its data lies"), open_onnx(path):
         pass
+
+
+@pytest.mark.parametrize("within", ["graph", "function"])
+def test_a_program_of_a_device_is_refused(folder: Path, within: str) -> None:
+    path = save_mlp(folder / "model.onnx")
+    model = onnx.load(path)
+    node = helper.make_node("EPContext", ["x"], ["z"], domain="com.microsoft", ep_cache_context="../engine", embed_mode=0)
+    if within == "graph":
+        model.graph.node.append(node)
+    else:
+        model.functions.append(helper.make_function("own", "F", ["x"], ["z"], [node], [helper.make_opsetid("", 20)]))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelLoadError, match=r"holds a program compiled for one device \(EPContext\), which is not served"):
+        answer(path)
