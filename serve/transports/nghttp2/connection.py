@@ -114,7 +114,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         try:
             has_more = self._reader.read(data, self)
         except NGH2Error as error:
-            if not self._goes or self._http2.want_read or not isinstance(error, ConnectionStateError):
+            if not (self._goes and isinstance(error, ConnectionStateError) and self._is_at_its_end()):
                 self._broken(error)
                 return
             has_more = False  # its end was among these bytes: nobody needs the others
@@ -155,7 +155,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def flush(self) -> None:
         """Write what there is to send, as far as the socket takes it."""
         transport = self._transport
-        if transport is None:
+        if transport is None or self._has_left:
             return
         repeated, outlet = self._repeated, self._outlet
         while repeated.closed:
@@ -173,10 +173,11 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
                 wrote |= outlet.write(transport)
             if wrote:  # libnghttp2 is done with a stream when the last of it has left
                 self._take_events()
+            is_over = not (self._http2.want_read or self._http2.want_write or repeated.unsent)
         except NGH2Error:
             self._give_up()
             return
-        if not (self._http2.want_read or self._http2.want_write or repeated.unsent):
+        if is_over:
             self._leave(transport)
         elif self._goes:
             self._owner.sent(self)
@@ -242,6 +243,13 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if not self._receiving:
             self._owner.flush_soon(self)
 
+    def _is_at_its_end(self) -> bool:
+        """Whether nothing that comes is read any more."""
+        try:
+            return not self._http2.want_read
+        except NGH2Error:
+            return True
+
     def _broken(self, error: NGH2Error) -> None:
         self._owner.broken(error)
         self._give_up()
@@ -255,16 +263,21 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if not self._goes or not transport.can_write_eof():  # TLS waits for the client's word by itself
             transport.close()
         elif not self._has_left:
-            self._has_left = self._outlet.paused = True  # nothing can be written any more
-            self._reader = NoReader()
             transport.write_eof()
-            self.pinged_s = self._loop.time()  # it has as long to close as for the answer to a ping
+        self._write_no_more()
 
     def _give_up(self) -> None:
         """Say why, if that is still possible, and close."""
-        transport = self._transport
-        if transport is None:
-            return
-        with contextlib.suppress(NGH2Error):
-            self._outlet.write(transport)
-        transport.close()
+        if self._transport is not None and not self._has_left:
+            with contextlib.suppress(NGH2Error):
+                self._outlet.write(self._transport)
+            self._transport.close()
+            self._write_no_more()
+
+    def _write_no_more(self) -> None:
+        """End the calls, and read no more: the socket may stay open for a while, and libnghttp2 takes nothing any more."""
+        if not self._has_left:
+            self._closing = self._goes = self._has_left = self._outlet.paused = True
+            self._reader = NoReader()
+            self.pinged_s = self._loop.time()  # it has as long to close as for the answer to a ping
+            self._end_all()

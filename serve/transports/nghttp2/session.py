@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import ParamSpec, cast
 
 from ngh2 import (
     Connection,
@@ -50,10 +50,22 @@ WRONG_HEADERS = (
     "with a space"
 )
 NOTICE = b"elsewhen"  # what a client answers once it has read that it is to go; eight bytes
-CANNOT_BE_ANSWERED = (StreamProtocolError, ConnectionStateError, ConnectionClosingError)
+AT_ITS_END = (ConnectionStateError, ConnectionClosingError)  # what libnghttp2 says of a connection
+CANNOT_BE_ANSWERED = (StreamProtocolError, *AT_ITS_END)
 
+Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
 Route = Callable[[dict[bytes, bytes]], OpenCall]
+
+
+def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:
+    """Ask libnghttp2, which refuses once a connection has ended. Calls ask at any time: timers, models and tasks go on."""
+
+    def asked(*args: Asked.args, **named: Asked.kwargs) -> None:
+        with contextlib.suppress(*AT_ITS_END):
+            ask(*args, **named)
+
+    return asked
 
 
 class GrpcSession(ABC):
@@ -79,7 +91,9 @@ class GrpcSession(ABC):
         self._open_call: OpenCall | None = None  # what they ask for
         self._http2 = Connection(Role.SERVER, configuration(limits))
         self._calls: dict[int, Call] = {}
-        self._windows = ReceiveWindows(self._http2.acknowledge_received_data, self._http2.set_local_window_size, limits)
+        self._windows = ReceiveWindows(
+            unless_ended(self._http2.acknowledge_received_data), unless_ended(self._http2.set_local_window_size), limits
+        )
         self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words)
         self._begun = 0  # the latest stream whose headers were right
@@ -265,8 +279,7 @@ class GrpcSession(ABC):
                     call.give_up(RateLimitedError(TOO_MUCH, retry_after_s=TRY_AGAIN_S))
                 else:
                     free = 0
-        with contextlib.suppress(ConnectionStateError):  # it is at its end: nobody asks for a window any more
-            self._windows.took(stream, size, free)
+        self._windows.took(stream, size, free)
 
     def _forget(self, stream: int) -> Call | None:
         self._windows.answered(stream)

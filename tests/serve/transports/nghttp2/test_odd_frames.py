@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from serve.protocol.status import Status
 from serve.transports.grpc_framing import frame
 from serve.transports.nghttp2.frames import (
     END_HEADERS,
@@ -126,7 +127,9 @@ def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], 
         scene.push()
         scene.send(frames(scene))
         assert ("connection", 0) in ends(scene)
-        scene.answer(in_time)
+        assert in_time in scene.gone
+        scene.connection.answer(in_time, b"x")
+        assert not scene.frames()
 
     asyncio.run(run())
 
@@ -206,7 +209,7 @@ def test_more_calls_than_allowed_are_too_many_wherever_they_are(more: bytes) -> 
         assert scene.untold == [FIRST, FIRST + 2]
         scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + more))
         assert ends(scene) == [("connection", 0)]
-        assert sorted(scene.connection._calls) == [FIRST, FIRST + 2]
+        assert sorted(scene.gone) == [FIRST, FIRST + 2]
 
     asyncio.run(run())
 
@@ -223,6 +226,53 @@ def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes | Non
         assert scene.connection.pinged_s is not None  # there will be no answer: it is ended when that is due
         scene.connection.go_away()
         scene.connection.give_up_stalled(2**60)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(
+    ("frames", "reads_nothing"),
+    [
+        pytest.param(raw(PING, 0, 0, b"1234567"), False, id="libnghttp2 has said why"),
+        pytest.param(
+            raw(HEADERS, 0, FIRST, FIELD) + raw(CONTINUATION, 0, FIRST, b"") * 20, True, id="its client does not read"
+        ),
+    ],
+)
+def test_calls_of_a_connection_that_has_ended_write_nothing(frames: bytes, *, reads_nothing: bool, leaves: bool) -> None:
+    """Its socket stays open while its client does not read, and the calls are asked for by others: timers, models, streams."""
+
+    async def run() -> None:
+        scene = await begun()
+        connection = scene.connection
+        whole, part = scene.call(frame(b"x")), scene.call(frame(bytes(50_000))[:40_000], end=False)
+        scene.push()
+        if leaves:
+            connection.go_away()
+        if reads_nothing:
+            connection.pause_writing()
+        scene.send(frames)
+        assert scene.wire.has_closed
+        scene.wire.written.clear()
+        assert sorted(scene.gone) == [whole, part]
+        for stream in (whole, part):
+            connection.begin(stream)
+            connection.send(stream, b"x")
+            connection.give_back(stream, 40_000)
+            connection.is_behind(stream)
+            connection.fail(stream, Status(13, "no"), ended=False)
+            connection.answer(stream, b"x")
+            connection.finish(stream, ended=True)
+        connection.resume_writing()
+        connection.read_on()
+        connection.ping()
+        connection.give_notice()
+        connection.go_away()
+        scene.send(raw(PING, 0, 0, b"12345678"))
+        connection.close()
+        assert not scene.frames()
+        assert connection.goes
 
     asyncio.run(run())
 
@@ -290,7 +340,8 @@ def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
         scene.answer(first)
         scene.connection.close()
         assert scene.wire.listens_on
-        scene.answer(second)
+        assert second in scene.gone
+        scene.connection.answer(second, b"y")
         scene.connection.resume_writing()
         scene.read()
         assert (scene.answered(first), scene.answered(second)) == ([b"x"], None)

@@ -36,6 +36,20 @@ def test_what_is_not_http2_is_closed(nghttp2: RunningServer) -> None:
     assert serves(nghttp2)
 
 
+@pytest.mark.parametrize("path", [b"/grpc.health.v1.Health/Watch", INFER_STREAM, INFER, SERVER_LIVE])
+@pytest.mark.parametrize("broken", [b"\0\0\1\6\0\0\0\0\0\0", b"\0\0\1\x09\0\0\0\0\1\0"], ids=["PING", "CONTINUATION"])
+def test_a_call_whose_connection_breaks_in_the_same_segment_logs_nothing(
+    nghttp2: RunningServer, caplog: pytest.LogCaptureFixture, path: bytes, broken: bytes
+) -> None:
+    with peer(nghttp2) as stranger:
+        stream = stranger.http2.send_request(call_headers(path))
+        stranger.http2.send_data(stream, frame(b"") + frame(bytes(9))[:7])
+        stranger.socket.sendall(stranger.http2.data_to_send() + broken)
+        assert stranger.is_closed_by_server()
+    assert serves(nghttp2)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
