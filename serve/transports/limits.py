@@ -18,8 +18,9 @@ class TransportLimits:
         max_small_message_bytes: one request message of any other method, decompressed.
         max_connections: open at the same time; more are closed at once.
         max_streams: calls in flight on one connection; clients wait with more.
-        max_header_bytes: of one call's headers, decompressed; a call with more is refused. With eight times as many the
-            connection ends.
+        max_header_bytes: of one call's headers, decompressed; a call with more is refused. With twice as many the connection
+            ends.
+        max_oversize: calls of one connection that are refused for that; after as many it takes no new calls.
         stream_window_bytes: what a client may send on one call before it is read.
         connection_window_bytes: the same over all calls of a connection.
         max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on, and by sixteen
@@ -43,6 +44,7 @@ class TransportLimits:
     max_connections: int = 10_000
     max_streams: int = 1024
     max_header_bytes: int = 16 * 1024
+    max_oversize: int = 64
     stream_window_bytes: int = 4 * MIB
     connection_window_bytes: int = 16 * MIB
     max_held_bytes: int = 64 * MIB

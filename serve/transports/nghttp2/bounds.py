@@ -14,12 +14,19 @@ from serve.transports.nghttp2.frames import (
     MAX_HEADER_LIST_SIZE,
 )
 
-HOPELESS_HEADERS = 8  # times what a call's may be: with more the connection ends, as they are not read
+# Times what a call's headers may be. Up to that the call is refused with a status, and others of its connection go on; a longer
+# list ends the connection before it is read to its end. A field counts 32 bytes at least and costs the event loop about 0.3 us.
+HOPELESS_HEADERS = 2
+
+
+def most_header_bytes(limits: TransportLimits) -> int:
+    """Bytes of one list of headers, as sent and decompressed, beyond which the connection ends."""
+    return HOPELESS_HEADERS * limits.max_header_bytes
 
 
 def configuration(limits: TransportLimits) -> Configuration:
     """What ends a connection, or its streams."""
-    most = HOPELESS_HEADERS * limits.max_header_bytes
+    most = most_header_bytes(limits)
     return Configuration(
         auto_window_update=False,
         max_inbound_header_list_size=most,

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 from typing import Protocol, cast
 
-from ngh2.exceptions import ConnectionStateError, NGH2Error
+from ngh2.exceptions import ConnectionStateError, DenialOfServiceError, NGH2Error
 
 from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2.bounds import most_header_bytes
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
-from serve.transports.nghttp2.frames import NO_ERROR
+from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
 from serve.transports.nghttp2.reading_turns import ReadingTurns
 from serve.transports.nghttp2.session import NOTICE, GrpcSession, Route
 
@@ -56,7 +57,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         self._owner, self._turns = owner, owner.reading_turns
         self._transport: asyncio.Transport | None = None
         self._peer = ""
-        self._reader: FrameReader | NoReader = FrameReader(self._repeated)
+        self._reader: FrameReader | NoReader = FrameReader(self._repeated, most_header_bytes(limits))
         self._receiving = self._has_more = self._has_notice = self._goes = self._has_left = False
         self._loop = asyncio.get_running_loop()  # which asks the kernel who it is each time that somebody looks for it
         self.opened_s = self.heard_s = self._loop.time()
@@ -201,14 +202,14 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
                 self._http2.ping(NOTICE)
             self.flush()
 
-    def go_away(self) -> None:
-        """Take no new calls, and say so."""
+    def go_away(self, code: int = NO_ERROR) -> None:
+        """Take no new calls, and say so, with HTTP/2's `code`."""
         if not self._closing and self._transport is not None:
             self._closing = self._goes = True
             self._repeated.retire()
             self.flush()
             with contextlib.suppress(NGH2Error):  # it is at its end already
-                self._http2.send_goaway(NO_ERROR)
+                self._http2.send_goaway(code)
             self.flush()
 
     def close(self) -> None:
@@ -250,8 +251,14 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         except NGH2Error:
             return True
 
+    def _too_much(self) -> None:
+        self._loop.call_soon(self.go_away, ENHANCE_YOUR_CALM)  # not amid what has come
+
     def _broken(self, error: NGH2Error) -> None:
         self._owner.broken(error)
+        # libnghttp2 says nothing then. Where the socket is full, the client is in the middle of a frame.
+        if isinstance(error, DenialOfServiceError) and self._transport is not None and not self._outlet.paused:
+            self._transport.write(goaway(self._repeated.latest, ENHANCE_YOUR_CALM))
         self._give_up()
 
     def _leave(self, transport: asyncio.Transport) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ngh2.exceptions import DenialOfServiceError
+
 from serve.transports.grpc_framing import PREFIX, PREFIX_BYTES
 from serve.transports.nghttp2.frames import (
+    CONTINUATION,
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -30,8 +33,11 @@ from serve.transports.nghttp2.frames import (
 from serve.transports.nghttp2.repeated_calls import Known, RepeatedCalls
 
 FRAMES_A_TURN = 512  # of one connection; a call is two to four
+# Of header blocks that libnghttp2 decodes in a turn, as sent: one byte can be a field. A usual call has 50 to 250.
+HEADER_BYTES_A_TURN = 4096
 MAX_WAIT_BYTES = 16_384  # of a frame that is kept until it is whole
 WINDOW_UPDATE_HEAD, RST_STREAM_HEAD = NUMBER.size << 8 | WINDOW_UPDATE, NUMBER.size << 8 | RST_STREAM
+HEADER_FRAMES = frozenset({HEADERS, CONTINUATION})
 LARGE_BYTES = 16_384  # better not copied before it is known what they are
 
 Bytes = bytes | memoryview
@@ -53,15 +59,18 @@ class Teller(Protocol):
 class FrameReader:
     """Reads one connection."""
 
-    __slots__ = ("_calls", "_flags", "_has_more", "_left", "_rest", "_stream")
+    __slots__ = ("_block_bytes", "_calls", "_flags", "_has_more", "_left", "_max_block_bytes", "_rest", "_stream")
 
-    def __init__(self, calls: RepeatedCalls) -> None:
+    def __init__(self, calls: RepeatedCalls, max_block_bytes: int) -> None:
         """A reader of nothing yet.
 
         Args:
             calls: that are read here.
+            max_block_bytes: of one list of headers, as sent.
         """
         self._calls = calls
+        self._max_block_bytes = max_block_bytes
+        self._block_bytes = 0  # of the latest list of headers, which CONTINUATION may go on with
         self._rest = b""  # the beginning of a frame, or frames that a turn was too short for
         self._has_more = False  # of those
         self._left = PREFACE_BYTES  # bytes to come of what is passed on as it comes
@@ -96,6 +105,7 @@ class FrameReader:
         requests, known = calls.requests, calls.known
         expecting, growing, announced, max_whole = requests.calls, requests.growing, requests.announced, requests.max_whole
         size, passed = len(data), at  # what is from `passed` to `at` is libnghttp2's, which has not got it yet
+        header_bytes = 0
         for _ in range(FRAMES_A_TURN):
             body = at + HEAD_BYTES
             if body > size:
@@ -123,15 +133,20 @@ class FrameReader:
                 else:
                     is_ours = self._data(data, body, end, flags, stream)
             elif end > size or calls.is_over:
-                pass
+                if kind in HEADER_FRAMES:
+                    header_bytes += self._count(kind, end - body, is_read=end <= size or calls.is_over)
             elif head == WINDOW_UPDATE_HEAD:
                 is_ours = calls.open_window(stream, NUMBER.unpack_from(data, body)[0])
             elif kind == HEADERS:
                 block = bytes(data[body:end])
                 alike = known.get(block)
                 if flags != END_HEADERS or alike is None or not calls.begin(stream, alike):
+                    header_bytes += self._count(kind, end - body)
                     self._headers(data[passed:end], flags, stream, block, teller)
                     passed = at = end
+                    if header_bytes > HEADER_BYTES_A_TURN:
+                        self._has_more = True
+                        break
                     continue
                 is_ours = True
             elif head == RST_STREAM_HEAD:
@@ -146,6 +161,9 @@ class FrameReader:
                 passed = at = min(end, size)
             elif end <= size:
                 at = end
+                if header_bytes > HEADER_BYTES_A_TURN:
+                    self._has_more = True
+                    break
             elif kind != DATA and end - body <= MAX_WAIT_BYTES and not calls.is_over:
                 break
             else:
@@ -158,6 +176,19 @@ class FrameReader:
         if passed < at:
             tell(data[passed:at])
         return at
+
+    def _count(self, kind: int, size: int, *, is_read: bool = True) -> int:
+        """Count `size` bytes of a list of headers, and return them; they are counted again where they are not read now.
+
+        Raises:
+            DenialOfServiceError: the list is too long.
+        """
+        block_bytes = size + (self._block_bytes if kind == CONTINUATION else 0)
+        if block_bytes > self._max_block_bytes:
+            raise DenialOfServiceError(f"a list of headers takes more than {self._max_block_bytes} bytes as it is sent")
+        if is_read:
+            self._block_bytes = block_bytes
+        return size
 
     def _headers(self, data: Bytes, flags: int, stream: int, block: bytes, teller: Teller) -> None:
         """Tell libnghttp2 of headers, which these bytes end with."""

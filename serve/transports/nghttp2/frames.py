@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from struct import Struct
 
-DATA, HEADERS, RST_STREAM, GOAWAY, WINDOW_UPDATE = 0x0, 0x1, 0x3, 0x7, 0x8
+DATA, HEADERS, RST_STREAM, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0x0, 0x1, 0x3, 0x7, 0x8, 0x9
 HINTS = frozenset({0x2, 0x10})  # which streams a client would have answered first; nothing here goes by them
 END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x01, 0x04, 0x08, 0x20
-NO_ERROR = 0x0
+NO_ERROR, ENHANCE_YOUR_CALM = 0x0, 0xB
 HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6
 
 FRAME_BYTES = 2**20  # that a client may send: fewer, larger frames for large tensors
@@ -40,6 +40,11 @@ def window_update(stream: int, size: int) -> bytes:
 def rst_stream(stream: int, code: int) -> bytes:
     """The end of a stream, on both sides."""
     return _WITH_NUMBER.pack(NUMBER.size << 8 | RST_STREAM, 0, stream, code)
+
+
+def goaway(stream: int, code: int) -> bytes:
+    """The end of a connection; `stream` is the last one that was looked at."""
+    return HEAD.pack(2 * NUMBER.size << 8 | GOAWAY, 0, 0) + NUMBER.pack(stream) + NUMBER.pack(code)
 
 
 def with_last_stream(frames: bytes, stream: int) -> bytes:

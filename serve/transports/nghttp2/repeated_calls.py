@@ -57,7 +57,7 @@ from serve.transports.nghttp2.receive_windows import ReceiveWindows
 CONTENT_LENGTH = b"content-length"
 
 MAX_KNOWN = 64  # of one connection: clients vary their deadlines
-MAX_BLOCK_BYTES = 1024
+MAX_BLOCK_BYTES = 1024  # that are looked through; it takes up to 2 us a field
 
 # All that libnghttp2 needs to hear of the headers of a call that has been opened.
 _CALL = METHOD_POST + SCHEME_HTTP + PATH_ROOT + AUTHORITY + literal(b"x")
@@ -152,9 +152,9 @@ class RepeatedCalls:
 
     def learn(self, flags: int, block: bytes, known: Known | None) -> None:
         """What a call began with that libnghttp2 was told of, and what is known of it; None if its like is not for here."""
-        if flags & (PADDED | PRIORITY) or not repeats(block):
+        if flags & (PADDED | PRIORITY) or len(block) > MAX_BLOCK_BYTES or not repeats(block):
             self.known.clear()  # the same bytes may mean something else now
-        elif known is not None and len(block) <= MAX_BLOCK_BYTES and not self.is_over:
+        elif known is not None and not self.is_over:
             if len(self.known) >= MAX_KNOWN:
                 self.known.clear()
             self.known[block] = known

@@ -97,6 +97,7 @@ class GrpcSession(ABC):
         self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words)
         self._begun = 0  # the latest stream whose headers were right
+        self._oversize = 0  # calls that were refused for their headers
         self._closing = False
 
     @property
@@ -116,6 +117,10 @@ class GrpcSession(ABC):
     @abstractmethod
     def _notice_read(self) -> None:
         """The client knows that its next calls are to go elsewhere; those that it sent before have come."""
+
+    @abstractmethod
+    def _too_much(self) -> None:
+        """The client sends too much of what is refused: take no new calls."""
 
     def greet(self) -> None:
         """Say what the client may do."""
@@ -250,8 +255,11 @@ class GrpcSession(ABC):
         self._begun = stream
         if open_call is None or headers != self._headers:
             fields = dict(headers)
-            refused = refusal(fields) or oversize(headers, self.limits.max_header_bytes)
+            too_large = oversize(headers, self.limits.max_header_bytes)
+            refused = too_large or refusal(fields)
             if refused is not None:
+                if too_large is not None:
+                    self._count_oversize()
                 with contextlib.suppress(*CANNOT_BE_ANSWERED):
                     self._http2.send_response(stream, refused, end_stream=True)
                 if not event.end_stream:
@@ -263,6 +271,11 @@ class GrpcSession(ABC):
         self._calls[stream] = call
         if event.end_stream:
             call.end()
+
+    def _count_oversize(self) -> None:
+        self._oversize += 1
+        if self._oversize == self.limits.max_oversize:
+            self._too_much()
 
     def _data(self, event: DataReceived) -> None:
         stream, data = event.stream_id, event.data

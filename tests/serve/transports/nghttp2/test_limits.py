@@ -10,6 +10,9 @@ import pytest
 from ngh2 import GoAwayReceived
 
 from serve.transports.grpc_framing import PREFIX, frame
+from serve.transports.nghttp2.frames import CONTINUATION, ENHANCE_YOUR_CALM, HEADERS, head_of
+from serve.transports.nghttp2.hpack_blocks import literal, literals
+from tests.serve.running_server import RunningServer
 from tests.serve.transports.nghttp2.calls import INFER_STREAM, SERVER_LIVE, Limited, mlp_request, serves
 from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
 
@@ -62,7 +65,7 @@ def test_more_connections_than_allowed_are_closed(limited: Limited) -> None:
             assert second.is_closed_by_server()
 
 
-@pytest.mark.parametrize("fields", [1, 100, 2000])
+@pytest.mark.parametrize("fields", [1, 100, 300])
 def test_headers_over_the_limit_cost_their_call_alone(limited: Limited, fields: int) -> None:
     server = limited()
     with peer(server) as shared:  # as a proxy shares it among its clients
@@ -77,6 +80,43 @@ def test_headers_over_the_limit_cost_their_call_alone(limited: Limited, fields: 
         shared.http2.send_data(other, frame(b""), end_stream=True)
         shared.push()
         assert shared.status(other) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["fields", "repetitions", "continuations", "one field"])
+def test_much_longer_headers_end_their_connection(nghttp2: RunningServer, kind: str) -> None:
+    """A byte of a compressed list may be a field of it, and each field takes time before the token is looked at."""
+    call = literals(call_headers(SERVER_LIVE))
+    blocks = {
+        "fields": [call + literals([(b"a", b"")] * 2000)],
+        "repetitions": [call + b"\x40" + literal(b"a") + literal(b"b") + b"\xbe" * 2000],
+        "continuations": [call, *[literals([(b"a", b"v" * 8000)])] * 6],
+        "one field": [call + literals([(b"a", b"v" * 40_000)])],
+    }[kind]
+    frames = [head_of(CONTINUATION if number else HEADERS, 0, 1, len(block)) + block for number, block in enumerate(blocks)]
+    with peer(nghttp2) as hostile:
+        hostile.socket.sendall(b"".join(frames))
+        while not any(isinstance(event, GoAwayReceived) for event in hostile.events):
+            assert hostile.read()
+        assert [event.error_code for event in hostile.events if isinstance(event, GoAwayReceived)] == [ENHANCE_YOUR_CALM]
+        assert hostile.is_closed_by_server()
+    assert serves(nghttp2)
+
+
+def test_who_sends_long_headers_again_and_again_gets_no_more_calls(limited: Limited) -> None:
+    server = limited(max_oversize=3)
+    large = [(b"x-%d" % number, b"v" * 40) for number in range(250)]
+    with peer(server) as stubborn:
+        before = stubborn.http2.send_request(call_headers(SERVER_LIVE))
+        streams = [stubborn.http2.send_request(call_headers(SERVER_LIVE) + large) for _ in range(3)]
+        stubborn.push()
+        assert [stubborn.status(stream)[0] for stream in streams] == [8, 8, 8]
+        while not any(isinstance(event, GoAwayReceived) for event in stubborn.events):
+            assert stubborn.read()
+        stubborn.http2.send_data(before, frame(b""), end_stream=True)
+        stubborn.push()
+        assert stubborn.status(before) == (0, "")
+        assert stubborn.is_closed_by_server()
+        assert ENHANCE_YOUR_CALM in [event.error_code for event in stubborn.events if isinstance(event, GoAwayReceived)]
 
 
 @pytest.mark.parametrize("path", [HEALTH + b"Check", HEALTH + b"Watch", SERVER_LIVE, INDEX])

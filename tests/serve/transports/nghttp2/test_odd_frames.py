@@ -25,7 +25,7 @@ from serve.transports.nghttp2.frames import (
 )
 from serve.transports.nghttp2.hpack_blocks import literals
 from tests.serve.transports.nghttp2.connection_scene import Scene, begun
-from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES
+from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
 from tests.serve.transports.nghttp2.raw_frames import FIELD, FIRST, begin, data, ends, raw
 
 REFUSED_STREAM = 0x7
@@ -160,6 +160,28 @@ def test_who_gives_up_call_after_call_is_cut_off() -> None:
             scene.send(ended_badly + asked + rst_stream(stream + 2, 8))
         assert scene.wire.has_closed
         assert len(scene.gone) <= 12
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_long_headers_leave_others_their_turns(*, is_over: bool) -> None:
+    """Frames alone are no measure: a byte of a compressed list may be a field of it."""
+
+    async def run() -> None:
+        scene = await begun()
+        if is_over:  # headers in pieces are for libnghttp2, and all that comes behind them
+            scene.send(raw(HEADERS, END_STREAM, FIRST, scene.block) + raw(CONTINUATION, END_HEADERS, FIRST, b""))
+        opened = len(scene.opened)
+        many = literals(call_headers(b"/a/b")) + literals([(b"a", b"")] * 400)
+        streams = range(FIRST + 2, FIRST + 42, 2)
+        blocks = {stream: many + literals([(b"n", b"%d" % stream)]) for stream in streams}
+        scene.send(b"".join(raw(HEADERS, END_HEADERS, stream, block) for stream, block in blocks.items()))
+        assert scene.wire.pauses
+        assert len(scene.opened) - opened <= 3
+        while scene.wire.pauses:  # noqa: ASYNC110  (as in `Scene.exchange`)
+            await asyncio.sleep(0)
+        assert len(scene.opened) - opened == len(streams)
 
     asyncio.run(run())
 
