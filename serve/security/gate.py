@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from serve.engine.errors import InferenceError, PermissionDeniedError
+from serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
 from serve.security.client_limits import Shares
 from serve.security.gate_pass import Bearer, Pass
 from serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, Role, method_role, path_role
@@ -13,6 +13,10 @@ from serve.security.tokens import Tokens
 from serve.security.views import Views
 
 ADMIN_ELSEWHERE = "what changes the server is not served on this port; use the admin port or socket that it was started with"
+
+
+# A proxy that looks at one of them and a server that goes by another would let in whom neither means to.
+SEVERAL_TOKENS = "the call has several 'authorization' headers, expected one; send 'authorization: Bearer <token>' once"
 
 
 class Gate:
@@ -54,11 +58,15 @@ class Gate:
         for listener in self._listeners:
             listener()
 
-    def admit_method(self, path: str, authorization: bytes | None) -> Pass:
+    def admit_method(self, path: str, authorization: Sequence[bytes]) -> Pass:
         """Let a call of an RPC in.
 
+        Args:
+            path: of the RPC.
+            authorization: the values of its `authorization` headers.
+
         Raises:
-            UnauthenticatedError: it shows no valid token.
+            UnauthenticatedError: it shows no valid token, or there are several such headers.
             PermissionDeniedError: the token does not carry the role, or the RPC is for another port.
         """
         return self._admit(method_role(path), authorization, is_admin=path in ADMIN_METHODS)
@@ -70,12 +78,16 @@ class Gate:
             UnauthenticatedError: it shows no valid token.
             PermissionDeniedError: the token does not carry the role, or the path is for another port.
         """
-        return self._admit(path_role(path), authorization, is_admin=ADMIN_PATHS.fullmatch(path) is not None)
+        shown = () if authorization is None else (authorization,)
+        return self._admit(path_role(path), shown, is_admin=ADMIN_PATHS.fullmatch(path) is not None)
 
-    def _admit(self, role: Role | None, authorization: bytes | None, *, is_admin: bool) -> Pass:
+    def _admit(self, role: Role | None, shown: Sequence[bytes], *, is_admin: bool) -> Pass:
         try:
             if is_admin and self._admin_elsewhere:
                 raise PermissionDeniedError(ADMIN_ELSEWHERE)
+            if len(shown) > 1 and self._tokens is not None:
+                raise UnauthenticatedError(SEVERAL_TOKENS)
+            authorization = shown[0] if shown else None
             bearer = self._bearer(role, authorization)
         except InferenceError as error:
             self._count(error)

@@ -18,6 +18,8 @@ Headers = list[tuple[bytes, bytes]]
 RESPONSE: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 OK_TRAILERS: Headers = [(b"grpc-status", b"0")]
 
+# With the name of an encoding, which our messages do not have another of, and parameters.
+CONTENT_TYPE = re.compile(rb"application/grpc(\+[\w.-]+)?[ \t]*(;.*)?", re.IGNORECASE)
 TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 # Printable ASCII but for the percent sign: what grpc-message may hold as it is.
@@ -47,7 +49,7 @@ def refusal(headers: Mapping[bytes, bytes]) -> Headers | None:
     """The plain HTTP answer to what is no gRPC call; None for one that is."""
     if headers.get(b":method") != b"POST":
         return [(b":status", b"405"), (b"allow", b"POST")]
-    if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
+    if CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")) is None:
         return [(b":status", b"415"), (b"accept", b"application/grpc")]
     return None
 

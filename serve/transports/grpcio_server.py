@@ -185,11 +185,9 @@ def _peer(context: Context) -> str:
     return unquote(context.peer()).partition(":")[2]
 
 
-def _authorization(call: Any) -> bytes | None:
-    for name, value in call.invocation_metadata or ():
-        if name == "authorization":
-            return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
-    return None
+def _authorization(call: Any) -> list[bytes]:
+    values = [value for name, value in call.invocation_metadata or () if name == "authorization"]
+    return [value if isinstance(value, bytes) else str(value).encode("utf-8", "replace") for value in values]
 
 
 def _infer_stream(

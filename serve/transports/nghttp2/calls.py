@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
+
+from ngh2 import Header
 
 from serve.engine.errors import InferenceError, UnsupportedError
 from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
@@ -27,12 +30,14 @@ class Calls:
         self._infer = INFER_PATH.encode()
         self._infer_stream = INFER_STREAM_PATH.encode()
 
-    def route(self, headers: dict[bytes, bytes]) -> OpenCall:
+    def route(self, fields: Sequence[Header]) -> OpenCall:
         """What opens the calls that begin with these headers; one that is refused already takes no more than its end."""
+        headers = dict(fields)
         if self._gate is None:
             return self._open(headers, None)
         try:
-            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), headers.get(b"authorization"))
+            authorization = [value for name, value in fields if name == b"authorization"]
+            given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), authorization)
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         open_call = self._open(headers, given)

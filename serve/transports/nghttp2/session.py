@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ParamSpec, cast
 
@@ -55,7 +55,7 @@ CANNOT_BE_ANSWERED = (StreamProtocolError, *AT_ITS_END)
 
 Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
-Route = Callable[[dict[bytes, bytes]], OpenCall]
+Route = Callable[[Sequence[Header]], OpenCall]
 
 
 def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:
@@ -254,9 +254,8 @@ class GrpcSession(ABC):
         stream, headers, open_call = event.stream_id, event.headers, self._open_call
         self._begun = stream
         if open_call is None or headers != self._headers:
-            fields = dict(headers)
             too_large = oversize(headers, self.limits.max_header_bytes)
-            refused = too_large or refusal(fields)
+            refused = too_large or refusal(dict(headers))
             if refused is not None:
                 if too_large is not None:
                     self._count_oversize()
@@ -265,7 +264,7 @@ class GrpcSession(ABC):
                 if not event.end_stream:
                     self._outlet.reset_when_out(stream)
                 return
-            open_call = self._route(fields)
+            open_call = self._route(headers)
             self._headers, self._open_call = headers, open_call
         call = open_call(self, stream)
         self._calls[stream] = call

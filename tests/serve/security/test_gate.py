@@ -71,6 +71,18 @@ def test_nobody_comes_in_without_a_token_but_health_is_open(asked: Asked) -> Non
     assert asked.server.call(lambda: asked.server.core.figures.refused) == {"unauthenticated": 4}
 
 
+@pytest.mark.parametrize("method", [INFER_PATH, "ServerMetadata", HEALTH])
+def test_a_call_that_shows_two_tokens_is_not_let_in(asked: Asked, method: str) -> None:
+    """Which of them counts would differ from one who looks to the next."""
+    alice, root = bearer(asked.tokens["alice"]), bearer(asked.tokens["root"])
+    message = infer_request() if method == INFER_PATH else b""
+    for several in (alice + root, root + alice, alice + bearer("hs_" + "x" * 43), alice + alice, alice + alice):
+        with pytest.raises(grpc.RpcError, match="the call has several 'authorization' headers, expected one; send") as refused:
+            call(asked.channel, method, message, several)
+        assert refused.value.code() is UNAUTHENTICATED
+        assert call(asked.channel, method, message, alice)
+
+
 def test_a_token_does_what_its_roles_allow(asked: Asked) -> None:
     assert asked.refused("RepositoryModelLoad", LOAD, "alice") == (
         PERMISSION_DENIED,

@@ -58,4 +58,15 @@ def test_what_is_no_grpc_call_gets_a_plain_answer() -> None:
     call = {b":method": b"POST", b"content-type": b"application/grpc+proto"}
     assert refusal(call) is None
     assert (b":status", b"405") in (refusal({**call, b":method": b"GET"}) or [])
-    assert (b":status", b"415") in (refusal({**call, b"content-type": b"text/html"}) or [])
+
+
+@pytest.mark.parametrize(
+    "value", ["application/grpc", "application/grpc+proto", "application/grpc;charset=utf-8", "Application/gRPC"]
+)
+def test_content_types_of_grpc(value: str) -> None:
+    assert refusal({b":method": b"POST", b"content-type": value.encode()}) is None
+
+
+@pytest.mark.parametrize("value", ["", "text/html", "application/grpcfoo", "application/grpc-web", "application/grpc+", "grpc"])
+def test_what_is_of_no_content_type_of_grpc_is_refused(value: str) -> None:
+    assert (b":status", b"415") in (refusal({b":method": b"POST", b"content-type": value.encode()}) or [])

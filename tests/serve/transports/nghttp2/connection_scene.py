@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
-from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, StreamReset, TrailersReceived
+from ngh2 import Connection, DataReceived, Event, Header, ResponseReceived, Role, StreamReset, TrailersReceived
 from ngh2.exceptions import NGH2Error
 
 from serve.engine.errors import InferenceError
@@ -109,8 +110,8 @@ class Scene:
         if window_bytes > 65_535:
             self.client.set_local_window_size(window_bytes)
 
-    def _route(self, headers: dict[bytes, bytes]) -> OpenCall:
-        self.opened.append(headers)
+    def _route(self, headers: Sequence[Header]) -> OpenCall:
+        self.opened.append(dict(headers))
         return self._open
 
     def _open(self, session: GrpcSession, stream: int) -> Call:

@@ -177,7 +177,6 @@ def test_long_headers_leave_others_their_turns(*, is_over: bool) -> None:
         streams = range(FIRST + 2, FIRST + 42, 2)
         blocks = {stream: many + literals([(b"n", b"%d" % stream)]) for stream in streams}
         scene.send(b"".join(raw(HEADERS, END_HEADERS, stream, block) for stream, block in blocks.items()))
-        assert scene.wire.pauses
         assert len(scene.opened) - opened <= 3
         while scene.wire.pauses:  # noqa: ASYNC110  (as in `Scene.exchange`)
             await asyncio.sleep(0)
