@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve.server import ServerOptions
 from serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
-from serve.supervisor.listening import Address
+from serve.transports.listening import Address
 
 
 def addresses(options: ServerOptions) -> dict[str, Address]:

@@ -24,6 +24,7 @@ from serve.http.options import HttpOptions
 from serve.log_lines import log_to_standard_error
 from serve.lost_device import LostDeviceError
 from serve.observability.options import AccessLog, ObserveOptions
+from serve.protocol.open_files import allow_more
 from serve.ready_lines import print_json, print_text, tell_again, told
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
@@ -216,6 +217,7 @@ def _run(
 
     log_to_standard_error()
     runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)
+    allow_more()
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
             runner.run(server.serve(options, runtimes, on_ready, inherited))

@@ -26,6 +26,7 @@ from serve.http.options import HttpOptions
 from serve.http.start import start_http
 from serve.lost_device import LostDevice
 from serve.observability.options import ObserveOptions
+from serve.protocol.open_files import most_connections, most_files
 from serve.protocol.service import Service
 from serve.security.options import SecurityOptions
 from serve.security.security import Security
@@ -33,6 +34,7 @@ from serve.signals import stop_on_signal
 from serve.supervisor.handover import ADMIN, GRPC
 from serve.supervisor.inheritance import Inheritance
 from serve.transports.choice import TransportName, make_transport
+from serve.transports.listener import ConnectionLimit
 from serve.transports.transport import Transport
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
+ADMIN_CONNECTIONS = 8  # besides those of the other ports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +145,15 @@ async def serve(
             core, server_version=version("halfserve"), shared_memory=options.shared_memory, observe=options.observe
         )
         listening: list[Transport | RestServer] = []
+        connections = _connection_limit(options)
         try:
             admin_port = await _listen_for_admin(options, service, security, listening, sockets.get(ADMIN, ()))
             transport = make_transport(
-                options.transport, service, options.host, options.grpc_port, security.main, sockets.get(GRPC, ())
+                options.transport, service, options.host, options.grpc_port, security.main, sockets.get(GRPC, ()), connections
             )
             port = await transport.start()
             listening.append(transport)
-            rest = await start_http(core, service, options.host, options.http, security.main, sockets)
+            rest = await start_http(core, service, options.host, options.http, security.main, sockets, connections)
             if rest is not None:
                 listening.append(rest)
             security.start()
@@ -169,6 +173,12 @@ async def serve(
     lost.check()
 
 
+def _connection_limit(options: ServerOptions) -> ConnectionLimit:
+    """Of all ports but the admin's: whoever runs the server is let in while strangers hold all other connections."""
+    most = most_connections(regions=options.shared_memory)
+    return ConnectionLimit(most, f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)")
+
+
 async def _listen_for_admin(
     options: ServerOptions,
     service: Service,
@@ -179,7 +189,10 @@ async def _listen_for_admin(
     """Before the main port, whose figures are to be read where both tell some."""
     if security.admin is None:
         return None
-    transport = make_transport(options.transport, service, options.host, security.admin_port or 0, security.admin, sockets)
+    connections = ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}")
+    transport = make_transport(
+        options.transport, service, options.host, security.admin_port or 0, security.admin, sockets, connections
+    )
     port = await transport.start()
     listening.append(transport)
     return None if security.admin.socket is not None else port

@@ -28,6 +28,8 @@ BELOW = {
     "serve/http": {
         "serve.http",
         "serve.transports.transport",
+        "serve.transports.listener",
+        "serve.transports.listening",
         "serve.security",
         "serve.protocol",
         "serve.observability",
@@ -36,8 +38,7 @@ BELOW = {
     "serve/supervisor": {
         "serve.supervisor",
         "serve.log_lines",
-        "serve.security.private_socket",
-        "serve.transports.transport",
+        "serve.transports.listening",
         "serve.engine.errors",
     },
     "serve/client": {"serve.client", "serve.protocol.raw_tensors"},

@@ -2,9 +2,10 @@
 
     python -m benchmarks.attacks [NAME ...]
 
-Each attack meets a server of its own, which asks for tokens. The client beside it has one and asks at a steady pace. Exits
-with 1 where a request of the client is lost, a stack trace is logged, the server does not end well, or memory exceeds the
-budget by more than 20 %. The client's p99 should not double; that is printed and not judged, as shared machines are noisy.
+Each attack meets a server of its own, which asks for tokens. The client beside it has one and asks at a steady pace, and a new
+version of a model comes. Exits with 1 where a request of the client is lost, the new version is not served, a stack trace is
+logged, the server does not end well, or memory exceeds the budget by more than 20 %. The client's p99 should not double; that
+is printed and not judged, as shared machines are noisy.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.attacks import unfinished_messages
+from benchmarks.attacks import many_connections, unfinished_messages
 from benchmarks.attacks.measure import Attack, Outcome, measure
 
-ATTACKS = (Attack(name="unfinished_messages", run=unfinished_messages.run, budget_mb=256),)
+ATTACKS = (
+    Attack(name="unfinished_messages", run=unfinished_messages.run, budget_mb=256),
+    Attack(name="idle_connections", run=many_connections.idle, max_files=1024, budget_mb=64),
+    Attack(name="half_open_tls", run=many_connections.half_open, max_files=1024, tls=True, budget_mb=64),
+)
 ALLOWED = 1.2  # times the budget
 
 
@@ -38,7 +43,10 @@ def main(
         typer.echo(f"{attack.name}: {'held' if is_good(attack, outcome) else 'NOT HELD'} ({outcome.note})")
         typer.echo(f"  {_memory(attack, outcome)}")
         typer.echo(f"  client beside it: {_client(outcome)}")
-        typer.echo(f"  server: {outcome.log_lines} log lines, {outcome.tracebacks} stack traces, exit code {outcome.exit_code}")
+        typer.echo(
+            f"  server: {outcome.log_lines} log lines, {outcome.tracebacks} stack traces, exit code {outcome.exit_code}; "
+            f"new version of a model {'served' if outcome.has_reloaded else 'NOT SERVED'}"
+        )
     raise typer.Exit(0 if good else 1)
 
 
@@ -46,7 +54,8 @@ def is_good(attack: Attack, outcome: Outcome) -> bool:
     """Whether the server held what it promises."""
     grown_mb = outcome.peak_mb - outcome.idle_mb
     within = attack.budget_mb is None or grown_mb <= ALLOWED * attack.budget_mb
-    return within and not outcome.attacked.lost and not outcome.tracebacks and outcome.exit_code == 0
+    served = outcome.has_reloaded and not outcome.attacked.lost
+    return within and served and not outcome.tracebacks and outcome.exit_code == 0
 
 
 def _memory(attack: Attack, outcome: Outcome) -> str:

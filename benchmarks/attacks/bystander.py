@@ -10,6 +10,7 @@ from threading import Event
 import numpy as np
 
 from serve.client import InferenceClient, InferenceClientError, RetryPolicy
+from serve.client.connection.tls import Tls
 
 EVERY_S = 0.005
 TIMEOUT_S = 30.0
@@ -23,10 +24,12 @@ class Account:
     Attributes:
         latencies_s: of each right answer, counted from when the request was due.
         lost: the error text of each request that got none.
+        has_second: whether version 2 of the model "flip" was ready at the end.
     """
 
     latencies_s: list[float] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    has_second: bool = False
 
     @property
     def p99_ms(self) -> float:
@@ -34,16 +37,17 @@ class Account:
         return 1000 * statistics.quantiles(self.latencies_s, n=100)[98] if len(self.latencies_s) > 1 else float("nan")
 
 
-def ask(address: str, token: str | None, stop: Event) -> Account:
+def ask(address: str, token: str | None, stop: Event, tls: Tls | None = None) -> Account:
     """Send a request each EVERY_S seconds until told to stop.
 
     Args:
         address: HOST:PORT of a server with the model "affine" (y = 2 x + 1).
         token: to show, where the server asks for one.
         stop: ends the loop.
+        tls: where the server speaks it.
     """
     account, random = Account(), np.random.default_rng(0)
-    with InferenceClient(address, timeout_s=TIMEOUT_S, retries=RetryPolicy(retries=0), token=token) as client:
+    with InferenceClient(address, timeout_s=TIMEOUT_S, retries=RetryPolicy(retries=0), token=token, tls=tls) as client:
         due = time.monotonic()
         while not stop.wait(max(0.0, due - time.monotonic())):
             x = random.integers(-500, 500, (ROWS, COLUMNS)).astype(np.float16)
@@ -57,4 +61,5 @@ def ask(address: str, token: str | None, stop: Event) -> Account:
                 else:
                     account.lost.append("a wrong answer")
             due = max(due + EVERY_S, time.monotonic() - 1.0)  # catch up with one second at most
+        account.has_second = client.is_ready("flip", "2")
     return account

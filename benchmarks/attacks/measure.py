@@ -5,21 +5,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import shutil
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.attacks.bystander import Account, ask
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
+from serve.client.connection.tls import Tls
 from serve.security.roles import Role
 from serve.security.token_file import new_token
 
 WARM_UP_S = 1.0
+POLL = ("--model-control", "poll", "--poll-seconds", "0.5")
+CERTIFICATE, KEY = "server.pem", "server.key"
 RESET_PEAK = "5"  # written to clear_refs, see proc_pid_clear_refs(5)
 ATTACKER_NICENESS = 19  # the attacker stands for other machines: it is not to take the server's processor
 
@@ -33,12 +39,16 @@ class Attack:
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
         server_options: more of them for `halfserve serve`.
+        max_files: that the server may open; None leaves it as it is here.
+        tls: whether the server speaks it.
         budget_mb: what the server may hold for clients in all; the peak may exceed it by 20 %. None: nothing is bounded.
     """
 
     name: str
     run: Callable[[str, str, float], str]
     server_options: Sequence[str] = ()
+    max_files: int | None = None
+    tls: bool = False
     budget_mb: float | None = None
 
 
@@ -54,6 +64,7 @@ class Outcome:
         note: what the attacker says it reached.
         log_lines: that the server wrote during it.
         tracebacks: among them.
+        has_reloaded: whether a version of a model that came during it was served at its end.
         exit_code: of the server after SIGTERM.
     """
 
@@ -64,6 +75,7 @@ class Outcome:
     note: str
     log_lines: int
     tracebacks: int
+    has_reloaded: bool
     exit_code: int
 
 
@@ -74,12 +86,20 @@ def measure(attack: Attack, seconds: float) -> Outcome:
         save_models(Path(folder) / "models")
         tokens = Path(folder) / "tokens.txt"
         tokens.write_text(f"{line}\n")
-        with server_process(Path(folder) / "models", "--token-file", str(tokens), *attack.server_options) as server:
-            _beside(server, token, lambda: time.sleep(WARM_UP_S))
-            quiet, _ = _beside(server, token, lambda: time.sleep(seconds))
+        options = ["--token-file", str(tokens), *POLL, *attack.server_options]
+        tls = _certificate(Path(folder)) if attack.tls else None
+        if tls is not None:
+            options += ["--tls-cert", str(tls.authorities), "--tls-key", str(Path(folder) / KEY)]
+        with server_process(Path(folder) / "models", *options, max_files=attack.max_files) as server:
+            ask_it = partial(ask, server.address.replace("127.0.0.1", "localhost"), token, tls=tls)
+            _beside(ask_it, lambda: time.sleep(WARM_UP_S))
+            quiet, _ = _beside(ask_it, lambda: time.sleep(seconds))
             idle_mb, lines = _memory_mb(server, "VmRSS"), server.log_text().count("\n")
             Path(f"/proc/{server.process.pid}/clear_refs").write_text(RESET_PEAK)
-            attacked, note = _beside(server, token, lambda: _attacker(attack, server, seconds))
+            version = Path(folder) / "models" / "flip" / "2"
+            copying = threading.Timer(seconds / 2, lambda: shutil.copytree(version.with_name("1"), version))
+            copying.start()
+            attacked, note = _beside(ask_it, lambda: _attacker(attack, server, seconds))
             peak_mb = _memory_mb(server, "VmHWM")
             log = "\n".join(server.log_text().split("\n")[lines:])
         return Outcome(
@@ -90,15 +110,25 @@ def measure(attack: Attack, seconds: float) -> Outcome:
             note=note or "",
             log_lines=log.count("\n"),
             tracebacks=log.count("Traceback"),
+            has_reloaded=attacked.has_second,
             exit_code=server.process.returncode,
         )
 
 
-def _beside(server: ServerProcess, token: str, work: Callable[[], str | None]) -> tuple[Account, str | None]:
+def _certificate(folder: Path) -> Tls:
+    """A certificate of the server's own, which its clients trust."""
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(folder / KEY)]
+    certificate = ["-x509", "-days", "2", "-subj", "/CN=localhost", "-addext", names, "-out", str(folder / CERTIFICATE)]
+    subprocess.run(["openssl", "req", *key, *certificate], check=True, capture_output=True)
+    return Tls(authorities=folder / CERTIFICATE)
+
+
+def _beside(client: Callable[[threading.Event], Account], work: Callable[[], str | None]) -> tuple[Account, str | None]:
     """Do something while the client asks; what the client saw, and what the work returned."""
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        account = pool.submit(ask, server.address, token, stop)
+        account = pool.submit(client, stop)
         try:
             done = work()
         finally:

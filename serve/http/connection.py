@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import h11
@@ -24,8 +25,9 @@ class HttpConnection(H11Protocol):
     conn: EventTurns
     flow: HeldFlow
 
-    def __init__(self, config: Config, state: ServerState, limits: HttpLimits) -> None:
+    def __init__(self, config: Config, state: ServerState, limits: HttpLimits, left: Callable[[HttpConnection], None]) -> None:
         super().__init__(config, state, {})
+        self._left = left
         self.conn = EventTurns(h11.SERVER, limits.max_header_bytes)
         self._limits = limits
         self._next_turn: asyncio.Handle | None = None
@@ -36,16 +38,14 @@ class HttpConnection(H11Protocol):
         self._drops = False  # what still comes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, unless there are too many."""
+        """Begin."""
         super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)
         self.flow = HeldFlow(self.transport)
-        if len(self.connections) > self._limits.max_connections:
-            self.transport.abort()
-            return
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
+        self._left(self)
         self._stop_waiting()
         for timer in (self._unread, self._leaving, self._next_turn):
             if timer is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -21,9 +20,14 @@ from uvicorn.server import ServerState
 
 from serve.http.connection import HttpConnection
 from serve.http.options import HttpLimits
-from serve.transports.transport import BindError, address_of
+from serve.transports.listener import ConnectionLimit, Listener
+from serve.transports.listening import Address, listen
 
-BACKLOG = 512
+REFUSED = b'{"error":"too many connections are open; try again later"}'
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(REFUSED), REFUSED)
+)
 NOTICE_S = 1.0  # for connections in use to get an answer
 CLOSE = (b"connection", b"close")
 
@@ -41,6 +45,7 @@ class HttpServer:
         option: str = "--http-port",
         tls: ssl.SSLContext | None = None,
         listening: Sequence[socket.socket] = (),
+        connections: ConnectionLimit | None = None,
     ) -> None:
         """A server that does not listen yet.
 
@@ -52,8 +57,9 @@ class HttpServer:
             option: names the port in the text of a BindError.
             tls: with certificate and key loaded; None leaves it plain.
             listening: sockets that another process listens on as well, in place of host and port.
+            connections: a bound on those of all servers of this process.
         """
-        self._listening = listening
+        self._listening, self._shared = listening, connections
         self._tls = tls
         self._host, self._port, self._option, self._limits = host, port, option, limits
         self._config = Config(
@@ -69,7 +75,7 @@ class HttpServer:
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         self._state = ServerState()
-        self._servers: list[asyncio.Server] = []
+        self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None
         self._is_leaving = False
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it stops
@@ -86,36 +92,30 @@ class HttpServer:
             BindError: the address is in use, not this machine's, or not allowed.
         """
         self._config.load()
-        try:
-            await self._listen(asyncio.get_running_loop())
-        except (OSError, OverflowError, UnicodeError) as error:
-            number = getattr(error, "errno", None) or 0
-            # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
-            reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
-            raise BindError(
-                f"cannot listen on {address_of(self._host, self._port)}: {reason}; "
-                f"choose another {self._option} (0 finds a free one) or --host"
-            ) from None
+        bound = self._listening or listen(Address(self._host, self._port, self._option))
+        self._listener = Listener(
+            lambda: HttpConnection(self._config, self._state, self._limits, self._left),
+            most=self._limits.max_connections,
+            shared=self._shared,
+            refusal=REFUSAL,
+            tls=self._tls,
+            handshake_s=self._limits.header_s,
+        )
+        self._listener.begin(bound)
         self._tell_time()
-        return int(self._servers[0].sockets[0].getsockname()[1])
+        return self._listener.port
 
-    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        header_s = None if self._tls is None else self._limits.header_s
-        given: list[dict[str, Any]] = [{"sock": one} for one in self._listening]
-        for where in given or [{"host": self._host, "port": self._port}]:
-            self._servers.append(
-                await loop.create_server(
-                    self._connection, **where, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=header_s
-                )
-            )
+    def _left(self, connection: HttpConnection) -> None:
+        if self._listener is not None:
+            self._listener.left(connection)
 
     async def give_notice(self) -> None:
         """Take no new connections, and end the others with their next answer, which says so.
 
         Where the next request of an idle one crosses its end, a proxy does not try it anew: it cannot know what became of it.
         """
-        for server in self._servers:
-            server.close()
+        if self._listener is not None:
+            self._listener.close()
         self._is_leaving = True
         self._state.default_headers.append(CLOSE)
         if self._state.connections:
@@ -126,12 +126,11 @@ class HttpServer:
 
         Called again, it gives requests the time that is over first, and answers the time that is over last.
         """
-        if not self._servers:
+        if self._listener is None:
             return
         loop = asyncio.get_running_loop()
         self._leave_by_s = max(self._leave_by_s, loop.time() + grace_s)
-        for server in self._servers:
-            server.close()
+        self._listener.close()
         if self._clock is not None:
             self._clock.cancel()
         for connection in list(self._state.connections):
@@ -149,15 +148,13 @@ class HttpServer:
                     connection.tell_when_read()
                 for connection in self._open():
                     await connection.flow.drain()
+        self._listener.abort()
         for connection in self._open():
             connection.transport.close()
 
     def _open(self) -> list[HttpConnection]:
         """The connections that have a transport."""
         return [one for one in self._state.connections if isinstance(one, HttpConnection) and one.transport is not None]
-
-    def _connection(self) -> HttpConnection:
-        return HttpConnection(self._config, self._state, self._limits)
 
     def _tell_time(self) -> None:
         """The Date header, written once a second rather than once an answer."""

@@ -20,7 +20,7 @@ class HttpLimits:
         max_inflated_bytes: of one that comes compressed, decompressed.
         max_held_bytes: of all requests that are not answered yet, decompressed; beyond it new ones are told to come back.
         max_header_bytes: of one request's line and headers.
-        max_connections: open at the same time on one port; more are closed at once.
+        max_connections: open at the same time on one port; more are refused.
         header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
         stall_s: seconds after which a body that does not grow, an answer that is not read, or a client that goes on sending
             what was refused, is given up.

@@ -18,6 +18,7 @@ from serve.http.page.page import Page
 from serve.http.request_body import BodyReader
 from serve.protocol.service import Service
 from serve.security.security import Guard
+from serve.transports.listener import ConnectionLimit
 
 
 class RestServer:
@@ -37,6 +38,7 @@ class RestServer:
         options: HttpOptions,
         guard: Guard | None = None,
         listening: Mapping[str, Sequence[socket.socket]] | None = None,
+        connections: ConnectionLimit | None = None,
     ) -> None:
         """A server that does not listen yet.
 
@@ -47,6 +49,7 @@ class RestServer:
             options: ports and limits.
             guard: what stands before the ports; None lets everything in.
             listening: sockets that another process listens on as well, in place of host and port: for "http" and "metrics".
+            connections: a bound on those of all servers of this process.
         """
         guard, listening = guard or Guard(), listening or {}
         tls = None if guard.tls is None else guard.tls.context("http/1.1")
@@ -63,6 +66,7 @@ class RestServer:
                 limits=options.limits,
                 tls=tls,
                 listening=listening.get("http", ()),
+                connections=connections,
             )
         ]
         if options.metrics_port is not None:
@@ -76,6 +80,7 @@ class RestServer:
                     option="--metrics-port",
                     tls=tls,
                     listening=listening.get("metrics", ()),
+                    connections=connections,
                 )
             )
         self.port = 0

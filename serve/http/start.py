@@ -10,6 +10,7 @@ from serve.engine.inference_core import InferenceCore
 from serve.http.options import HttpOptions
 from serve.protocol.service import Service
 from serve.security.security import Guard
+from serve.transports.listener import ConnectionLimit
 
 if TYPE_CHECKING:
     from serve.http.rest_server import RestServer
@@ -22,8 +23,11 @@ async def start_http(
     options: HttpOptions | None,
     guard: Guard | None = None,
     listening: Mapping[str, Sequence[socket.socket]] | None = None,
+    connections: ConnectionLimit | None = None,
 ) -> RestServer | None:
     """A server that listens, on sockets of its own or on these; None where there are no options for one.
+
+    All servers of this process together keep to the limit of `connections`.
 
     Raises:
         BindError: an address cannot be listened on; then none is.
@@ -32,6 +36,6 @@ async def start_http(
         return None
     from serve.http.rest_server import RestServer  # noqa: PLC0415  (see above)
 
-    server = RestServer(core, service, host, options, guard, listening)
+    server = RestServer(core, service, host, options, guard, listening, connections)
     await server.start()
     return server

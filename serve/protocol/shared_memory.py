@@ -19,7 +19,8 @@ from serve.engine.errors import (
     UnsupportedError,
 )
 from serve.protocol.cuda_region import CudaRegion, open_cuda_region
-from serve.protocol.system_region import SystemRegion, most_regions, open_system_region
+from serve.protocol.open_files import most_regions
+from serve.protocol.system_region import SystemRegion, open_system_region
 
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
 MAX_BYTES = 2**31 - 1  # of one request's inputs: as many as one message may carry

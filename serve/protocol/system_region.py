@@ -6,7 +6,6 @@ and a read from tmpfs costs no more than the copy into the batch would.
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from dataclasses import dataclass
@@ -84,16 +83,6 @@ class SystemRegion:
 
     def _shrunk(self) -> InvalidArgumentError:
         return InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
-
-
-def most_regions() -> float:
-    """How many may be open: each holds a file, and half of those that this process may have are left for connections."""
-    try:
-        import resource  # noqa: PLC0415  (Windows does not have it)
-    except ModuleNotFoundError:
-        return math.inf
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return math.inf if files == resource.RLIM_INFINITY else files // 2
 
 
 def open_system_region(name: str, key: str, offset: int, byte_size: int) -> SystemRegion:

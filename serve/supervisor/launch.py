@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from serve.supervisor.handover import Plan
-from serve.supervisor.listening import Address, close, listen
+from serve.transports.listening import Address, close, listen
 
 SERVE_ROOT = Path(__file__).parents[2]  # the folder that the package `serve` lies in
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}

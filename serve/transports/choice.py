@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from serve.protocol.service import Service
 from serve.security.security import Guard
+from serve.transports.listener import ConnectionLimit
 from serve.transports.transport import Transport
 
 
@@ -28,10 +29,12 @@ def make_transport(
     port: int,
     guard: Guard | None = None,
     listening: Sequence[socket.socket] = (),
+    connections: ConnectionLimit | None = None,
 ) -> Transport:
     """A transport that does not listen yet, with what stands before it; None lets everything in.
 
-    NGHTTP2 can use sockets that another process listens on as well (`listening`), in place of host and port.
+    NGHTTP2 can use sockets that another process listens on as well (`listening`), in place of host and port; it
+    keeps to the limit of `connections`, which holds for all servers of this process.
     """
     guard = guard or Guard()
     if name is TransportName.NGHTTP2:
@@ -47,6 +50,7 @@ def make_transport(
             socket=guard.socket,
             option=guard.option,
             listening=listening,
+            connections=connections,
         )
     from serve.transports.grpcio_server import GrpcioServer  # noqa: PLC0415  (see above)
 

@@ -16,7 +16,7 @@ class TransportLimits:
         max_inflated_bytes: the same of one that comes compressed. It is inflated on the event loop, where nothing else happens
             meanwhile.
         max_small_message_bytes: one request message of any other method, decompressed.
-        max_connections: open at the same time; more are closed at once.
+        max_connections: open at the same time; more are refused. There may be fewer files (see serve/protocol/open_files.py).
         max_streams: calls in flight on one connection; clients wait with more.
         max_header_bytes: of one call's headers, decompressed; a call with more is refused. With twice as many the connection
             ends.

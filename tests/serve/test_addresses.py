@@ -8,7 +8,7 @@ from serve.addresses import addresses
 from serve.http.options import HttpOptions
 from serve.security.options import SecurityOptions
 from serve.server import ServerOptions
-from serve.supervisor.listening import Address
+from serve.transports.listening import Address
 
 HOST = "127.0.0.1"
 GRPC = {"grpc": Address(HOST, 1, "--grpc-port")}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +77,36 @@ def test_numbers_that_are_too_large_are_wrong_usage(mlp: Path, option: str) -> N
     code, text = refused(mlp, option, "1" + 20 * "0")
     assert code == 2
     assert f"Invalid value for '{option}': Input should be less than or equal to " in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="Linux has it")
+def test_connections_leave_files_for_models(repository: Path) -> None:
+    """The soft limit is raised, and whoever fills what there is for connections is refused, with a line in the log."""
+    few = 'ulimit -Sn 64 && ulimit -Hn 128 && exec "$@"'
+    command = [*HALFSERVE, str(repository), "--grpc-port", "0", "--json", "--cpu", "--model-control", "explicit"]
+    with subprocess.Popen(["bash", "-c", few, "bash", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline())
+            limits = Path(f"/proc/{process.pid}/limits").read_text()
+            assert re.search(r"Max open files +128 +128 ", limits)
+            with InferenceClient(f"127.0.0.1:{ready['grpc_port']}") as client, contextlib.ExitStack() as stack:
+                assert client.is_live()
+                for port in [ready["grpc_port"], ready["http_port"]] * 80:
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+                for _ in range(3):
+                    client.load_model("mlp")
+                    assert client.infer("mlp", {"x": np.zeros((1, 64), np.float16)})
+                    client.unload_model("mlp")
+            process.terminate()
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert re.search(
+        rb"a connection was refused: \d+ are open, and there is room for \d+, as this process may open 128", errors
+    )
+    assert b"Traceback" not in errors
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")

@@ -25,8 +25,8 @@ class Owner(Protocol):
     def received(self) -> bytearray:
         """Memory for what a socket has to say."""
 
-    def connected(self, connection: GrpcConnection) -> bool:
-        """Take note of a new connection; False closes it."""
+    def connected(self, connection: GrpcConnection) -> None:
+        """Take note of a new connection."""
 
     def disconnected(self, connection: GrpcConnection) -> None:
         """Forget it."""
@@ -88,11 +88,9 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet, or close when there are too many."""
+        """Greet."""
         self._transport = cast("asyncio.Transport", transport)
-        if not self._owner.connected(self):
-            self._transport.abort()
-            return
+        self._owner.connected(self)
         self.greet()
         self.flush()
 

@@ -44,7 +44,7 @@ def rst_stream(stream: int, code: int) -> bytes:
 
 def goaway(stream: int, code: int) -> bytes:
     """The end of a connection; `stream` is the last one that was looked at."""
-    return HEAD.pack(2 * NUMBER.size << 8 | GOAWAY, 0, 0) + NUMBER.pack(stream) + NUMBER.pack(code)
+    return head_of(GOAWAY, 0, 0, 2 * NUMBER.size) + NUMBER.pack(stream) + NUMBER.pack(code)
 
 
 def with_last_stream(frames: bytes, stream: int) -> bytes:

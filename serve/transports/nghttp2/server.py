@@ -5,29 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket as sockets
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ngh2.exceptions import NGH2Error
 
 from serve.protocol.service import Service
 from serve.security.gate import Gate
-from serve.security.private_socket import private_socket
 from serve.transports.limits import TransportLimits
+from serve.transports.listener import ConnectionLimit, Listener
+from serve.transports.listening import Address, listen
 from serve.transports.nghttp2.calls import Calls
 from serve.transports.nghttp2.connection import GrpcConnection
 from serve.transports.nghttp2.linger import Linger
 from serve.transports.nghttp2.reading_turns import ReadingTurns
-from serve.transports.nghttp2.seldom import Seldom
-from serve.transports.transport import BindError, address_of
+from serve.transports.seldom import Seldom
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 1024
 RECEIVE_BYTES = 2**18  # taken from a socket at a time
 NOTICE_S = 1.0  # for clients to read that they are to go elsewhere
 FLUSH_S = 1.0  # for the last bytes of an ended connection to leave
@@ -49,6 +46,7 @@ class Nghttp2Server:
         socket: Path | None = None,
         option: str = "--grpc-port",
         listening: Sequence[sockets.socket] = (),
+        connections: ConnectionLimit | None = None,
     ) -> None:
         """A server that does not listen yet.
 
@@ -63,8 +61,10 @@ class Nghttp2Server:
             option: names the port in the text of a BindError.
             listening: sockets that another process listens on as well, in place of all that; they stay there when this server
                 ends.
+            connections: a bound on those of all servers of this process.
         """
         self._calls = Calls(service, gate)
+        self._shared = connections
         if gate is not None:
             gate.on_change(self._reroute)
         self._socket, self._option = socket, option
@@ -80,12 +80,12 @@ class Nghttp2Server:
         self._unflushed: set[GrpcConnection] = set()
         self._is_one = False  # what is to be flushed
         self._changed = asyncio.Event()
-        self._servers: list[asyncio.Server] = []
+        self._listener: Listener | None = None  # once it listens
         self._closing = False
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
         self._sweeping: asyncio.TimerHandle | None = None
         self._linger: Linger | None = None  # once it listens
-        self._told_broken, self._told_refused = Seldom(logger.info), Seldom(logger.warning)
+        self._told_broken = Seldom(logger.info)
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
@@ -97,36 +97,22 @@ class Nghttp2Server:
         """
         loop = asyncio.get_running_loop()
         self._linger = Linger(loop.call_soon)
-        try:
-            await self._listen(loop)
-        except (OSError, OverflowError, UnicodeError) as error:
-            number = getattr(error, "errno", None) or 0
-            # asyncio wraps the system's reason in words of its own; names that cannot be resolved have negative numbers.
-            reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
-            where = self._socket or address_of(self._host, self._port)
-            hint = "path" if self._socket is not None else "(0 finds a free one) or --host"
-            raise BindError(f"cannot listen on {where}: {reason}; choose another {self._option} {hint}") from None
+        bound = self._listening or listen(Address(self._host, self._port, self._option, self._socket))
+        self._listener = Listener(
+            self.connection,
+            most=self._limits.max_connections,
+            shared=self._shared,
+            tls=None if self._socket is not None else self._tls,
+            handshake_s=self._limits.handshake_s,
+        )
+        self._listener.begin(bound)
         self._sweep_later(loop)
-        return 0 if self._socket is not None else int(self._servers[0].sockets[0].getsockname()[1])
-
-    async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        handshake_s = None if self._tls is None else self._limits.handshake_s
-        if self._socket is not None:
-            bound = self._listening or [private_socket(self._socket)]
-            self._servers += [await loop.create_unix_server(self.connection, sock=one, backlog=BACKLOG) for one in bound]
-            return
-        given: list[dict[str, Any]] = [{"sock": one} for one in self._listening]
-        for where in given or [{"host": self._host, "port": self._port}]:
-            self._servers.append(
-                await loop.create_server(
-                    self.connection, **where, backlog=BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
-                )
-            )
+        return 0 if self._socket is not None else self._listener.port
 
     async def give_notice(self) -> None:
         """Take no new connections, and have clients take their next calls elsewhere; those on their way are still served."""
-        for server in self._servers:
-            server.close()
+        if self._listener is not None:
+            self._listener.close()
         for connection in list(self._connections):
             connection.give_notice()
         with contextlib.suppress(TimeoutError):
@@ -138,12 +124,11 @@ class Nghttp2Server:
 
         Called again, it gives calls the time that is over first, and answers the time that is over last.
         """
-        if not self._servers:
+        if self._listener is None:
             return
         self._closing = True
         self._leave_by_s = max(self._leave_by_s, asyncio.get_running_loop().time() + grace_s)
-        for server in self._servers:
-            server.close()
+        self._listener.close()
         if self._socket is not None and not self._listening:
             self._socket.unlink(missing_ok=True)
         if self._sweeping is not None:
@@ -156,6 +141,7 @@ class Nghttp2Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._leave_by_s):
                 await self._until(lambda: not any(connection.has_unsent for connection in self._connections))
+        self._listener.abort()
         for connection in list(self._connections):
             connection.close()
         with contextlib.suppress(TimeoutError):
@@ -168,18 +154,16 @@ class Nghttp2Server:
         """The server's side of a new connection, for whatever carries its bytes."""
         return GrpcConnection(self, self._calls.route, self._limits)
 
-    def connected(self, connection: GrpcConnection) -> bool:
-        """Take note of a new connection; False where there are too many."""
-        if len(self._connections) >= self._limits.max_connections:
-            self._told_refused.say("a connection was refused: %d are open", len(self._connections))
-            return False
+    def connected(self, connection: GrpcConnection) -> None:
+        """Take note of a new connection."""
         self._connections.add(connection)
-        return True
 
     def disconnected(self, connection: GrpcConnection) -> None:
         """Forget a connection."""
         self._connections.discard(connection)
         self._unflushed.discard(connection)
+        if self._listener is not None:
+            self._listener.left(connection)
         self._changed.set()
 
     def broken(self, error: NGH2Error) -> None:

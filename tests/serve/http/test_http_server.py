@@ -96,11 +96,15 @@ def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
         assert connections.ended.wait(HOLD_S), "the connection is still open"
 
 
-def test_connections_over_the_limit_are_closed(server: RunningServer) -> None:
+def test_connections_over_the_limit_are_told_to_come_back(server: RunningServer) -> None:
     with limited(server, HttpLimits(max_connections=1)) as address, socket.create_connection(address) as first:
         first.sendall(LIVE)
         assert b"200" in read_answer(first)
         with socket.create_connection(address) as second:
+            answer = read_answer(second)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"connection: close\r\n" in answer
+            assert b'{"error":"too many connections are open; try again later"}' in answer
             assert ended(second)
         first.sendall(LIVE)
         assert b"200" in read_answer(first)

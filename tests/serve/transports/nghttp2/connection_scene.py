@@ -59,9 +59,8 @@ class Owner:
         self.reading_turns = ReadingTurns(asyncio.get_running_loop().call_soon)
         self._scene = scene
 
-    def connected(self, connection: GrpcConnection) -> bool:
-        del connection
-        return True
+    def connected(self, connection: GrpcConnection) -> None:
+        pass
 
     def disconnected(self, connection: GrpcConnection) -> None:
         pass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.supervisor.listening import Address, close, listen
+from serve.transports.listening import Address, close, listen
 from serve.transports.transport import BindError
 
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from serve.transports.nghttp2.seldom import MOST, PERIOD_S, Seldom
+from serve.transports.seldom import MOST, PERIOD_S, Seldom
 from tests.serve.running_server import RunningServer
 from tests.serve.transports.nghttp2.calls import Limited, serves
 

@@ -1,4 +1,4 @@
-"""Open the sockets that a supervisor holds for its workers."""
+"""Open the sockets that a server listens on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve.transports.transport import BindError, address_of
 
 # What a system answers that knows a family of addresses by name and does not have it, such as IPv6 in a container.
 NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
-BACKLOG = 1024  # connections that wait while no worker takes them
+BACKLOG = 1024  # connections that wait to be accepted
 
 
 class Address(NamedTuple):
