@@ -14,6 +14,7 @@ from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.bounds import most_header_bytes
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
 from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
+from serve.transports.nghttp2.outlet import WRITE_BYTES
 from serve.transports.nghttp2.reading_turns import ReadingTurns
 from serve.transports.nghttp2.session import NOTICE, GrpcSession, Route
 
@@ -159,6 +160,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         repeated, outlet = self._repeated, self._outlet
         while repeated.closed:
             self._stream_gone(repeated.closed.pop())
+        explains = bool(repeated.explained) and not outlet.paused and self._explain()
         if not outlet.paused:
             repeated.acknowledge()
             # First: what libnghttp2 sends may be that it takes the client's new settings, which these were not made for.
@@ -167,7 +169,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
                 repeated.unsent.clear()
                 transport.write(unsent)
         try:
-            wrote = outlet.write(transport)
+            wrote = outlet.write(transport) or explains
             if repeated.relieve(paused=outlet.paused):
                 wrote |= outlet.write(transport)
             if wrote:  # libnghttp2 is done with a stream when the last of it has left
@@ -241,6 +243,23 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def _flush_soon(self) -> None:
         if not self._receiving:
             self._owner.flush_soon(self)
+
+    def _explain(self) -> bool:
+        """Answer the calls that libnghttp2 resets, before it does so; True, as it has written something.
+
+        Only when it has written the resets does it tell whether it ends the connection in their place: where headers cannot be
+        decompressed.
+        """
+        repeated, frames = self._repeated, b""
+        with contextlib.suppress(NGH2Error):
+            frames = self._http2.data_to_send(WRITE_BYTES)
+        if self._is_at_its_end():
+            frames = repeated.last_words(frames)
+        else:
+            repeated.unsent += repeated.explained
+        repeated.explained.clear()
+        repeated.unsent.append(frames)
+        return True
 
     def _is_at_its_end(self) -> bool:
         """Whether nothing that comes is read any more."""

@@ -26,6 +26,8 @@ from serve.transports.nghttp2.frames import (
     NUMBER,
     PADDED,
     PREFACE_BYTES,
+    PRIORITY_BYTES,
+    PRIORITY_FRAME,
     RST_STREAM,
     WINDOW_UPDATE,
     head_of,
@@ -154,7 +156,7 @@ class FrameReader:
             elif kind == GOAWAY:  # libnghttp2 ends the connection when the calls that it knows of are over
                 calls.retire()
             elif kind in HINTS:  # libnghttp2 would keep them for streams that it never hears of, until they are too many
-                is_ours = True
+                is_ours = kind != PRIORITY_FRAME or end - body == PRIORITY_BYTES  # it ends the connection for another length
             if is_ours:
                 if passed < at:
                     tell(data[passed:at])
@@ -184,7 +186,7 @@ class FrameReader:
             DenialOfServiceError: the list is too long.
         """
         block_bytes = size + (self._block_bytes if kind == CONTINUATION else 0)
-        if block_bytes > self._max_block_bytes:
+        if block_bytes > self._max_block_bytes and size <= FRAME_BYTES:  # libnghttp2 has a word for larger frames
             raise DenialOfServiceError(f"a list of headers takes more than {self._max_block_bytes} bytes as it is sent")
         if is_read:
             self._block_bytes = block_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 from struct import Struct
 
 DATA, HEADERS, RST_STREAM, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0x0, 0x1, 0x3, 0x7, 0x8, 0x9
-HINTS = frozenset({0x2, 0x10})  # which streams a client would have answered first; nothing here goes by them
+PRIORITY_FRAME, PRIORITY_BYTES = 0x2, 5
+HINTS = frozenset({PRIORITY_FRAME, 0x10})  # which streams a client would have answered first; nothing here goes by them
 END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x01, 0x04, 0x08, 0x20
 NO_ERROR, ENHANCE_YOUR_CALM = 0x0, 0xB
 HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6

@@ -92,6 +92,7 @@ class RepeatedCalls:
         latest: the highest number of a stream.
         told: the highest that libnghttp2 has heard of.
         unsent: frames to send.
+        explained: answers to calls that libnghttp2 is about to reset; to be sent before that, unless it ends the connection.
         closed: streams that libnghttp2 was found to be done with when it was told something.
         is_open: whether calls may begin and be answered here; not while libnghttp2 cannot send what it has, or has settings to
             acknowledge.
@@ -99,8 +100,8 @@ class RepeatedCalls:
     """
 
     __slots__ = (
-        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "granted",
-        "is_open", "is_over", "known", "latest", "requests", "spare", "told", "unsent",
+        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained",
+        "granted", "is_open", "is_over", "known", "latest", "requests", "spare", "told", "unsent",
     )  # fmt: skip
 
     def __init__(self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits) -> None:
@@ -123,6 +124,7 @@ class RepeatedCalls:
         self.known: dict[bytes, Known] = {}
         self.spare = self.latest = self.told = 0
         self.unsent: list[bytes] = []
+        self.explained: list[bytes] = []
         self.closed: list[int] = []
         self.is_open = self.is_over = False
 
@@ -235,7 +237,7 @@ class RepeatedCalls:
         """Answer a call that libnghttp2 is about to reset, which goes out behind this."""
         if not self.is_over:
             block = _BEGIN + literals(trailers)
-            self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
+            self.explained.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
 
     def acknowledge(self) -> None:
         """Have the client send on, before the connection's window is too small: at once where libnghttp2 keeps some of it."""
@@ -263,6 +265,7 @@ class RepeatedCalls:
         """The connection is lost."""
         self._forget_all()
         self.unsent.clear()
+        self.explained.clear()
         self.closed.clear()
 
     # To libnghttp2

@@ -17,6 +17,7 @@ from serve.transports.nghttp2.frames import (
     HEADERS,
     MAX_WINDOW_BYTES,
     PADDED,
+    PRIORITY_FRAME,
     RST_STREAM,
     WINDOW_UPDATE,
     head_of,
@@ -28,7 +29,8 @@ from tests.serve.transports.nghttp2.connection_scene import Scene, begun
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
 from tests.serve.transports.nghttp2.raw_frames import FIELD, FIRST, begin, data, ends, raw
 
-REFUSED_STREAM = 0x7
+FRAME_SIZE_ERROR, REFUSED_STREAM, COMPRESSION_ERROR = 0x6, 0x7, 0x9
+WHOLE = END_HEADERS | END_STREAM
 PING, CONTINUATION, RESERVED = 0x6, 0x9, 1 << 31
 TOO_MUCH = MAX_WINDOW_BYTES - WINDOW_BYTES + 100  # of which two answers have used some
 
@@ -130,6 +132,36 @@ def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], 
         assert in_time in scene.gone
         scene.connection.answer(in_time, b"x")
         assert not scene.frames()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        pytest.param(lambda scene: raw(HEADERS, WHOLE, FIRST, b"\x80"), COMPRESSION_ERROR, id="no such header"),
+        pytest.param(lambda scene: raw(HEADERS, WHOLE, FIRST, scene.block + b"\0\5a"), COMPRESSION_ERROR, id="half a header"),
+        pytest.param(lambda scene: raw(HEADERS, WHOLE, FIRST, b"\x3f\xff\xff\3"), COMPRESSION_ERROR, id="too large a table"),
+        pytest.param(
+            lambda scene: raw(HEADERS, 0, FIRST, scene.block) + raw(CONTINUATION, END_HEADERS, FIRST, b"\xff\xff"),
+            COMPRESSION_ERROR,
+            id="no such header in CONTINUATION",
+        ),
+        pytest.param(lambda scene: begin(scene) + raw(PRIORITY_FRAME, 0, FIRST, b"1234"), FRAME_SIZE_ERROR, id="PRIORITY"),
+        pytest.param(lambda scene: raw(PRIORITY_FRAME, 0, FIRST, b"123456"), FRAME_SIZE_ERROR, id="PRIORITY of no call"),
+        pytest.param(lambda scene: begin(scene) + raw(RST_STREAM, 0, FIRST, b"123"), FRAME_SIZE_ERROR, id="RST_STREAM"),
+        pytest.param(lambda scene: head_of(HEADERS, WHOLE, FIRST, FRAME_BYTES + 1), FRAME_SIZE_ERROR, id="too large a frame"),
+    ],
+)
+def test_a_connection_ends_with_the_code_of_its_error_alone(frames: Callable[[Scene], bytes], code: int) -> None:
+    """RFC 9113, sections 4.2, 4.3, 6.3 and 6.4. An answer to a call that was never read would hide the reason."""
+
+    async def run() -> None:
+        scene = await begun()
+        scene.send(frames(scene))
+        ((kind, _, _, payload),) = scene.frames()
+        assert (kind, int.from_bytes(payload[4:8])) == (GOAWAY, code)
+        assert scene.wire.has_closed
 
     asyncio.run(run())
 
