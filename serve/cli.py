@@ -24,7 +24,7 @@ from serve.http.options import HttpOptions
 from serve.log_lines import log_to_standard_error
 from serve.lost_device import LostDeviceError
 from serve.observability.options import AccessLog, ObserveOptions
-from serve.protocol.open_files import allow_more
+from serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
 from serve.ready_lines import print_json, print_text, tell_again, told
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
@@ -35,7 +35,6 @@ from serve.supervisor.inheritance import Inheritance, take_over
 from serve.transports.choice import TransportName
 from serve.transports.transport import BindError
 
-OPEN_FILES = 64  # a server that nobody has connected to has 17
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 
 
@@ -179,20 +178,12 @@ def _check_without_http(http_port: int | None, metrics_port: int | None, allowed
 
 
 def _check_open_files() -> None:
-    try:
-        import resource  # noqa: PLC0415  (Windows does not have it)
-    except ModuleNotFoundError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
-    except (ValueError, OSError):
+    allow_more()
+    if most_files() < FEWEST_FILES:
         raise FailedPreconditionError(
-            f"the limit of open files is {hard}, expected {OPEN_FILES} or more: each connection is one; "
+            f"the limit of open files is {most_files()}, expected {FEWEST_FILES} or more: each connection is one; "
             "raise it (ulimit -n 4096)"
-        ) from None
+        )
 
 
 def _check_supervised(transport: TransportName) -> None:
@@ -217,7 +208,6 @@ def _run(
 
     log_to_standard_error()
     runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)
-    allow_more()
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
             runner.run(server.serve(options, runtimes, on_ready, inherited))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+FEWEST_FILES = 64  # that a server can work with; one that nobody has connected to has 17
 ENOUGH = 65_536  # files: for as many connections as are allowed, and more
 FEWEST_SPARE, MOST_SPARE = 16, 256
 FEWEST_CONNECTIONS = 8  # however few files there are
