@@ -80,10 +80,11 @@ def test_numbers_that_are_too_large_are_wrong_usage(mlp: Path, option: str) -> N
 
 
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="Linux has it")
-def test_connections_leave_files_for_models(repository: Path) -> None:
-    """The soft limit is raised, and whoever fills what there is for connections is refused, with a line in the log."""
+def test_connections_leave_files_for_models(repository: Path, tmp_path: Path) -> None:
+    """The soft limit is raised; what is too much for connections is refused and logged, and the admin is served."""
     few = 'ulimit -Sn 64 && ulimit -Hn 128 && exec "$@"'
     command = [*HALFSERVE, str(repository), "--grpc-port", "0", "--json", "--cpu", "--model-control", "explicit"]
+    command += ["--admin-socket", str(tmp_path / "admin")]
     with subprocess.Popen(["bash", "-c", few, "bash", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -95,9 +96,10 @@ def test_connections_leave_files_for_models(repository: Path) -> None:
                 for port in [ready["grpc_port"], ready["http_port"]] * 80:
                     stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
                 for _ in range(3):
-                    client.load_model("mlp")
-                    assert client.infer("mlp", {"x": np.zeros((1, 64), np.float16)})
-                    client.unload_model("mlp")
+                    with InferenceClient(f"unix:{tmp_path / 'admin'}") as admin:
+                        admin.load_model("mlp")
+                        assert client.infer("mlp", {"x": np.zeros((1, 64), np.float16)})
+                        admin.unload_model("mlp")
             process.terminate()
             _, errors = process.communicate(timeout=60)
         finally:
