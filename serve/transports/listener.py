@@ -154,7 +154,8 @@ class Listener:
         self._open.add(connection)
         self._limit.open += 1
         if accepted.family != getattr(socket, "AF_UNIX", None):
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):  # some systems refuse that where the client has gone already
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setblocking(False)
         connecting = self._loop.connect_accepted_socket(
             lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
