@@ -16,6 +16,7 @@ from rich.table import Table
 
 from export.certificate.budget import Budget
 from export.onnx_fp16.settings import Settings
+from export.search.limits import SearchLimits
 from export.search.searched_model import SearchedModel, searched_model
 from export.search.smallest_fp32_set import find_fp32_nodes
 from export.search.trials import Trials
@@ -59,12 +60,12 @@ def bisected(searched: SearchedModel) -> tuple[int, int]:
             batch_size=32,
             adversarial=False,
             float16_sums=False,
-            max_runs=1000,
+            limits=SearchLimits(max_runs=1000),
             progress=lambda _: None,
         )
         end = smallest(len(names), lambda stop: trials.run(names[:stop]).passed)
         length = smallest(end, lambda size: trials.run(names[end - size : end]).passed)
-        return length, trials.runs
+        return length, trials.usage.runs
 
 
 def smallest(limit: int, passes: Callable[[int], bool]) -> int:

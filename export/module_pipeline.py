@@ -27,6 +27,7 @@ from export.file_conversion import (
 )
 from export.float32_parts import float32_parts, mark_float32
 from export.samples import Samples
+from export.search.limits import MAX_RUNS, SearchLimits
 from export.to_onnx.call import Call, call_of
 from export.to_onnx.capture import FlatModel
 from export.to_onnx.dimensions import BATCH
@@ -50,6 +51,7 @@ class Wishes:
         keep_io_types: Whether inputs and outputs stay float32, or the names and shell patterns of those that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
         search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
+        limits: When that search ends although a smaller set may be found.
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
         beside: More files that the verdict is written to.
@@ -60,6 +62,7 @@ class Wishes:
     keep_io_types: bool | Collection[str] = False
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     search: bool = True
+    limits: SearchLimits = field(default_factory=SearchLimits)
     adversarial: bool = True
     accumulators: Accumulators = "float32"
     beside: Beside = nothing_beside
@@ -79,6 +82,8 @@ def export_module(
     policy: Policy | str | None = None,
     record: Record | None = None,
     search: bool = True,
+    max_runs: int = MAX_RUNS,
+    max_minutes: float | None = None,
     adversarial: bool = True,
     accumulators: Accumulators = "float32",
     version: int | None = None,
@@ -107,6 +112,8 @@ def export_module(
         policy: The autocast policy that it was trained under.
         record: What was recorded while it was trained.
         search: Whether to search for nodes to keep in float32.
+        max_runs: How many sets of such nodes may be tried at most; at least 2.
+        max_minutes: After how many minutes no further set is tried; no limit by default.
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
         version: The version; the next free one by default.
@@ -131,6 +138,7 @@ def export_module(
         keep_io_types=keep_io_types,
         dynamic=dynamic or {},
         search=search,
+        limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
         adversarial=adversarial,
         accumulators=accumulators,
     )
@@ -189,6 +197,7 @@ def export_verified(
             adversarial=wishes.adversarial,
             accumulators=wishes.accumulators,
             search=wishes.search,
+            limits=wishes.limits,
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,

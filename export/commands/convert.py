@@ -16,11 +16,13 @@ from export.certificate.certificate import BudgetExceeded
 from export.commands.conversion_output import as_plain, explain, print_conversion, verdict_files
 from export.commands.made_up import NOTE, sizes_of, way_out
 from export.commands.output_files import page_beside, require_output
+from export.commands.progress import progress_on
 from export.conversion_targets import FileTarget, RepositoryTarget, Target
 from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
 from export.files.model_writer import ExternalData
 from export.sample_files import load_samples
+from export.search.limits import MAX_RUNS, SearchLimits
 
 if TYPE_CHECKING:
     from export.files.model_file import ModelFile
@@ -78,6 +80,12 @@ def convert(
     search: Annotated[
         bool, _verification(help="Find the fewest nodes to keep in float32 where the result is over budget.")
     ] = True,
+    max_runs: Annotated[
+        int, _verification(help="How many sets of such nodes the search may try; it keeps the smallest that passed.")
+    ] = MAX_RUNS,
+    max_minutes: Annotated[
+        float | None, _verification(help="Minutes after which the search tries no further set; no limit by default.")
+    ] = None,
     certificate: Annotated[Path | None, _report(help="Write the verdict to this JSON file too.")] = None,
     html: Annotated[bool, _report("--html", help="Write it as an HTML page beside --certificate too.")] = False,
     placement: Annotated[
@@ -101,8 +109,9 @@ def convert(
     """Convert a float32 ONNX model to float16, verify it, and write it.
 
     The float16 model is compared with the float32 one; where it differs by more than the budget allows, the fewest nodes that
-    have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3. Models of any
-    size are converted weight by weight.
+    have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3. Ctrl-C ends the
+    search, a second one the command: the smallest set that passed so far is written. Models of any size are converted weight
+    by weight.
 
     Example: halfserve convert model.onnx model.fp16.onnx --samples samples.npz
 
@@ -130,16 +139,17 @@ def convert(
             adversarial=adversarial,
             accumulators=accumulators,
             search=search,
+            limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
             notes=(NOTE,) if samples is None else (),
         )
     try:
-        with stderr.status("starting") as status:
+        with progress_on(stderr) as progress:
             done = convert_verified(
                 source,
                 place,
                 options=options,
                 verification=verification,
-                progress=status.update,
+                progress=progress,
                 beside=verdict_files(certificate, page),
             )
     except BudgetExceeded as error:

@@ -14,8 +14,10 @@ from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
 from export.commands.conversion_output import as_plain, explain, print_conversion, verdict_files
 from export.commands.output_files import page_beside, require_output
+from export.commands.progress import progress_on
 from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators
+from export.search.limits import MAX_RUNS, SearchLimits
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 
@@ -51,6 +53,12 @@ def export(
     search: Annotated[
         bool, _verification(help="Find the fewest nodes to keep in float32 where the result is over budget.")
     ] = True,
+    max_runs: Annotated[
+        int, _verification(help="How many sets of such nodes the search may try; it keeps the smallest that passed.")
+    ] = MAX_RUNS,
+    max_minutes: Annotated[
+        float | None, _verification(help="Minutes after which the search tries no further set; no limit by default.")
+    ] = None,
     adversarial: Annotated[bool, _verification(help="Verify on samples at the edge of the held-out ones too.")] = True,
     accumulators: Annotated[
         Accumulators, _verification(help="In which type the target sums: float16 for runtimes such as TensorRT.")
@@ -65,7 +73,8 @@ def export(
 
     The fp16 model is compared with the float32 one on held-out samples; where it differs by more than the budget allows, the
     fewest nodes that have to stay float32 are searched for, and if that is not enough nothing is written and the exit code
-    is 3. What the training policy added to float32, and what the training record shows over float16's range, stays float32.
+    is 3. Ctrl-C ends the search, a second one the command: the smallest set that passed so far is written. What the training
+    policy added to float32, and what the training record shows over float16's range, stays float32.
 
     Example: halfserve export runs/digits/checkpoint.pt --repository models
     """
@@ -86,12 +95,13 @@ def export(
         keep_io_types=keep_io_types,
         dynamic=dynamic_sizes(dynamic or ()),
         search=search,
+        limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
         adversarial=adversarial,
         accumulators=accumulators,
         beside=verdict_files(certificate, page),
     )
     try:
-        with stderr.status("starting") as status:
+        with progress_on(stderr) as progress:
             done = export_checkpoint(
                 checkpoint,
                 repository,
@@ -101,7 +111,7 @@ def export(
                 version=version,
                 max_batch_size=max_batch_size,
                 fp32_twin=fp32_twin,
-                progress=status.update,
+                progress=progress,
             )
     except BudgetExceeded as error:
         explain(stderr, error)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from export.certificate.certificate import OutputVerdict
+from export.search.limits import Ending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,14 @@ class SearchResult:
 
     Attributes:
         node_block_list: Names of the nodes to keep; for `convert`, to be given with the lists that the search was given. A
-            set that was itself converted, simulated and found within the budget; where `passed` is false, the best attempt.
+            set that was itself converted and found within the budget, simulated and on the real runtime; where `passed` is
+            false, all that could be kept.
         kept: The same nodes with reason and cost, in the graph's order.
-        runs: How many sets were converted, simulated and compared.
+        runs: How many sets were converted, run and compared.
+        seconds: How long the search took.
+        ending: What ended it: "complete" where nothing was left to try, or the limit or interrupt that came before.
         measurements: How many instrumented runs there were beside them; each takes about as long as five of the model.
-        outputs: Figures and violations of every output with that set.
+        outputs: Figures and violations of every output with that set, in each way of execution that was tried.
         violations: Everything that is over budget with that set, in words; empty where it passed.
         passed: Whether that set meets the budget.
         minimal: Whether it is proved that no member can be left out: each was left out alone, and the budget broke.
@@ -72,6 +76,8 @@ class SearchResult:
     node_block_list: tuple[str, ...]
     kept: tuple[KeptNodeCost, ...]
     runs: int
+    seconds: float = field(compare=False)
+    ending: Ending
     measurements: int
     outputs: tuple[OutputVerdict, ...]
     violations: tuple[str, ...]

@@ -3,7 +3,10 @@
 A node either bears float16 or does not, and its operator's name says little about which. So this is measured: an instrumented
 run tells what rounding does at every node, and how the errors reach the outputs (`export.search.blame`). That gives a ranking,
 whose shortest prefix that meets the budget is looked for by doubling and halving; then everything that is not needed is left
-out of it. What is returned was itself converted, simulated and compared.
+out of it. Every set is judged as `verify` judges: what the simulation accepts, the real runtime runs too.
+
+The search starts from all nodes in float32. Where that is over budget, no choice of nodes can help. Otherwise there is a set
+within the budget from then on, and the smallest one that was found is returned however the search ends.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import onnx_ir
 
 from export.certificate.budget import Budget
 from export.errors import ExportError
+from export.files.model_file import ModelFile, ModelSource
 from export.onnx_fp16.settings import settings_of
 from export.search.blame import Edge, blamed_edges
 from export.search.explanation import explained
+from export.search.limits import MAX_RUNS, Ending, SearchLimits
 from export.search.measurement import Measurement, measure
 from export.search.narrowing import OutOfRunsError, enough, without_the_needless
 from export.search.ranking import ranked_steps
@@ -31,9 +36,9 @@ from export.verification.children import Children
 from export.verification.feeds import Inputs
 
 if TYPE_CHECKING:
-    from amp_core.recorder import Record
+    from torch import nn
 
-MAX_RUNS = 120
+    from amp_core.recorder import Record
 
 
 def find_fp32_nodes(
@@ -41,12 +46,14 @@ def find_fp32_nodes(
     inputs: Inputs,
     *,
     budget: Budget,
+    reference: nn.Module | ModelSource | ModelFile | None = None,
     keep_io_types: bool | Collection[str] = True,
     op_block_list: Collection[str] = (),
     node_block_list: Collection[str] = (),
     repair: bool = True,
     record: Record | None = None,
     max_runs: int = MAX_RUNS,
+    max_minutes: float | None = None,
     batch_size: int = 32,
     adversarial: bool = True,
     accumulators: Literal["float32", "float16"] = "float32",
@@ -54,12 +61,15 @@ def find_fp32_nodes(
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
-    A set of k among n nodes takes about 2*log2(n) + 3*k conversions. The same model and samples give the same set every time.
+    A set of k among n nodes takes about 2*log2(n) + 3*k conversions. The same model and samples give the same set every time,
+    unless `max_minutes` or an interrupt ends the search. On KeyboardInterrupt the best set so far is returned, as at a limit,
+    once all nodes in float32 were found within the budget.
 
     Args:
         model: The float32 model, as it is before conversion; at most 2 GiB. It is not changed.
         inputs: Samples, as `export.verification.verify.verify` takes them.
         budget: The limits that the set must meet.
+        reference: The float32 torch module or ONNX model to compare with; by default the model itself.
         keep_io_types: As `convert` takes it.
         op_block_list: Operators that stay float32 whatever is found.
         node_block_list: Nodes that stay float32 whatever is found.
@@ -67,17 +77,18 @@ def find_fp32_nodes(
         record: What was recorded while the model was trained. What is to blame in modules that left float16's range there, or
             were pinned to float32, is tried first and at once.
         max_runs: How many sets may be tried at most; at least 2. With few the set is good, but not proved minimal.
+        max_minutes: After how many minutes no further set is tried; the first two are in any case.
         batch_size: How many samples run at once.
         adversarial: Whether the budget must hold on samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums; with "float16", sums that outgrow it are over budget.
         progress: Is told each step before it begins.
 
     Raises:
-        ExportError: The model cannot be read, converted or run on the samples, a list names what is not there, or `max_runs` is
-            too small.
+        ExportError: The model cannot be read, converted or run on the samples, or a list names what is not there.
+        UsageError: A limit is out of range.
+        KeyboardInterrupt: It came before a set was found within the budget.
     """
-    if max_runs < 2:
-        raise ExportError(f"max_runs is {max_runs}; expected at least 2: one with all nodes in float16, one with none")
+    limits = SearchLimits(max_runs=max_runs, max_minutes=max_minutes)
     tell = progress or _silent
     tell("searching: preparing the model")
     searched = searched_model(model, settings_of(keep_io_types, op_block_list, node_block_list, repair))
@@ -86,11 +97,12 @@ def find_fp32_nodes(
             searched,
             inputs,
             children,
+            reference=reference,
             budget=budget,
             batch_size=batch_size,
             adversarial=adversarial,
             float16_sums=accumulators == "float16",
-            max_runs=max_runs,
+            limits=limits,
             progress=tell,
         )
         return _Search(searched, trials, record, tell).result()
@@ -109,30 +121,28 @@ class _Search:
         """Search."""
         nothing = self._trials.run(())
         if nothing.passed:
-            return self._result(nothing, minimal=True)
+            return self._result(nothing, "complete", minimal=True)
         self._forced = frozenset(node.name for node in nothing.report.kept)
         self._candidates = [name for name in self._searched.nodes if name not in self._forced]
-        members = self._enough()
-        if members is None:
-            return self._result(self._trials.closest(), minimal=False)
-        kept, minimal = without_the_needless(members, lambda names: self._trials.run(names).passed)
-        return self._result(self._trials.run(kept), minimal=minimal)
+        everything = self._trials.run(self._candidates)
+        if not everything.passed:
+            return self._result(everything, "complete", minimal=False)
+        ending, minimal = self._narrow()
+        return self._result(self._trials.best or everything, ending, minimal=minimal)
 
-    def _enough(self) -> list[str] | None:
-        """A set that passes, the most needed first; None where none does. The last run is kept for all candidates together."""
-
-        def passes(names: frozenset[str]) -> bool:
-            if self._trials.runs_left <= 1 and len(names) < len(self._candidates):
-                raise OutOfRunsError
-            return self._trials.run(names).passed
-
+    def _narrow(self) -> tuple[Ending, bool]:
+        """Try smaller and smaller sets: what ended that, and whether each member of the best set is known to be needed."""
         try:
-            return enough(self._ranked, passes)
+            members = enough(self._ranked, self._passes)
+            _, minimal = without_the_needless(members or self._candidates, self._passes)
         except OutOfRunsError:
-            pass
-        passing = [trial for trial in self._trials.passing() if trial.blocked]
-        best = passing[0] if passing else self._trials.run(self._candidates)
-        return [name for name in self._searched.nodes if name in best.blocked] if best.passed else None
+            minimal = False
+        except KeyboardInterrupt:
+            return "interrupted", False
+        return ("complete", True) if minimal else (self._trials.usage.reached or "complete", False)
+
+    def _passes(self, names: frozenset[str]) -> bool:
+        return self._trials.run(names).passed
 
     def _ranked(self, members: list[str]) -> list[tuple[str, ...]]:
         """The candidates that are not in a set, by what is to blame when that set stays float32."""
@@ -163,7 +173,7 @@ class _Search:
     def _edges(self, measured: Measurement, trial: Trial, *, breaking: bool) -> list[Edge]:
         return blamed_edges(self._searched, measured, dict.fromkeys(trial.over, 1.0), breaking=breaking)
 
-    def _result(self, trial: Trial, *, minimal: bool) -> SearchResult:
+    def _result(self, trial: Trial, ending: Ending, *, minimal: bool) -> SearchResult:
         present = set(self._searched.present(trial.blocked))
         names = [name for name in self._searched.nodes if name in present]
         measured = self._measured[0] if self._measured else Measurement()
@@ -172,16 +182,16 @@ class _Search:
         return SearchResult(
             node_block_list=tuple(names),
             kept=tuple(self._kept(name, trial, measured, reasons) for name in names),
-            runs=self._trials.runs,
+            runs=self._trials.usage.runs,
+            seconds=self._trials.usage.seconds,
+            ending=ending,
             measurements=len(self._measured),
             outputs=trial.outputs,
             violations=trial.violations,
             passed=trial.passed,
             minimal=minimal and trial.passed,
             candidates=len(self._candidates or self._searched.nodes),
-            explanation=explained(
-                self._searched.settings, self._trials, trial, self._candidates, minimal=minimal, note=self._note
-            ),
+            explanation=explained(self._searched.settings, self._trials, trial, self._candidates, ending, note=self._note),
         )
 
     def _kept(self, name: str, trial: Trial, measured: Measurement, reasons: Reasons) -> KeptNodeCost:

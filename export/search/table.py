@@ -18,22 +18,23 @@ ALWAYS = {"operator"}
 
 
 def search_table(result: SearchResult) -> Group:
-    """A table of the nodes to keep, and a few lines with the totals and what is over budget."""
-    lines = [f"searched  {_counted(result.candidates, 'node')} in {_counted(result.runs, 'run')}: {_verdict(result)}"]
+    """A table of the nodes to keep, where they are enough, and a few lines with the totals and what is over budget."""
+    spent = f"{_counted(result.runs, 'run')}, {result.seconds / 60:.1f} min"
+    lines = [f"searched  {_counted(result.candidates, 'node')} in {spent}: {_verdict(result)}"]
     lines += [f"over      {text}" for text in result.violations[:SHOWN]]
     if result.explanation:
         lines.append(f"note      {result.explanation}")
     texts = [Text(line) for line in lines]
-    return Group(_table(result), *texts) if result.kept else Group(*texts)
+    return Group(_table(result), *texts) if result.kept and result.passed else Group(*texts)
 
 
 def _verdict(result: SearchResult) -> str:
     count = len(result.node_block_list)
     if not result.passed:
-        return f"none is enough; the best attempt keeps {count}"
+        return f"none is enough, not even all {count} in float32"
     if not count:
         return "all can be float16"
-    return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough"
+    return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough, perhaps fewer"
 
 
 def _table(result: SearchResult) -> Table:

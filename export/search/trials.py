@@ -1,29 +1,41 @@
-"""One try: a set of nodes stays float32, the rest is converted, simulated as a GPU computes it, and compared."""
+"""One try: a set of nodes stays float32, the rest is converted, run, and judged as `verify` judges it.
+
+The simulation judges first, as it refuses most. What it accepts is judged by the real runtime too, on a GPU where there is one,
+so that a set that passes here passes the final verdict.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir
 
 from export.certificate.budget import Budget
-from export.certificate.certificate import OutputVerdict, anything_compared
+from export.certificate.certificate import Certificate, OutputVerdict
+from export.certificate.probe import Probe
+from export.certificate.risk import Risk
 from export.errors import ExportError
-from export.files.model_file import ModelFile, open_model
+from export.files.model_file import ModelFile, ModelSource, open_model
 from export.onnx_fp16.convert import convert
 from export.onnx_fp16.report import ConversionReport
+from export.search.limits import SearchLimits, Usage
 from export.search.narrowing import OutOfRunsError
 from export.search.searched_model import SearchedModel
 from export.verification.adversarial import adversarial_cases
-from export.verification.children import Children, Feed, Value
-from export.verification.data_dependence import data_dependent_values
-from export.verification.edge_cases import judge_cases
-from export.verification.executions import on_disk, open_reference, run_simulated
+from export.verification.children import Answer, Children, Feed
+from export.verification.comparison import Comparison
+from export.verification.edge_cases import headroom, judge_cases
+from export.verification.executions import gpu_is_there, on_disk, run_simulated
 from export.verification.feeds import Inputs, make_feeds
 from export.verification.interface import inputs_of
-from export.verification.judging import Output, judge
+from export.verification.judging import judge
+from export.verification.levels import run_levels
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +44,8 @@ class Trial:
 
     Attributes:
         blocked: The set.
-        passed: Whether all outputs were within the budget.
-        outputs: Figures and violations on the samples.
+        passed: Whether all outputs were within the budget in every way of execution.
+        outputs: Figures and violations on the samples; of the simulation alone where that was over budget.
         violations: Everything over budget, in words.
         report: What the conversion did.
         over: Names of the outputs that are over budget.
@@ -71,7 +83,7 @@ class Trials:
 
     Attributes:
         feeds: The batches: the user's, then those of the adversarial cases that count.
-        runs: How many trials were made.
+        usage: The trials that were made and the time since the first was prepared, beside their limits.
     """
 
     def __init__(
@@ -80,62 +92,75 @@ class Trials:
         inputs: Inputs,
         children: Children,
         *,
+        reference: nn.Module | ModelSource | ModelFile | None = None,
         budget: Budget,
         batch_size: int,
         adversarial: bool,
         float16_sums: bool,
-        max_runs: int,
+        limits: SearchLimits,
         progress: Callable[[str], None],
     ) -> None:
+        self.usage = Usage(limits)
         self._searched, self._children, self._budget = searched, children, budget
-        self._float16_sums, self._max_runs, self._progress = float16_sums, max_runs, progress
-        reference = open_model(searched.original)
-        wanted = inputs_of(reference.outline)
+        self._float16_sums, self._progress = float16_sums, progress
+        self._original = open_model(on_disk(open_model(searched.original), children))
+        self._has_own_reference = reference is not None
+        wanted = inputs_of(self._original.outline)
         feeds = make_feeds(wanted, inputs, batch_size)
         cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable) if adversarial else []
-        self._cases = [case for case in cases if case.factor is None]
-        self._usual = len(feeds.batches)
+        self._cases = [case for case in cases if case.factor is None or budget.min_headroom > 1]
+        self._usual, self._samples = len(feeds.batches), feeds.samples
         self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in self._cases))
-        self._staged = children.stage(self.feeds)
-        self._outputs = _outputs(reference)
-        answers = open_reference(on_disk(reference, children), children, self._staged)
-        self._expected = _whole(answers[: self._usual])
-        self._expected_cases = answers[self._usual :]
+        compared = self._original if reference is None else reference
+        self._comparison = Comparison(compared, self._original, children, feeds, self._cases)
         self._done: dict[frozenset[str], Trial] = {}
-        self.runs = 0
-
-    @property
-    def runs_left(self) -> int:
-        """How many more trials may be made."""
-        return self._max_runs - self.runs
 
     def known(self, blocked: Iterable[str]) -> Trial | None:
         """The trial of a set, if there was one."""
         return self._done.get(frozenset(blocked))
+
+    @property
+    def best(self) -> Trial | None:
+        """The smallest set that was within the budget."""
+        return min((trial for trial in self._done.values() if trial.passed), key=lambda trial: len(trial.blocked), default=None)
 
     def run(self, blocked: Iterable[str]) -> Trial:
         """Try a set. A model that cannot be opened or run is over budget, with the reason.
 
         Raises:
             ExportError: The model cannot be converted.
-            OutOfRunsError: The limit is reached, and this set was not tried before.
+            OutOfRunsError: A limit is reached, and this set was not tried before.
         """
         key = frozenset(blocked)
         if key not in self._done:
-            if self.runs_left <= 0:
+            if self.usage.reached is not None:
                 raise OutOfRunsError
-            self.runs += 1
-            self._progress(f"searching: run {self.runs}, {len(key)} of {len(self._searched.nodes)} nodes in float32")
-            self._done[key] = self._tried(key)
+            self._progress(self._announcement(len(key)))
+            with self._children.discarding():
+                self._done[key] = self._tried(key)
+            self.usage.runs += 1
         return self._done[key]
 
-    def passing(self) -> list[Trial]:
-        """All trials that were within the budget, the smallest sets first."""
-        return sorted((trial for trial in self._done.values() if trial.passed), key=lambda trial: len(trial.blocked))
+    def original_violations(self) -> list[str]:
+        """By how much the float32 ONNX model itself is over budget beside a reference of the user's own, in words.
 
-    def closest(self) -> Trial:
-        """The trial that came closest to the budget; of equal ones the smallest."""
-        return min(self._done.values(), key=lambda t: (not t.passed, not t.outputs, t.non_finite, t.error, len(t.blocked)))
+        Raises:
+            ExportError: It cannot be run.
+        """
+        if not self._has_own_reference:
+            return []
+        answer = run_levels(self._comparison, self._children, self._budget, below=False).answer
+        answers = self._comparison.usual("float32", answer)
+        verdicts = judge(self._comparison.outputs, "float32", self._comparison.expected, answers, self._budget).verdicts
+        return [f"output {verdict.name!r}: {text}" for verdict in verdicts for text in verdict.violations]
+
+    def _announcement(self, count: int) -> str:
+        usage, best = self.usage, self.best
+        found = "" if best is None else f"; enough so far: {len(best.blocked)}"
+        return (
+            f"searching: run {usage.runs + 1} of at most {usage.limits.max_runs}, {usage.seconds / 60:.1f} min: "
+            f"{count} of {len(self._searched.nodes)} nodes in float32{found}"
+        )
 
     def _tried(self, blocked: frozenset[str]) -> Trial:
         settings = self._searched.settings
@@ -152,37 +177,53 @@ class Trials:
             return Trial(blocked=blocked, passed=False, violations=(f"cannot be run: {error}",), report=converted.report)
 
     def _judged(self, blocked: frozenset[str], candidate: ModelFile, report: ConversionReport) -> Trial:
-        simulated = run_simulated(candidate, self._children, self._staged, usual=self._usual, products=self._float16_sums)
-        answer = simulated.answer
-        if answer.trouble is not None:
-            raise ExportError(answer.trouble)
-        judged = judge(self._outputs, "rounded", self._expected, _whole(answer.batches[: self._usual]), self._budget)
-        edge = {"rounded": answer.batches[self._usual :]}
-        lines = judge_cases(self._cases, self._expected_cases, edge, judged.verdicts, self._outputs, self._budget)
-        texts = [f"output {output.name!r}: {text}" for output in judged.verdicts for text in output.violations]
-        texts += [f"output {line.output!r} on {line.case}: {text}" for line in lines for text in line.violations]
-        over = [verdict.name for verdict in judged.verdicts if verdict.violations]
-        over += [line.output for line in lines if line.violations]
+        staged = self._comparison.staged
+        simulated = run_simulated(candidate, self._children, staged, usual=self._usual, products=self._float16_sums)
         risks = simulated.risks if self._float16_sums else ()
-        texts += [str(risk) for risk in risks]
+        verdict = self._verdict("rounded", simulated.answer, risks)
+        outputs, lines = verdict.outputs, verdict.adversarial
+        for execution, answer in self._real(candidate) if verdict.passed else ():
+            verdict = self._verdict(execution, answer)
+            outputs, lines = (*outputs, *verdict.outputs), (*lines, *verdict.adversarial)
+            if not verdict.passed:
+                break
+        over = [output.name for output in outputs if output.violations]
+        over += [line.output for line in lines if line.violations and (line.factor or 1.0) <= self._budget.min_headroom]
         return Trial(
             blocked=blocked,
-            passed=anything_compared(judged.verdicts) and not texts,
-            outputs=judged.verdicts,
-            violations=tuple(texts),
+            passed=verdict.passed,
+            outputs=outputs,
+            violations=tuple(verdict.violations),
             report=report,
-            over=tuple(dict.fromkeys(over)),
+            over=tuple(dict.fromkeys(name for name in over if name)),
             risky=tuple(risk.node for risk in risks),
         )
 
+    def _real(self, candidate: ModelFile) -> Iterator[tuple[str, Answer]]:
+        """The real runtime's answers: the CPU provider's at its highest sound level, and those of a GPU where there is one."""
+        comparison = self._comparison.of(candidate)
+        yield "runtime", run_levels(comparison, self._children, self._budget, below=False).answer
+        on_gpu = comparison.on_cuda() if gpu_is_there() else None
+        if on_gpu is not None:
+            yield "cuda", on_gpu
 
-def _outputs(model: ModelFile) -> list[Output]:
-    dependent = data_dependent_values(model.outline.graph)
-    return [Output(name=value.name, data_dependent=value.name in dependent) for value in model.outline.graph.output]
-
-
-def _whole(answers: Sequence[list[Value] | str]) -> list[list[Value]]:
-    for answer in answers:
-        if isinstance(answer, str):
-            raise ExportError(f"the model fails on the samples: {answer}")
-    return [answer for answer in answers if not isinstance(answer, str)]
+    def _verdict(self, execution: str, answer: Answer, risks: Sequence[Risk] = ()) -> Certificate:
+        """What `verify` would certify of one way of execution."""
+        compared, budget = self._comparison, self._budget
+        judged = judge(compared.outputs, execution, compared.expected, compared.usual(execution, answer), budget)
+        edge = {execution: compared.edge(answer)}
+        lines = judge_cases(self._cases, compared.expected_cases, edge, judged.verdicts, compared.outputs, budget)
+        return Certificate(
+            model="",
+            onnx_sha256="",
+            onnx_bytes=0,
+            samples=self._samples,
+            budget=budget,
+            outputs=judged.verdicts,
+            probe=Probe(level="", crashes=()),
+            created_utc="",
+            adversarial=lines,
+            headroom=headroom(lines),
+            accumulators="float16" if self._float16_sums else "float32",
+            risks=tuple(risks),
+        )

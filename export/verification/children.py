@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +82,16 @@ class Children:
         folder = self._folder / str(self._count)
         folder.mkdir()
         return folder
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Remove the folders that are made within this context when it ends, such as those of models that ran once."""
+        first = self._count + 1
+        try:
+            yield
+        finally:
+            for number in range(first, self._count + 1):
+                shutil.rmtree(self._folder / str(number), ignore_errors=True)
 
     def stage(self, feeds: Sequence[Mapping[str, Array]]) -> list[StagedFeed]:
         """Write batches to files, once for all the models that run on them.

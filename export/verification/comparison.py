@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,12 @@ class Comparison:
         self.notes = self._notes(answers)
         self.expected = whole(answers[: self._usual], "the reference model")
         self.expected_cases = tuple(answers[self._usual :])
+
+    def of(self, candidate: ModelFile) -> Comparison:
+        """The same reference, batches and answers, and another candidate."""
+        other = copy(self)
+        other.candidate, other.path = candidate, on_disk(candidate, self._children)
+        return other
 
     def usual(self, execution: str, answer: Answer) -> list[list[Value]]:
         """An execution's answers to the user's batches.

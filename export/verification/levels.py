@@ -34,10 +34,16 @@ class Runtime:
     levels: tuple[LevelVerdict, ...]
 
 
-def run_levels(comparison: Comparison, children: Children, budget: Budget) -> Runtime:
+def run_levels(comparison: Comparison, children: Children, budget: Budget, *, below: bool = True) -> Runtime:
     """Run the candidate at each level: on all batches until one is sound, on the first batch below.
 
     A model of more than 256 MiB is not tried below, where opening it takes most of the time.
+
+    Args:
+        comparison: The models and their batches.
+        children: Where they run.
+        budget: The limits.
+        below: Whether to try the levels below the highest sound one too.
 
     Raises:
         ExportError: The runtime refuses the model or crashes at every level, or fails on the user's samples.
@@ -52,7 +58,7 @@ def run_levels(comparison: Comparison, children: Children, budget: Budget) -> Ru
         levels.append(verdict)
         if chosen is None and verdict.trouble is None:
             chosen = level, answer
-            if comparison.candidate.size_bytes > INLINE_LIMIT_BYTES:
+            if not below or comparison.candidate.size_bytes > INLINE_LIMIT_BYTES:
                 break
         elif fallback is None and verdict.max_scaled_error is not None:
             fallback = level, answer

@@ -153,6 +153,17 @@ def test_what_must_stay_float32_is_found(run: Run) -> None:
     assert answer["certificate"]["passed"] is True
 
 
+def test_a_search_says_when_it_begins_and_what_ended_it(run: Run) -> None:
+    result = run("over.onnx", "out.onnx", "--samples", "over.npz", "--max-runs", "2", "--no-adversarial")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith(
+        "searching for what must stay float32; Ctrl-C ends the search and keeps the best set found\n"
+    )
+    assert "in 2 runs, 0.0 min: 3 in float32 are enough, perhaps fewer" in result.stdout
+    assert "note      the limit of 2 runs ended the search: allow more with --max-runs" in result.stdout
+    assert "within budget" in result.stdout
+
+
 def test_where_no_float32_node_helps_that_is_explained(run: Run) -> None:
     result = run("in.onnx", "out.onnx", "--samples", "in.npz", "--max-abs-error", "0", "--float16-io")
     assert isinstance(result.exception, SearchFailed)
@@ -259,6 +270,8 @@ def test_over_budget_makes_no_repository(run: Run) -> None:
         ),
         (("in.onnx", "out.html", "--certificate", "out.json", "--html"), "cannot write the page to out.html: that is another"),
         ((f"{LONG}.onnx", "out.onnx"), "cannot read the model a+.onnx: File name too long"),
+        (("in.onnx", "out.onnx", "--max-runs", "1"), "max_runs is 1; expected at least 2"),
+        (("in.onnx", "out.onnx", "--max-minutes", "-1"), "max_minutes is -1.0; expected a number above 0"),
         (("in.onnx", f"{LONG}.onnx"), "cannot write a+.onnx: File name too long"),
         (("in.onnx", "--repository", LONG), "cannot write to the repository a+: File name too long"),
         (("in.onnx", "--repository", LONG, "--version", "1"), "cannot write to the repository a+: File name too long"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from export.certificate.budget import Budget
-from export.errors import ExportError
+from export.errors import ExportError, UsageError
 from export.onnx_fp16.convert import convert
 from export.search.result import SearchResult
 from export.search.smallest_fp32_set import find_fp32_nodes
 from export.verification.metrics import compare
 from export.verification.simulate import round_every_node
+from export.verification.verify import verify
 from tests.export.onnx_fp16.models import parse
 from tests.export.search.nets import Net, planted, samples
 
@@ -158,7 +160,8 @@ def test_a_budget_that_float16_inputs_alone_exceed_is_explained() -> None:
     assert not found.passed
     assert not found.minimal
     assert found.violations
-    assert "even with all 4 nodes in float32: output 'y': max abs error" in found.explanation
+    assert found.runs == 2
+    assert "even with all 4 in float32: output 'y' (rounded): max abs error" in found.explanation
     assert found.explanation.endswith("let them keep their types (--keep-io-types)")
     assert all(output.figures.elements for output in found.outputs)
 
@@ -177,13 +180,84 @@ def test_runs_that_end_early_give_a_set_that_passed() -> None:
     assert not few.minimal
     assert few.runs <= 5
     assert len(few.node_block_list) >= len(enough.node_block_list)
-    assert "the runs ended after 5: a smaller set may do" in few.explanation
+    assert few.ending == "max_runs"
+    assert "the limit of 5 runs ended the search: allow more with --max-runs" in few.explanation
     assert within_budget(model, set(few.node_block_list))
 
 
-def test_too_few_runs_are_refused() -> None:
-    with pytest.raises(ExportError, match="max_runs is 1; expected at least 2: one with all nodes in float16, one with none"):
-        search(planted(1, {}), max_runs=1)
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ({"max_runs": 1}, "max_runs is 1; expected at least 2: one with all nodes in float16, one with none"),
+        ({"max_minutes": 0.0}, "max_minutes is 0.0; expected a number above 0"),
+        ({"max_minutes": math.nan}, "max_minutes is nan; expected a number above 0"),
+    ],
+)
+def test_limits_that_leave_nothing_to_search_in_are_refused(limit: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        search(planted(1, {}), **limit)
+
+
+def test_a_time_limit_gives_the_smallest_set_so_far() -> None:
+    found = search(planted(4, {1: "overflow"}), max_minutes=1e-9)
+    assert (found.passed, found.minimal, found.ending, found.runs) == (True, False, "max_minutes", 2)
+    assert len(found.node_block_list) == found.candidates
+    assert "allow more with --max-minutes (max_minutes); this is the smallest set found" in found.explanation
+
+
+def interrupting(run: int) -> Callable[[str], None]:
+    """Progress that is interrupted where it is told of a run."""
+
+    def progress(step: str) -> None:
+        if step.startswith(f"searching: run {run} of"):
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_an_interrupt_gives_the_smallest_set_so_far() -> None:
+    model = planted(8, {2: "variance", 5: "cancel"})
+    found = search(model, progress=interrupting(9))
+    assert (found.passed, found.minimal, found.ending, found.runs) == (True, False, "interrupted", 8)
+    assert 0 < len(found.node_block_list) < found.candidates
+    assert within_budget(model, set(found.node_block_list))
+    assert found.explanation.startswith("an interrupt ended the search")
+
+
+def test_an_interrupt_before_anything_passed_ends_the_search() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(planted(4, {1: "overflow"}), progress=interrupting(2))
+
+
+def near_ties(model: onnx.ModelProto, seed: int) -> Any:
+    """150 samples of a net, [150, 8]: in 50 of them its two largest outputs are as close as in the closest of 20,000."""
+    import onnxruntime  # noqa: PLC0415  (as above)
+
+    x = np.random.default_rng(seed).uniform(-1, 1, (20_000, 8)).astype(np.float32)
+    y = np.sort(onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0], -1)
+    closest = np.argsort((y[:, -1] - y[:, -2]) / np.abs(y).max())[:300:6]
+    others = np.random.default_rng(seed + 1).uniform(-1, 1, (100, 8)).astype(np.float32)
+    return np.concatenate([x[closest], others])
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("overflow", 1), ("variance", 4)])
+def test_what_the_simulation_accepts_and_the_runtime_refuses_is_not_enough(kind: str, seed: int) -> None:
+    model = Net(seed).layers(2).plant(kind).layers(2).model()
+    x = near_ties(model, seed)
+    budget = Budget(max_scaled_error=0.02)
+    found = search(model, inputs=x, budget=budget, repair=True)
+    assert found.passed
+    assert {output.execution for output in found.outputs} >= {"rounded", "runtime"}
+    converted = convert(onnx_ir.from_proto(model), node_block_list=found.node_block_list)
+    assert verify(model, onnx_ir.to_proto(converted.model), x, budget=budget, adversarial=False).passed
+
+
+def test_a_reference_of_the_users_own_is_what_sets_are_compared_with() -> None:
+    model, other = planted(2, {}), planted(2, {}, seed=5)
+    found = search(model, reference=other)
+    assert not found.passed
+    assert "the float32 ONNX model itself is over budget beside the reference: output 'y': " in found.explanation
+    assert search(other, reference=other).passed
 
 
 def test_what_does_not_fit_is_refused_in_a_line() -> None:
@@ -279,7 +353,8 @@ def test_progress_is_told() -> None:
     told: list[str] = []
     search(planted(2, {0: "overflow"}), progress=told.append)
     assert told[0] == "searching: preparing the model"
-    assert "searching: run 1, 0 of 8 nodes in float32" in told
+    assert "searching: run 1 of at most 120, 0.0 min: 0 of 8 nodes in float32" in told
+    assert any(text.startswith("searching: run 3 of at most 120") and text.endswith("; enough so far: 8") for text in told)
     assert "searching: measuring 8 nodes" in told
 
 

@@ -33,7 +33,7 @@ def test_the_table_names_node_module_reason_and_cost() -> None:
     assert all(part in lines[at] for part in ("Mul", "NaN or inf"))
     assert "overflow_0" in lines[at + 1]
     assert "its output overflows: " in lines[at + 2]
-    assert "searched  8 nodes in 4 runs: 2 must stay float32" in text
+    assert "searched  8 nodes in 5 runs, 0.0 min: 2 must stay float32" in text
     assert plain["node_block_list"] == ["overflow_0/far", "overflow_0/back"]
     kept = plain["kept"]
     assert isinstance(kept, list)
@@ -48,7 +48,7 @@ def test_a_narrow_terminal_shows_names_whole_and_no_empty_columns() -> None:
 
 def test_a_failure_says_what_is_over_budget_and_why() -> None:
     text, plain = shown(budget=Budget(max_abs_error=1e-9, min_agreement=0), keep_io_types=False, width=400)
-    assert "none is enough; the best attempt keeps " in text
-    assert "over      output 'y': max abs error" in text
-    assert "note      even with all 8 nodes in float32" in text
+    assert "none is enough, not even all 8 in float32" in text
+    assert "over      output 'y' (rounded): max abs error" in text
+    assert "note      no choice of nodes can meet the budget: even with all 8 in float32" in text
     assert plain["passed"] is False
