@@ -227,6 +227,7 @@ def _verified(
         reference_bytes=done.source.size_bytes,
         conversion=done.conversion.report,
         adversarial=verification.adversarial,
+        source=done.source,
         accumulators=verification.accumulators,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=verification.notes,

@@ -33,6 +33,7 @@ from export.verification.feeds import Inputs, make_feeds
 from export.verification.interface import inputs_of
 from export.verification.judging import judge
 from export.verification.levels import run_levels
+from export.verification.ties import settle_ties
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +113,7 @@ class Trials:
         self._usual, self._samples = len(feeds.batches), feeds.samples
         self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in self._cases))
         compared = self._original if reference is None else reference
-        self._comparison = Comparison(compared, self._original, children, feeds, self._cases)
+        self._comparison = Comparison(compared, self._original, children, feeds, self._cases, self._original)
         self._done: dict[frozenset[str], Trial] = {}
 
     def known(self, blocked: Iterable[str]) -> Trial | None:
@@ -177,13 +178,13 @@ class Trials:
             return Trial(blocked=blocked, passed=False, violations=(f"cannot be run: {error}",), report=converted.report)
 
     def _judged(self, blocked: frozenset[str], candidate: ModelFile, report: ConversionReport) -> Trial:
-        staged = self._comparison.staged
-        simulated = run_simulated(candidate, self._children, staged, usual=self._usual, products=self._float16_sums)
+        compared = self._comparison.of(candidate)
+        simulated = run_simulated(candidate, self._children, compared.staged, usual=self._usual, products=self._float16_sums)
         risks = simulated.risks if self._float16_sums else ()
-        verdict = self._verdict("rounded", simulated.answer, risks)
+        verdict = self._verdict(compared, "rounded", simulated.answer, risks)
         outputs, lines = verdict.outputs, verdict.adversarial
-        for execution, answer in self._real(candidate) if verdict.passed else ():
-            verdict = self._verdict(execution, answer)
+        for execution, answer in self._real(compared) if verdict.passed else ():
+            verdict = self._verdict(compared, execution, answer)
             outputs, lines = (*outputs, *verdict.outputs), (*lines, *verdict.adversarial)
             if not verdict.passed:
                 break
@@ -199,20 +200,20 @@ class Trials:
             risky=tuple(risk.node for risk in risks),
         )
 
-    def _real(self, candidate: ModelFile) -> Iterator[tuple[str, Answer]]:
+    def _real(self, compared: Comparison) -> Iterator[tuple[str, Answer]]:
         """The real runtime's answers: the CPU provider's at its highest sound level, and those of a GPU where there is one."""
-        comparison = self._comparison.of(candidate)
-        yield "runtime", run_levels(comparison, self._children, self._budget, below=False).answer
-        on_gpu = comparison.on_cuda() if gpu_is_there() else None
+        yield "runtime", run_levels(compared, self._children, self._budget, below=False).answer
+        on_gpu = compared.on_cuda() if gpu_is_there() else None
         if on_gpu is not None:
             yield "cuda", on_gpu
 
-    def _verdict(self, execution: str, answer: Answer, risks: Sequence[Risk] = ()) -> Certificate:
+    def _verdict(self, compared: Comparison, execution: str, answer: Answer, risks: Sequence[Risk] = ()) -> Certificate:
         """What `verify` would certify of one way of execution."""
-        compared, budget = self._comparison, self._budget
+        budget = self._budget
         judged = judge(compared.outputs, execution, compared.expected, compared.usual(execution, answer), budget)
         edge = {execution: compared.edge(answer)}
         lines = judge_cases(self._cases, compared.expected_cases, edge, judged.verdicts, compared.outputs, budget)
+        lines, _ = settle_ties(lines, self._cases, compared, judged.verdicts, budget)
         return Certificate(
             model="",
             onnx_sha256="",

@@ -36,8 +36,12 @@ def _way_out(certificate: Certificate, steep: Steepness) -> str:
     if choices := _choices_alone(certificate):
         return choices
     non_finite = any(verdict.figures.non_finite > certificate.budget.max_non_finite for verdict in certificate.outputs)
+    usual = any(verdict.violations for verdict in certificate.outputs) or not any(
+        line.violations for line in certificate.adversarial if line.factor is None
+    )
     parts = "the layers that overflow" if non_finite else "sensitive layers"
-    return f"keep {parts} in float32 ({MEANS}) or allow a larger difference"
+    edge = "" if usual else "; where no such input can come, leave those samples out (--no-adversarial)"
+    return f"keep {parts} in float32 ({MEANS}) or allow a larger difference{edge}"
 
 
 def _choices_alone(certificate: Certificate) -> str | None:

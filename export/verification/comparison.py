@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,8 @@ class Comparison:
 
     Attributes:
         candidate: The candidate.
-        path: Where children find it.
+        source: The float32 ONNX model: the reference where it is one, else what the candidate was made from, where known.
+        children: Where models run.
         staged: All batches.
         outputs: The candidate's outputs.
         expected: The reference's answers to the user's batches.
@@ -46,14 +48,17 @@ class Comparison:
         children: Children,
         feeds: Feeds,
         cases: Sequence[Case],
+        source: ModelFile | None = None,
     ) -> None:
         self.candidate = candidate
-        self._children = children
-        self._reference = reference
+        self._reference: nn.Module | ModelFile = (
+            open_model(reference) if isinstance(reference, onnx.ModelProto | bytes | str | Path) else reference
+        )
+        self.source = self._reference if isinstance(self._reference, ModelFile) else source
+        self.children = children
         self._usual = len(feeds.batches)
         self._batches = feeds.batches
         batches = [*feeds.batches, *(case.feed for case in cases)]
-        self.path = on_disk(candidate, children)
         self.staged = children.stage(batches)
         self.outputs = _outputs(candidate.outline.graph)
         self.reference_bytes: int | None = None
@@ -65,8 +70,23 @@ class Comparison:
     def of(self, candidate: ModelFile) -> Comparison:
         """The same reference, batches and answers, and another candidate."""
         other = copy(self)
-        other.candidate, other.path = candidate, on_disk(candidate, self._children)
+        other.candidate = candidate
+        vars(other).pop("path", None)
         return other
+
+    @cached_property
+    def path(self) -> Path:
+        """Where children find the candidate.
+
+        Raises:
+            ExportError: It has to be written, and the disk is full.
+        """
+        return on_disk(self.candidate, self.children)
+
+    @property
+    def staged_cases(self) -> list[StagedFeed]:
+        """The adversarial batches."""
+        return self.staged[self._usual :]
 
     def usual(self, execution: str, answer: Answer) -> list[list[Value]]:
         """An execution's answers to the user's batches.
@@ -86,7 +106,7 @@ class Comparison:
 
     def on_cuda(self) -> Answer | None:
         """The candidate's answers on a GPU; None where ONNX Runtime cannot use one."""
-        answer = self._children.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
+        answer = self.children.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
         return answer if CUDA in answer.providers or answer.crash else None
 
     def asked_again(self) -> list[list[Value]]:
@@ -97,7 +117,7 @@ class Comparison:
         Raises:
             ExportError: It fails on one.
         """
-        if isinstance(self._reference, ModelFile | onnx.ModelProto | bytes | str | Path):
+        if isinstance(self._reference, ModelFile):
             return self.expected
         return whole(self._reference_answers(self._batches, self.staged[: self._usual]), "the reference model")
 
@@ -108,20 +128,17 @@ class Comparison:
             ExportError: It fails on one.
         """
         coarse = [{name: rounded_to_half(array) for name, array in batch.items()} for batch in self._batches]
-        return whole(self._reference_answers(coarse, self._children.stage(coarse)), "the reference model")
+        return whole(self._reference_answers(coarse, self.children.stage(coarse)), "the reference model")
 
     def _reference_answers(self, batches: Sequence[Feed], staged: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
-        reference = self._reference
-        if isinstance(reference, ModelFile):
-            return self._onnx_answers(reference, staged)
-        if isinstance(reference, onnx.ModelProto | bytes | str | Path):
-            return self._onnx_answers(open_model(reference), staged)
+        if isinstance(self._reference, ModelFile):
+            return self._onnx_answers(self._reference, staged)
         from export.verification.torch_reference import run_torch  # noqa: PLC0415  (torch is slow to import)
 
-        return run_torch(reference, batches)
+        return run_torch(self._reference, batches)
 
     def _notes(self, answers: Sequence[list[Value] | str]) -> tuple[str, ...]:
-        if isinstance(self._reference, ModelFile | onnx.ModelProto | bytes | str | Path):
+        if isinstance(self._reference, ModelFile):
             return ()
         from export.verification.torch_reference import fast_path_note  # noqa: PLC0415  (as above)
 
@@ -136,7 +153,7 @@ class Comparison:
             raise ExportError(f"the reference takes {both}; is this the model that was converted?")
         names = dict(zip(ours, ours if set(theirs) == set(ours) else theirs, strict=True))
         staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in batches]
-        return open_reference(on_disk(reference, self._children), self._children, staged)
+        return open_reference(on_disk(reference, self.children), self.children, staged)
 
 
 def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:

@@ -27,6 +27,7 @@ from export.verification.judging import judge
 from export.verification.levels import Runtime, run_levels
 from export.verification.metrics import Array
 from export.verification.steepness import steepness
+from export.verification.ties import settle_ties
 from export.verification.versions import versions
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def verify(
     conversion: Report | None = None,
     adversarial: bool = True,
     longest: Mapping[str, int] | None = None,
+    source: ModelFile | None = None,
     accumulators: Accumulators = "float32",
     placement: Mapping[str, Any] | None = None,
     cuda: bool | None = None,
@@ -80,6 +82,8 @@ def verify(
         reference_bytes: Size of the float32 model, for the certificate; known where the reference is ONNX.
         conversion: What the conversion did (`HalfReport` or `ConversionReport`), for the certificate.
         adversarial: Whether to try samples at the edge of the given ones too (see `export.verification.adversarial`).
+        source: The float32 ONNX model that the candidate was made from, where the reference is a torch module: it shows where
+            the candidate chooses between ties (see `export.verification.ties`).
         longest: Sizes of dynamic dimensions, by name, that the model must bear; tried with `adversarial`.
         accumulators: In which type the target runtime sums. With "float16", sums that outgrow it are over budget, those inside
             matrix products and convolutions too, and a note names nodes whose sums have no bound (see
@@ -100,7 +104,7 @@ def verify(
     feeds = make_feeds(wanted, inputs, batch_size)
     cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
     with Children() as children:
-        comparison = Comparison(reference, opened, children, feeds, cases)
+        comparison = Comparison(reference, opened, children, feeds, cases, source)
         runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)
         judged = _judged(comparison, cases, runs, budget)
         steep = steepness(comparison, judged["outputs"], budget)
@@ -172,7 +176,8 @@ def _judged(comparison: Comparison, cases: Sequence[Case], runs: _Runs, budget: 
     outputs = tuple(verdict for each in judged for verdict in each.verdicts)
     answers = {execution: comparison.edge(answer) for execution, answer in runs.answers.items()}
     lines = judge_cases(cases, comparison.expected_cases, answers, outputs, comparison.outputs, budget)
-    notes = (*runs.notes, *(note for each in judged for note in each.notes))
+    lines, ties = settle_ties(lines, cases, comparison, outputs, budget)
+    notes = (*runs.notes, *(note for each in judged for note in each.notes), *ties)
     return {"outputs": outputs, "adversarial": lines, "headroom": headroom(lines), "notes": notes}
 
 
