@@ -115,7 +115,7 @@ class _Search:
         self._forced: frozenset[str] = frozenset()
         self._candidates: list[str] = []
         self._measured: list[Measurement] = []
-        self._note = ""
+        self._unmeasured, self._untried = "", ""
 
     def result(self) -> SearchResult:
         """Search."""
@@ -142,10 +142,17 @@ class _Search:
         return ("complete", True) if minimal else (self._trials.usage.reached or "complete", False)
 
     def _passes(self, names: frozenset[str]) -> bool:
-        return self._trials.run(names).passed
+        """Whether a set is within budget. One that cannot be tried is not: what was found before it must not be lost."""
+        try:
+            return self._trials.run(names).passed
+        except ExportError as error:
+            self._untried = f"a set of {len(names)} nodes could not be tried ({error})"
+            return False
 
     def _ranked(self, members: list[str]) -> list[tuple[str, ...]]:
         """The candidates that are not in a set, by what is to blame when that set stays float32."""
+        if self._trials.usage.reached == "max_minutes":  # a measurement takes as long as several runs
+            raise OutOfRunsError
         rest = [name for name in self._candidates if name not in set(members)]
         trial = self._trials.known(members)
         if not rest or trial is None:
@@ -160,13 +167,13 @@ class _Search:
         return ranked_steps(self._searched, rest, edges, measured, [remembered, trial.risky])
 
     def _measure(self, members: list[str]) -> Measurement:
-        if self._note:
+        if self._unmeasured:
             return Measurement()
         self._tell(f"searching: measuring {len(self._searched.nodes)} nodes")
         try:
             self._measured.append(measure(self._searched, self._forced.union(members), self._trials.feeds))
         except ExportError as error:
-            self._note = f"the nodes could not be measured one by one ({error}), so they were tried in the graph's order"
+            self._unmeasured = f"the nodes could not be measured one by one ({error}), so they were tried in the graph's order"
             return Measurement()
         return self._measured[-1]
 
@@ -178,6 +185,7 @@ class _Search:
         names = [name for name in self._searched.nodes if name in present]
         measured = self._measured[0] if self._measured else Measurement()
         edges = self._edges(measured, self._trials.run(()), breaking=False)
+        note = "; ".join(text for text in (self._unmeasured, self._untried) if text)
         reasons = Reasons(self._searched, measured, edges, scalar_constants(self._searched.prepared))
         return SearchResult(
             node_block_list=tuple(names),
@@ -189,9 +197,9 @@ class _Search:
             outputs=trial.outputs,
             violations=trial.violations,
             passed=trial.passed,
-            minimal=minimal and trial.passed,
+            minimal=minimal and trial.passed and not self._untried,
             candidates=len(self._candidates or self._searched.nodes),
-            explanation=explained(self._searched.settings, self._trials, trial, self._candidates, ending, note=self._note),
+            explanation=explained(self._searched.settings, self._trials, trial, self._candidates, ending, note=note),
         )
 
     def _kept(self, name: str, trial: Trial, measured: Measurement, reasons: Reasons) -> KeptNodeCost:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -205,12 +206,12 @@ def test_a_time_limit_gives_the_smallest_set_so_far() -> None:
     assert "allow more with --max-minutes (max_minutes); this is the smallest set found" in found.explanation
 
 
-def interrupting(run: int) -> Callable[[str], None]:
+def interrupting(run: int, error: BaseException | None = None) -> Callable[[str], None]:
     """Progress that is interrupted where it is told of a run."""
 
     def progress(step: str) -> None:
         if step.startswith(f"searching: run {run} of"):
-            raise KeyboardInterrupt
+            raise error or KeyboardInterrupt
 
     return progress
 
@@ -227,6 +228,13 @@ def test_an_interrupt_gives_the_smallest_set_so_far() -> None:
 def test_an_interrupt_before_anything_passed_ends_the_search() -> None:
     with pytest.raises(KeyboardInterrupt):
         search(planted(4, {1: "overflow"}), progress=interrupting(2))
+
+
+def test_sets_that_cannot_be_tried_do_not_lose_what_was_found() -> None:
+    found = search(planted(8, {2: "variance", 5: "cancel"}), progress=interrupting(9, ExportError("the disk is full")))
+    assert (found.passed, found.minimal, found.runs) == (True, False, 8)
+    assert 0 < len(found.node_block_list) < found.candidates
+    assert re.search(r"a set of \d+ nodes could not be tried \(the disk is full\)", found.explanation)
 
 
 def near_ties(model: onnx.ModelProto, seed: int) -> Any:
