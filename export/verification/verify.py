@@ -57,7 +57,7 @@ def verify(
     conversion: Report | None = None,
     adversarial: bool = True,
     longest: Mapping[str, int] | None = None,
-    source: ModelFile | None = None,
+    source: ModelSource | ModelFile | None = None,
     accumulators: Accumulators = "float32",
     placement: Mapping[str, Any] | None = None,
     cuda: bool | None = None,
@@ -104,7 +104,8 @@ def verify(
     feeds = make_feeds(wanted, inputs, batch_size)
     cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
     with Children() as children:
-        comparison = Comparison(reference, opened, children, feeds, cases, source)
+        made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
+        comparison = Comparison(reference, opened, children, feeds, cases, made_from)
         runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)
         judged = _judged(comparison, cases, runs, budget)
         steep = steepness(comparison, judged["outputs"], budget)
