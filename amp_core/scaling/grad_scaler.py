@@ -174,10 +174,11 @@ class GradScaler(ScaleInterface):
         """End the iteration: shrink the scale after an overflow, grow it after `growth_interval` steps without.
 
         Args:
-            new_scale: Sets the scale to this instead: a number, or a tensor with one element.
+            new_scale: Sets the scale to this instead: a number, or a tensor with one element that requires no gradient.
 
         Raises:
-            ValueError: If `new_scale` is not a number between `min_scale` and `max_scale`.
+            ValueError: If `new_scale` is not a number between `min_scale` and `max_scale`, or is a tensor that requires a
+                gradient, which would not flow through the scale.
             RuntimeError: If no optimizer's gradients were checked in this iteration.
             FloatingPointError: If a gradient overflowed at `min_scale` and `on_min_scale` is "raise".
         """
@@ -189,8 +190,7 @@ class GradScaler(ScaleInterface):
         outcomes, used, exhausted = self._outcomes.of_this_iteration(), self._loss_scale.snapshot(), None
         found = total(flags, scale.device) if flags else None
         if new_scale is not None:
-            value = new_scale.item() if isinstance(new_scale, Tensor) and new_scale.numel() == 1 else new_scale
-            self._loss_scale.set(cast("float", value), "new_scale")
+            self._loss_scale.set(checks.number_of(new_scale, "new_scale"), "new_scale")
         elif found is not None:
             exhausted = self._exhaustion.message(self._loss_scale, outcomes)
             self._loss_scale.adapt(found, overflowed=self._outcomes.overflow_is_known())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from amp_core.scaling.gradients import dense
+from amp_core.scaling.gradients import is_finite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -23,7 +21,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def with_non_finite_gradients(optimizer: Optimizer) -> list[Tensor]:
     """The parameters whose gradients hold an infinity or a NaN. Waits for the device."""
-    return [p for p in parameters_of(optimizer) if p.grad is not None and not torch.isfinite(dense(p.grad)).all()]
+    return [p for p in parameters_of(optimizer) if p.grad is not None and not is_finite(p.grad)]
 
 
 def names_of(parameters: Iterable[Tensor], optimizer: Optimizer, model: nn.Module | None = None) -> list[str]:

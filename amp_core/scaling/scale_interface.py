@@ -52,7 +52,11 @@ class ScaleInterface:
         return self._loss_scale.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied with when it grows; ValueError if that is not above 1."""
+        """Set what the scale is multiplied with when it grows.
+
+        Raises:
+            ValueError: If that is not a finite number above 1.
+        """
         self._loss_scale.growth_factor = checks.checked_growth_factor(new_factor)
 
     def get_backoff_factor(self) -> float:
@@ -60,7 +64,11 @@ class ScaleInterface:
         return self._loss_scale.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied with after an overflow; ValueError if that is not between 0 and 1."""
+        """Set what the scale is multiplied with after an overflow.
+
+        Raises:
+            ValueError: If that is not between 0 and 1.
+        """
         self._loss_scale.backoff_factor = checks.checked_backoff_factor(new_factor)
 
     def get_growth_interval(self) -> int:
@@ -68,9 +76,12 @@ class ScaleInterface:
         return self._loss_scale.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many steps in a row without an overflow the scale grows; ValueError unless an integer >= 1.
+        """Set after how many steps in a row without an overflow the scale grows.
 
         Steps already counted still count: if there are enough of them, the scale grows after the next.
+
+        Raises:
+            ValueError: If that is not an integer of at least 1.
         """
         self._loss_scale.set_growth_interval(new_interval, self._loss_scale.get_growth_tracker())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, TypeVar, get_args
 
+from torch import Tensor
+
 OnMinScale = Literal["warn", "raise", "stop"]
 Hook = TypeVar("Hook", bound=Any)
 
@@ -67,6 +69,19 @@ def checked_scale(value: float, low: float, high: float, name: str) -> float:
     if not _is_number(value) or not low <= value <= high:
         raise ValueError(f"{name} must be between min_scale {low:g} and max_scale {high:g}, got {value!r}")
     return float(value)
+
+
+def number_of(value: float | Tensor, name: str) -> Any:
+    """The number in a tensor of one element; anything else as it is, for `checked_scale` to judge. Waits for the device.
+
+    Raises:
+        ValueError: If the tensor requires a gradient; names `name`.
+    """
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return value
+    if value.requires_grad:
+        raise ValueError(f"{name} must be a number or a tensor that requires no gradient, got {value!r}; pass {name}.detach()")
+    return value.item()
 
 
 def checked_count(value: int, least: int, name: str) -> int:

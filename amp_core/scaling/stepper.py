@@ -76,8 +76,8 @@ class Stepper:
         self, optimizer: Optimizer, inverse_scale: Tensor, found_inf: Tensor, *, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiply the gradients, and look for what is not finite; see `check_and_unscale_`."""
-        buckets = bucket_gradients(optimizer, allow_fp16=allow_fp16)
-        found = check_and_unscale_(buckets, inverse_scale, found_inf, recheck=self._loss_scale.may_be_below_one())
+        gradients = bucket_gradients(optimizer, allow_fp16=allow_fp16)
+        found = check_and_unscale_(gradients, inverse_scale, found_inf, recheck=self._loss_scale.may_be_below_one())
         if self._reduce_found_inf is not None:
             # The other ranks may have gradients, and wait for this one.
             found = found or {found_inf.device: found_inf.clone()}

@@ -67,6 +67,13 @@ def test_defect_10_update_refuses_what_is_no_scale(new_scale: Any) -> None:
     assert scaler.get_scale() == 2.0**16
 
 
+def test_update_refuses_a_tensor_that_requires_a_gradient_as_torch_does() -> None:
+    scaler = ready()
+    with pytest.raises(ValueError, match=r"new_scale must be a number or a tensor that requires no gradient.*\.detach\(\)"):
+        scaler.update(torch.tensor(2.0, requires_grad=True))
+    assert scaler.get_scale() == 2.0**16
+
+
 def test_defect_11_an_interval_set_below_the_count_grows_at_the_next_step() -> None:
     parameter, optimizer = parameter_with([1.0])
     scaler = ready(growth_interval=10)
@@ -117,6 +124,7 @@ def test_a_sparse_gradient_whose_duplicates_overflow_together_is_found() -> None
     scaler = ready(init_scale=1.0)
     scaler.step(optimizer)
     assert scaler.step_was_skipped
+    assert scaler.overflowed_parameters(embedding) == ["weight"]
     assert torch.isfinite(embedding.weight).all()
 
 

@@ -111,6 +111,26 @@ def test_states_are_exchanged_in_mid_run_in_both_directions(name: str, ours_firs
     assert_equal(mixed, list(train([make(ours=False), make(ours=False)], name, {}, clip=False)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["SGD", "SparseAdam", "Adagrad"])
+def test_duplicates_in_sparse_gradients_add_up_as_torchs_do(name: str, dtype: torch.dtype) -> None:
+    """At a scale that is no power of two, it shows whether they are added up before they are unscaled, or after."""
+    weights = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(8, 4, sparse=True, dtype=dtype)
+        optimizer = getattr(torch.optim, name)(embedding.parameters(), lr=0.1)
+        scaler: Any = kind("cpu", init_scale=3000.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = embedding(torch.randint(8, (64,)))
+            torch.autograd.backward(scaler.scale((outputs * torch.rand(64, 4)).sum()))
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append(embedding.weight.detach())
+    assert torch.equal(*weights)
+
+
 def test_the_list_is_not_empty() -> None:
     assert {"Adadelta", "Adafactor", "Adam", "AdamW", "Muon", "NAdam", "Rprop", "SGD", "SparseAdam"} <= INFOS.keys()
     assert {"foreach", "fused"} <= {key for _, settings in CASES for key in settings}
