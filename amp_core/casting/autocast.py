@@ -107,7 +107,11 @@ class autocast(Region):  # noqa: N801  (torch's name)
         leave(self)
 
     def __call__(self, function: Function) -> Function:
-        """Decorate a function, method, generator or coroutine function: each call runs in a region of its own."""
+        """Decorate a function, method, generator or coroutine function: each call runs in a region of its own.
+
+        Raises:
+            TypeError: If it is no function.
+        """
 
         def make_region() -> autocast:
             made: autocast = autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, self.policy)

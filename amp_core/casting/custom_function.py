@@ -36,6 +36,9 @@ def custom_fwd(forward: Any = None, *, device_type: str, cast_inputs: torch.dtyp
         forward: The static method; leave it out to use this with arguments above a `def`.
         device_type: The device whose autocast matters.
         cast_inputs: In an enabled region, cast floating inputs to this dtype and run `forward` with autocast disabled.
+
+    Raises:
+        ValueError: If `device_type` is not a string.
     """
     if forward is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)

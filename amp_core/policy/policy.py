@@ -20,7 +20,10 @@ class PolicyError(ValueError):
 
 
 class _Native:
-    """`Policy.native()` is the empty policy; `policy.native("gelu")` leaves those operations to torch again."""
+    """`Policy.native()` is the empty policy; `policy.native("gelu")` leaves those operations to torch again.
+
+    Both raise PolicyError if there is no such operation.
+    """
 
     def __get__(self, policy: Policy | None, owner: type[Policy]) -> Callable[..., Policy]:
         start = owner() if policy is None else policy
@@ -41,6 +44,9 @@ class Policy:
     Attributes:
         preset: `native` (no difference) or `cuda` (the documented CUDA lists, on whatever device).
         changes: Pairs (operation, rule) on top of the preset, the latest last.
+
+    Raises:
+        PolicyError: If a preset, rule or operation is unknown; a ValueError.
     """
 
     preset: str = "native"
@@ -89,19 +95,35 @@ class Policy:
         return "+".join(parts)
 
     def low(self, *ops: str) -> Policy:
-        """Run these in the region's dtype (float16 or bfloat16)."""
+        """Run these in the region's dtype (float16 or bfloat16).
+
+        Raises:
+            PolicyError: If there is no such operation.
+        """
         return self._with(Rule.LOW, ops)
 
     def fp32(self, *ops: str) -> Policy:
-        """Run these in float32."""
+        """Run these in float32.
+
+        Raises:
+            PolicyError: If there is no such operation.
+        """
         return self._with(Rule.FP32, ops)
 
     def widest(self, *ops: str) -> Policy:
-        """Run these in the widest dtype among their inputs."""
+        """Run these in the widest dtype among their inputs.
+
+        Raises:
+            PolicyError: If there is no such operation.
+        """
         return self._with(Rule.WIDEST, ops)
 
     def ban(self, *ops: str) -> Policy:
-        """Make these raise inside the region."""
+        """Make these raise RuntimeError inside the region.
+
+        Raises:
+            PolicyError: If there is no such operation.
+        """
         return self._with(Rule.BAN, ops)
 
     def rules(self) -> Mapping[str, Rule]:

@@ -70,7 +70,8 @@ class Recorder:
             scale: What its loss is multiplied with, so that the range of its gradients can be given without.
 
         Returns:
-            A context manager that records, if it is this step's turn. It must not be entered within another of this recorder.
+            A context manager that records, if it is this step's turn. Entered within another one of this recorder, it raises
+            RuntimeError.
 
         Raises:
             ValueError: If `step` is below 1, or `scale` is no positive finite number.
