@@ -87,7 +87,7 @@ class FileTarget:
     def put(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> Put:  # noqa: ARG002  (see Target)
         """See `Target`."""
         try:
-            superseded = superseded_files(open_model(staged.target).outline, staged)
+            superseded = superseded_files(open_model(staged.target), staged)
         except ExportError:  # there is no model yet
             superseded = ()
         staged.publish()

@@ -21,8 +21,7 @@ import onnx_ir
 
 from export.errors import ExportError, telling_place
 from export.files.atomic_write import sync_folder
-from export.files.external_data import data_files
-from export.files.model_file import PROTOBUF_LIMIT_BYTES
+from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile
 from export.files.tensor_bytes import synced, write_in_one_file, write_padded
 from export.files.tensor_outline import Outline, outlined
 
@@ -177,7 +176,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:HASH_DIGITS]
 
 
-def superseded_files(old: onnx.ModelProto, new: StagedModel) -> tuple[str, ...]:
+def superseded_files(old: ModelFile, new: StagedModel) -> tuple[str, ...]:
     """Data files of a model that is being replaced which the new one does not use: they are left for whoever still reads it."""
     kept = {file.name for file in new.data_files}
-    return tuple(location for location in data_files(old) if location not in kept)
+    return tuple(location for location in old.locations if location not in kept)

@@ -19,6 +19,7 @@ from export.certificate.embed import check_embedded
 from export.commands.convert import EXIT_CODES, convert
 from export.errors import ExportError
 from export.file_conversion import SearchFailed
+from export.files.large_tensors import LARGE_BYTES
 from export.files.model_file import open_model
 from tests.export.onnx_files import in_one_file, sums, with_data_files
 
@@ -190,6 +191,15 @@ def test_data_files_stay_data_files_and_old_ones_are_named(run: Run, tmp_path: P
     assert f"left over {first[0]}: only the model before used it" in result.stdout
     assert run("data.onnx", "one.onnx", "--no-verify", "--external-data", "no").exit_code == 0
     assert open_model("one.onnx").locations == ()
+
+
+@pytest.mark.parametrize("source", ["large.onnx", "out.onnx"])
+def test_a_model_that_is_overwritten_in_one_file_leaves_nothing_over(run: Run, tmp_path: Path, source: str) -> None:
+    in_one_file(sums(size=LARGE_BYTES), tmp_path / "large.onnx")
+    assert run("large.onnx", "out.onnx", "--no-verify").exit_code == 0
+    result = run(source, "out.onnx", "--no-verify", "--overwrite", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["superseded"] == []
 
 
 def test_a_file_becomes_a_version_in_a_repository_with_its_twin(run: Run) -> None:

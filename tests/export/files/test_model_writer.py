@@ -104,7 +104,7 @@ def test_another_model_leaves_the_old_ones_data_to_its_readers(tmp_path: Path, t
         staged.publish()
     old = open_model(tmp_path / "out.onnx")
     with staged_model(onnx_ir.from_proto(sums(3)), tmp_path / "out.onnx", external_data="yes") as staged:
-        left = superseded_files(old.outline, staged)
+        left = superseded_files(old, staged)
         staged.publish()
     assert left == old.locations
     assert old.proto == canonical(sums()), "who opened the old model can still read it"
