@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from export.files.model_file import ModelFile
 
 Array = np.ndarray[Any, Any]
+UNNAMED = "arr_0"  # what numpy.savez calls an array that is given without a name
 
 
 def load_samples(path: Path, model: ModelFile) -> list[Array]:
     """Read samples that `numpy.savez(path, input_name=array, ...)` wrote; each array's first dimension counts them.
 
     Args:
-        path: The .npz file. With a single input any one array will do, whatever its name.
+        path: The .npz file; for a model with a single input, one array without a name will do, also as an .npy file.
         model: The model whose inputs they are.
 
     Returns:
@@ -31,8 +32,8 @@ def load_samples(path: Path, model: ModelFile) -> list[Array]:
     """
     inputs = inputs_of(model.outline)
     arrays = _read(path)
-    if len(inputs) == 1 and len(arrays) == 1:
-        arrays = {inputs[0].name: next(iter(arrays.values()))}
+    if len(inputs) == 1 and arrays.keys() == {UNNAMED} and inputs[0].name != UNNAMED:
+        arrays = {inputs[0].name: arrays[UNNAMED]}
     names = [value.name for value in inputs]
     absent = [name for name in names if name not in arrays]
     if absent:
@@ -49,7 +50,7 @@ def _read(path: Path) -> dict[str, Array]:
     try:
         with path.open("rb") as file:  # numpy leaves it open where it is no archive
             loaded = np.load(file, allow_pickle=False)
-            return {"array": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+            return {UNNAMED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
     except OSError as error:
         raise ExportError(f"cannot read the samples {path}: {error.strerror or error}") from error
     except Exception as error:  # numpy reads a header as Python's source, and has memory for what it says

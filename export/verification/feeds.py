@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from export.errors import ExportError
-from export.verification.children import Feed
+from export.verification.children import Feed, Value
 from export.verification.interface import Input
 from export.verification.metrics import Array
 
@@ -62,6 +62,35 @@ def make_feeds(wanted: Sequence[Input], given: Inputs, batch_size: int) -> Feeds
     return _cut(wanted, arrays, batch_size)
 
 
+def require_finite(batches: Sequence[Feed], answers: Sequence[list[Value]]) -> None:
+    """Check that every sample with NaN or an infinity in it gets finite numbers from the reference all the same.
+
+    A model may take NaN for a missing value, or -inf in a mask. Where it hands them on, the comparison proves nothing.
+
+    Args:
+        batches: The samples.
+        answers: The reference's outputs for each batch.
+
+    Raises:
+        ExportError: A sample has some, and the answer to it is not finite, or holds no floats; names sample and input.
+    """
+    found = [
+        (before + row, name)
+        for before, batch, outputs in zip(_starts(batches), batches, answers, strict=True)
+        for name, rows in _with_non_finite(batch)
+        for row in rows
+        if not _answers_finitely(outputs, row, len(batch[name]) if batch[name].ndim else 0)
+    ]
+    if found:
+        row, name = found[0]
+        others = len({row for row, _ in found}) - 1
+        more = f"; so do {others} more" if others else ""
+        raise ExportError(
+            f"sample {row} (counted from 0) holds NaN or infinity in input {name!r}, and float32 does not answer it with "
+            f"finite numbers{more}: nothing is proved by such samples; leave them out, or mend them"
+        )
+
+
 def as_array(values: Any) -> Array:
     """A torch tensor, an array, or what numpy makes one of, as an array."""
     torch = sys.modules.get("torch")  # whoever holds a tensor has loaded it; nobody else needs to
@@ -70,6 +99,29 @@ def as_array(values: Any) -> Array:
         return array
     array = np.asarray(values)
     return array.astype(np.str_) if array.dtype == object else array
+
+
+def _starts(batches: Sequence[Feed]) -> Iterator[int]:
+    start = 0
+    for batch in batches:
+        yield start
+        start += next((len(array) for array in batch.values() if array.ndim), 1)
+
+
+def _with_non_finite(batch: Feed) -> Iterator[tuple[str, list[int]]]:
+    """Inputs that hold some, and the rows in which they do; row 0 of a scalar."""
+    for name, array in batch.items():
+        if array.dtype.kind == "f" and not (finite := np.isfinite(array)).all():
+            rows = finite.reshape(len(finite), -1).all(1) if finite.ndim else finite.reshape(1)
+            yield name, np.flatnonzero(~rows).tolist()
+
+
+def _answers_finitely(outputs: Sequence[Value], row: int, rows: int) -> bool:
+    """Whether there are floats in the answer to a row, and all are finite; outputs of other sizes are looked at as a whole."""
+    arrays = [array for output in outputs for array in (output if isinstance(output, list) else [output])]
+    floats = [array for array in arrays if array is not None and array.dtype.kind == "f"]
+    parts = [array[row] if array.ndim and len(array) == rows else array for array in floats]
+    return bool(parts) and all(bool(np.isfinite(part).all()) for part in parts)
 
 
 def _by_name(wanted: Sequence[Input], given: Any) -> Feed:

@@ -21,7 +21,7 @@ from export.verification.children import Answer, Children, Value
 from export.verification.comparison import Comparison
 from export.verification.edge_cases import headroom, judge_cases
 from export.verification.executions import gpu_is_there, run_simulated
-from export.verification.feeds import Inputs, Values, as_array, make_feeds
+from export.verification.feeds import Inputs, Values, as_array, make_feeds, require_finite
 from export.verification.interface import inputs_of
 from export.verification.judging import judge
 from export.verification.levels import Runtime, run_levels
@@ -94,8 +94,8 @@ def verify(
 
     Raises:
         BudgetExceeded: With the worst offence and what to do; the certificate is in it.
-        ExportError: A model cannot be read, opened or run on the samples, the two do not answer alike, or headroom is asked for
-            without adversarial samples.
+        ExportError: A model cannot be read, opened or run on the samples, the two do not answer alike, a sample holds NaN or
+            infinity and so does the reference's answer, or headroom is asked for without adversarial samples.
     """
     budget = budget or Budget()
     _require_measurable(budget, adversarial=adversarial)
@@ -106,6 +106,7 @@ def verify(
     with Children() as children:
         made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
         comparison = Comparison(reference, opened, children, feeds, cases, made_from)
+        require_finite(feeds.batches, comparison.expected)
         runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)
         judged = _judged(comparison, cases, runs, budget)
         steep = steepness(comparison, judged["outputs"], budget)

@@ -52,6 +52,12 @@ def test_one_array_needs_no_name_for_one_input(name: str, tmp_path: Path) -> Non
     np.testing.assert_array_equal(array, values)
 
 
+def test_one_array_of_another_name_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "s.npz", labels=np.ones(4, np.float32))
+    with pytest.raises(ExportError, match=r"s.npz has no array 'x'; it has labels, the model takes x$"):
+        load_samples(tmp_path / "s.npz", open_model(sums(1, 4)))
+
+
 def test_initializers_that_are_inputs_are_not_asked_for(tmp_path: Path) -> None:
     model = sums(1, 4)
     model.graph.input.append(onnx.helper.make_tensor_value_info("w0", TensorProto.FLOAT, [4]))

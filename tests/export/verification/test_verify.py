@@ -15,6 +15,7 @@ from export.certificate.embed import graph_sha256
 from export.errors import ExportError
 from export.files.model_file import ModelFile, serialize
 from export.halving.to_half import to_half
+from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
 from export.verification import executions
 from export.verification.verify import verify
@@ -341,3 +342,30 @@ def test_what_the_caller_knows_is_in_the_certificate() -> None:
     assert certificate.placement == placement
     assert certificate.graph_sha256 == graph_sha256(chain(["Mul"], 1.0))
     assert {"halfserve", "onnx", "onnxruntime", "torch"} <= certificate.versions.keys()
+
+
+MISSING_AS_ZERO = """<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x, float[N,4] z) => (float[N,4] y) {
+    missing = IsNaN(x)  zero = Constant<value_float=0.0>()  known = Where(missing, zero, x)  y = Add(known, z)
+}"""
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_sample_that_float32_does_not_answer_with_numbers_is_named(value: float) -> None:
+    model, inputs = onnx.parser.parse_model(MISSING_AS_ZERO), [np.ones((40, 4), np.float32) for _ in range(2)]
+    inputs[1][35, 2] = inputs[1][38, 0] = value
+    with pytest.raises(ExportError, match=r"sample 35 \(counted from 0\) holds NaN or infinity in input 'z', .*; so do 1 more"):
+        verify(model, convert_float_to_float16(model), inputs, adversarial=False)
+
+
+def test_a_sample_with_nan_that_stands_for_a_missing_value_is_taken() -> None:
+    model, inputs = onnx.parser.parse_model(MISSING_AS_ZERO), [np.ones((40, 4), np.float32) for _ in range(2)]
+    inputs[0][3] = np.nan
+    assert verify(model, convert_float_to_float16(model), inputs, adversarial=False).passed
+
+
+def test_a_sample_with_nan_is_refused_where_the_answer_holds_no_floats() -> None:
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x) => (int64[N,1] y) { r = Relu(x)  y = ArgMax<axis=1>(r) }'
+    model, inputs = onnx.parser.parse_model(text), np.ones((4, 4), np.float32)
+    inputs[2, 1] = np.nan
+    with pytest.raises(ExportError, match="sample 2 .counted from 0. holds NaN or infinity in input 'x'"):
+        verify(model, convert_float_to_float16(model), inputs, adversarial=False)
