@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.calling import arguments_of
+from amp_core.calling import arguments_of, described_call
 from amp_core.policy import Policy
 from export.certificate.budget import Budget
 from export.conversion_targets import RepositoryTarget
@@ -27,9 +27,10 @@ from export.file_conversion import (
 )
 from export.float32_parts import float32_parts, mark_float32
 from export.samples import Samples
+from export.scripted import require_python
 from export.search.limits import MAX_RUNS, SearchLimits
 from export.to_onnx.call import Call, call_of
-from export.to_onnx.capture import FlatModel
+from export.to_onnx.capture import FlatModel, run
 from export.to_onnx.dimensions import BATCH
 from export.to_onnx.traced import traced_model
 from export.to_onnx.write_onnx import write_onnx
@@ -175,10 +176,12 @@ def export_verified(
         BudgetExceeded: The float16 model differs too much; nothing was written.
         ExportError: Any other reason for which it cannot be done; nothing was written.
     """
+    require_python(module)
     _require_on_cpu(module)
     args, named = arguments_of(module, samples.inputs)
     call = call_of(module, args, kwargs=named)
     _require_float32(module, call)
+    _require_run(module, samples.inputs, call)
     sizes = _sizes(call, wishes.dynamic)
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
@@ -228,6 +231,14 @@ def _require_float32(module: nn.Module, call: Call) -> None:
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.dtype == torch.bfloat16:  # which numpy does not have
             raise ExportError(f"the samples of input {name!r} are bfloat16; expected float32")
+
+
+def _require_run(module: nn.Module, inputs: Any, call: Call) -> None:
+    """Run two samples; where that fails, the error says what forward takes, and what it got of several inputs."""
+    try:
+        run(module, call, tuple(tensor[:EXAMPLES] for tensor in call.tensors))
+    except ExportError as error:
+        raise ExportError(f"{error}{described_call(module, inputs)}") from error
 
 
 def _sizes(call: Call, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:

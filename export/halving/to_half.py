@@ -23,6 +23,7 @@ from export.halving.rules import decide, ledger_of, rounded
 from export.halving.settle import settle
 from export.halving.table import half_table
 from export.halving.tensors import HeldTensor, held_tensors, unregistered
+from export.scripted import require_python
 from export.weight_ledger import Ledger
 
 
@@ -66,8 +67,10 @@ def to_half(
     Raises:
         ExportError: A pattern matches nothing; a parameter is not finite, or of a class whose numbers cannot be read, as of
             quantized weights; the module is lazy; the record is of another model; or a tensor that belongs to the outermost
-            module itself must stay float32, which would leave nothing to convert.
+            module itself must stay float32, which would leave nothing to convert. Or
+            a part is a TorchScript module.
     """
+    require_python(module)
     _require_matches(module, keep_fp32)
     half = _copied(module)
     repairs = bake(half)

@@ -23,6 +23,7 @@ from export.leaks.provenance import described, first_line
 from export.leaks.unexecuted import tell_unexecuted
 from export.leaks.watch import Run, own_compilations, without_autocast
 from export.leaks.watchers import HalfWatcher, ReferenceWatcher
+from export.scripted import require_python
 
 
 def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakReport:
@@ -74,8 +75,7 @@ def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakRepo
 def _unwrapped(module: nn.Module) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ExportError(f"expected a torch.nn.Module to check, got a {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ExportError("a TorchScript module has no Python lines to check; pass the module that it was made from")
+    require_python(module)
     if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
         raise ExportError("the model's weights are on the meta device, which holds no numbers; load the model with its weights")
     return module._orig_mod if isinstance(module, OptimizedModule) else module  # noqa: SLF001  (what torch.compile wraps; torch has no public way)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from amp_core.policy import Policy
 from export.errors import ExportError
+from export.scripted import require_python
 from export.to_onnx.call import Call, call_of
 from export.to_onnx.capture import captured, limits_of, run
 from export.to_onnx.dimensions import Dimensions, dimensions
@@ -41,6 +42,7 @@ def traced_model(
         ExportError: As `export_onnx`, except for what concerns checking and writing.
     """
     require_opset(opset_version)
+    require_python(module)
     _require_evaluation_mode(module)
     call = call_of(module, inputs, kwargs)
     sizes, tensors = dimensions(call, dynamic_shapes)

@@ -92,6 +92,8 @@ def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
         (nn.Linear(4, 2).half().eval(), torch.rand(8, 4).half(), r"the model holds float16 weights; expected float32"),
         (nn.Identity().eval(), torch.rand(8, 4).bfloat16(), "the samples of input 'input' are bfloat16; expected float32"),
         (Reader().eval(), {"words": torch.ones(2, 2)}, "does not take these inputs|fails on inputs"),
+        (nn.Linear(4, 2).eval(), {"rows": torch.rand(8, 4)}, r"forward takes \(input\) and got .* a dict of rows$"),
+        (nn.Linear(4, 2).eval(), torch.full((8, 4), torch.nan), "sample 0 .counted from 0. holds NaN .* in input 'input'"),
     ],
 )
 def test_what_cannot_be_exported_is_one_error_and_nothing_is_written(

@@ -187,11 +187,6 @@ def test_what_cannot_be_checked_is_one_line(model: nn.Module, inputs: tuple[Tens
     assert "\n" not in str(raised.value)
 
 
-def test_a_script_module_has_no_lines() -> None:
-    with pytest.raises(ExportError, match="TorchScript module has no Python lines"):
-        find_dtype_leaks(torch.jit.ScriptModule(), torch.ones(1))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 def test_what_torch_compile_wraps_is_checked() -> None:
     report = find_dtype_leaks(torch.compile(Factory()), torch.ones(2, 4))  # type: ignore[arg-type]  # (it returns a module)
