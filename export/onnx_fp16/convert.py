@@ -13,6 +13,7 @@ from export.files.format_opset import format_opset
 from export.onnx_fp16.casting import Caster
 from export.onnx_fp16.cleanup import drop_idle_casts
 from export.onnx_fp16.element_types.value_types import declared_values, forget_inferred
+from export.onnx_fp16.float64 import STAYING
 from export.onnx_fp16.graph_walk import all_nodes, bodies
 from export.onnx_fp16.mark import is_marked, mark
 from export.onnx_fp16.planning.block_lists import Known, require_known
@@ -23,7 +24,7 @@ from export.onnx_fp16.planning.plan import Plan, blank_plan
 from export.onnx_fp16.planning.reasons import keep_nodes
 from export.onnx_fp16.planning.weight_range import WeightRange
 from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.report import ConversionReport
+from export.onnx_fp16.report import ConversionReport, Repair
 from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, report_of, report_unchanged
 from export.onnx_fp16.settings import settings_of
 
@@ -55,9 +56,10 @@ def convert(
     """Convert a float32 model to float16, in place.
 
     Every node whose operator has float16 at the model's opset computes in it, except where float16 would break the model; each
-    exception is in the report with its reason. Casts stand where the two types meet. Weights that lie in files are rounded when
-    they are read, the others at once. Names, metadata and opsets stay; values of which the model said nothing carry no type in
-    the end. A model that this function converted before, with the same settings, stays as it is.
+    exception is in the report with its reason. What computes in float64 is converted through float32, and the report says so;
+    inputs and outputs that keep their types stay float64 then. Casts stand where the two types meet. Weights that lie in files
+    are rounded when they are read, the others at once. Names, metadata and opsets stay; values of which the model said nothing
+    carry no type in the end. A model that this function converted before, with the same settings, stays as it is.
 
     Args:
         model: The model. Its tensors may lie in files.
@@ -72,17 +74,14 @@ def convert(
 
     Raises:
         ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in
-            bfloat16, a repair failed, or casts are needed in a model from before opset 6.
+            bfloat16, nothing can be float16 because of nodes that take nothing but float64, a repair failed, or casts are
+            needed in a model from before opset 6.
     """
     settings = settings_of(keep_io_types, op_block_list, node_block_list, repair)
     if is_marked(model, settings):
         return Conversion(model=model, report=report_unchanged(model))
     known, casts, declared = Known(model), count_casts(model), declared_values(model)
-    if repair:
-        repairs = repair_model(model, settings)
-    else:
-        prepare(model, settings)
-        repairs = ()
+    repairs = repair_model(model, settings) if repair else prepare(model, settings)
     _refuse_bfloat16(model)
     known.add(model)
     require_known(known, settings)
@@ -96,6 +95,8 @@ def convert(
     _import_opset(model)
     if holds_half(model):
         mark(model, settings)
+    else:
+        _refuse_float64(repairs)
     report = report_of(plan, counted, repairs, ranges, caster.halved, casts_before=casts)
     forget_inferred(model, declared)
     return Conversion(model=model, report=report)
@@ -121,6 +122,16 @@ def _refuse_bfloat16(model: onnx_ir.Model) -> None:
                 f"{node.op_type} {node.name!r} computes in bfloat16; expected a float32 model: export it again from the module "
                 "after .float(), which keeps every weight's value, and convert that"
             )
+
+
+def _refuse_float64(repairs: tuple[Repair, ...]) -> None:
+    """A model without any float16 whose nodes stay in float64 would be written as it came, and be taken for float16."""
+    staying = next((repair for repair in repairs if repair.pass_name == STAYING), None)
+    if staying is not None:
+        raise ExportError(
+            f"nothing in the model can become float16: {staying.nodes[0]!r} {staying.text}; export the model in float32, from "
+            "the module after .float(), and convert that"
+        )
 
 
 def _require_casts(model: onnx_ir.Model, caster: Caster) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph_walk import FLOAT16
+from export.onnx_fp16.graph_walk import FLOAT, FLOAT16
 from export.weight_ledger import FP16_MAX, Ledger, ledger_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -64,23 +64,47 @@ def halved(tensor: onnx_ir.TensorProtocol, *, saturate: bool) -> onnx_ir.TensorP
         tensor: A float32 tensor.
         saturate: Whether finite values beyond float16's range become its largest number, instead of infinity.
     """
-    if isinstance(tensor, onnx_ir.ExternalTensor):
+    return _changed(tensor, partial(rounded, saturate=saturate), FLOAT16)
+
+
+def narrowed(tensor: onnx_ir.TensorProtocol) -> onnx_ir.TensorProtocol:
+    """A float64 tensor in float32; one that lies in a file is read whenever it is asked for, and never kept.
+
+    What is finite stays so, and what is not zero stays so: a mask of -1.8e308 is no infinity, an epsilon of 1e-300 no zero.
+    """
+    return _changed(tensor, _single, FLOAT)
+
+
+def _single(values: Array) -> Array:
+    limit, least = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        result = np.asarray(values).astype(np.float32)
+    result = np.where(np.isinf(result) & np.isfinite(values), np.copysign(limit, result), result)
+    return np.where((result == 0) & (values != 0), np.copysign(least, result), result)
+
+
+def _changed(
+    tensor: onnx_ir.TensorProtocol, change: Callable[[Array], Array], dtype: onnx_ir.DataType
+) -> onnx_ir.TensorProtocol:
+    if isinstance(tensor, onnx_ir.ExternalTensor | onnx_ir.LazyTensor):
         return onnx_ir.LazyTensor(
-            partial(_rounded_tensor, tensor, saturate=saturate),
-            dtype=FLOAT16,
+            partial(_changed_now, tensor, change, dtype),
+            dtype=dtype,
             shape=onnx_ir.Shape(tensor.shape.numpy()),
             cache=False,
             name=tensor.name,
             doc_string=tensor.doc_string,
             metadata_props=dict(tensor.metadata_props),
         )
-    return _rounded_tensor(tensor, saturate=saturate)
+    return _changed_now(tensor, change, dtype)
 
 
-def _rounded_tensor(tensor: onnx_ir.TensorProtocol, *, saturate: bool) -> onnx_ir.TensorProtocol:
+def _changed_now(
+    tensor: onnx_ir.TensorProtocol, change: Callable[[Array], Array], dtype: onnx_ir.DataType
+) -> onnx_ir.TensorProtocol:
     return onnx_ir.Tensor(
-        rounded(tensor.numpy(), saturate=saturate),
-        dtype=FLOAT16,
+        change(tensor.numpy()),
+        dtype=dtype,
         name=tensor.name,
         doc_string=tensor.doc_string,
         metadata_props=dict(tensor.metadata_props),

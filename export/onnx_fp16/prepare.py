@@ -8,6 +8,7 @@ from onnx_ir.passes.common import InlinePass
 from export.errors import ExportError
 from export.onnx_fp16.constant_nodes import unify_constants
 from export.onnx_fp16.element_types.value_types import infer_types
+from export.onnx_fp16.float64 import narrow_float64
 from export.onnx_fp16.graph_walk import all_nodes
 from export.onnx_fp16.names import name_nodes
 from export.onnx_fp16.passes import run_passes
@@ -32,7 +33,7 @@ def repair_model(model: onnx_ir.Model, settings: Settings | None = None) -> tupl
         ExportError: The model's functions cannot be inlined, or a repair failed.
     """
     settings = settings or Settings()
-    prepare(model, settings)
+    narrowed = prepare(model, settings)
     for node in all_nodes(model):  # what the user blocks by name keeps its node, and the repairs' hands off it
         reason = block_reason(node, settings)
         if reason is not None:
@@ -42,17 +43,20 @@ def repair_model(model: onnx_ir.Model, settings: Settings | None = None) -> tupl
         name_nodes(model)
         unify_constants(model)
         infer_types(model)
-    return repairs
+    return (*narrowed, *repairs)
 
 
-def prepare(model: onnx_ir.Model, settings: Settings) -> None:
-    """Inline functions, name nodes, write constants in one form, and infer all types.
+def prepare(model: onnx_ir.Model, settings: Settings) -> tuple[Repair, ...]:
+    """Inline functions, name nodes, write constants in one form, infer all types, and let float32 compute for float64.
 
     Functions are inlined because their types depend on who calls them: one body can be wanted in float16 by one caller and in
     float32 by another. Runtimes inline them too. What the user blocks by the name of a call stays blocked in its parts.
 
+    Returns:
+        What computed in float64.
+
     Raises:
-        ExportError: The functions cannot be inlined.
+        ExportError: The functions cannot be inlined, or float64 cannot be converted.
     """
     if model.functions:
         for node in all_nodes(model):
@@ -63,6 +67,10 @@ def prepare(model: onnx_ir.Model, settings: Settings) -> None:
     name_nodes(model)
     unify_constants(model)
     infer_types(model)
+    narrowed = narrow_float64(model, settings)
+    if narrowed:
+        infer_types(model)
+    return narrowed
 
 
 def _inline(model: onnx_ir.Model) -> None:

@@ -122,7 +122,7 @@ class Comparison:
         return whole(self._reference_answers(self._batches, self.staged[: self._usual]), "the reference model")
 
     def on_rounded_inputs(self) -> list[list[Value]]:
-        """The reference's answers to the user's batches with all that is float32 in them rounded to float16.
+        """The reference's answers to the user's batches with all that is float32 or float64 in them rounded to float16.
 
         Raises:
             ExportError: It fails on one.
@@ -169,11 +169,11 @@ def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
 
 
 def rounded_to_half(array: Array) -> Array:
-    """A float32 array with the numbers that float16 would hold; any other as it is."""
-    if array.dtype != np.float32:
+    """A float32 or float64 array with the numbers that float16 would hold; any other as it is."""
+    if array.dtype not in (np.float32, np.float64):
         return array
     with np.errstate(over="ignore"):
-        return array.astype(np.float16).astype(np.float32)
+        return array.astype(np.float16).astype(array.dtype)
 
 
 def _outputs(graph: onnx.GraphProto) -> list[Output]:

@@ -78,6 +78,25 @@ def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
     assert done.report.kept
 
 
+@pytest.mark.parametrize(("keep", "kind"), [(False, onnx.TensorProto.FLOAT16), (True, onnx.TensorProto.DOUBLE)])
+def test_a_float64_module_becomes_float16(tmp_path: Path, keep: bool, kind: int) -> None:
+    module, samples = nn.Sequential(nn.Linear(64, 32), nn.Tanh()).double().eval(), torch.rand(8, 64).double()
+    done = export_module(module, samples, tmp_path, "wide", keep_io_types=keep, fp32_twin=True)
+    graph = onnx.load(done.path / "model.onnx").graph
+    assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {kind}
+    assert {tensor.data_type for tensor in graph.initializer} == {onnx.TensorProto.FLOAT16}
+    assert (done.report.fp16_nodes, done.report.float_nodes) == (2, 2)
+    assert "float64" in done.report.repairs[0].text
+    assert done.certificate.outputs[0].figures.max_abs_error > 0
+
+
+def test_a_float64_module_that_overflows_is_searched(tmp_path: Path) -> None:
+    samples = torch.stack([models.rows()[1][index][0] for index in range(10)]).double()
+    done = export_module(models.peaking().double().eval(), samples, tmp_path, "peaking")
+    assert done.search is not None
+    assert {node.name for node in done.report.kept} == set(done.search.node_block_list)
+
+
 @pytest.mark.parametrize(
     ("module", "samples", "message"),
     [

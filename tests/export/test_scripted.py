@@ -25,7 +25,9 @@ def scripted(kind: str) -> Any:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
-        return torch.jit.trace(module, X) if kind == "traced" else torch.jit.script(module)
+        if kind == "traced":
+            return torch.jit.trace(module, X)  # type: ignore[no-untyped-call]  # (torch's)
+        return torch.jit.script(module)
 
 
 @pytest.mark.parametrize("call", CALLS)
