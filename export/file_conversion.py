@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import onnx_ir
+
 from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from export.conversion_targets import Target
 from export.errors import ExportError
@@ -16,6 +18,7 @@ from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource
 from export.files.model_writer import ExternalData
 from export.onnx_fp16.model_files import StagedConversion, staged_conversion
 from export.onnx_fp16.report import ConversionReport
+from export.onnx_fp16.upgrade_opset import upgrade_opset
 from export.placement.audit import Placement, audit_placement
 from export.search.limits import SearchLimits
 
@@ -45,6 +48,7 @@ class Options:
     op_block_list: Collection[str] = ()
     node_block_list: Collection[str] = ()
     repair: bool = True
+    upgrade_opset: bool = False
     external_data: ExternalData = "auto"
 
 
@@ -200,6 +204,7 @@ def _attempt(stack: ExitStack, source: ModelFile, file: Path, options: Options, 
             op_block_list=options.op_block_list,
             node_block_list=options.node_block_list,
             repair=options.repair,
+            upgrade_opset=options.upgrade_opset,
             external_data=options.external_data,
             overwrite=True,  # that it may be replaced was checked first
         )
@@ -246,8 +251,11 @@ def _searched(
     from export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
 
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
+    model = onnx_ir.from_proto(source.proto)
+    if options.upgrade_opset:
+        upgrade_opset(model)
     found = find_fp32_nodes(
-        source.proto,
+        model,
         list(arrays),
         budget=verification.budget,
         reference=verification.reference,

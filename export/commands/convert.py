@@ -54,6 +54,12 @@ def convert(
     repair: Annotated[
         bool, _conversion(help="Rewrite what float16 could not hold, such as large BatchNorm statistics.")
     ] = True,
+    upgrade_opset: Annotated[
+        bool,
+        _conversion(
+            "--upgrade-opset", help="Raise a model from before opset 17 to it: a LayerNormalization is one operator there."
+        ),
+    ] = False,
     external_data: Annotated[
         ExternalData, _conversion(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
     ] = "auto",
@@ -124,6 +130,7 @@ def convert(
         op_block_list=block_op or (),
         node_block_list=block_node or (),
         repair=repair,
+        upgrade_opset=upgrade_opset,
         external_data=external_data,
     )
     place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_ir
@@ -27,6 +27,7 @@ from export.onnx_fp16.prepare import prepare, repair_model
 from export.onnx_fp16.report import ConversionReport, Repair
 from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, report_of, report_unchanged
 from export.onnx_fp16.settings import settings_of
+from export.onnx_fp16.upgrade_opset import upgrade_opset as upgrade
 
 FIRST_OPSET_WITH_CASTS = 6  # that say types by number
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
@@ -100,6 +101,23 @@ def convert(
     report = report_of(plan, counted, repairs, ranges, caster.halved, casts_before=casts)
     forget_inferred(model, declared)
     return Conversion(model=model, report=report)
+
+
+def convert_upgraded(
+    model: onnx_ir.Model,
+    *,
+    keep_io_types: bool | Collection[str],
+    op_block_list: Collection[str],
+    node_block_list: Collection[str],
+    repair: bool,
+    upgrade_opset: bool,
+) -> Conversion:
+    """As `convert`, with the model's opset raised first if that is asked for (see `export.onnx_fp16.upgrade_opset`)."""
+    raised = upgrade(model) if upgrade_opset else ()
+    done = convert(
+        model, keep_io_types=keep_io_types, op_block_list=op_block_list, node_block_list=node_block_list, repair=repair
+    )
+    return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
 
 def _decide(plan: Plan) -> WeightRange:

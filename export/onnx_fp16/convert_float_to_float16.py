@@ -11,7 +11,7 @@ import onnx_ir
 from export.errors import ExportError
 from export.files.model_file import open_model
 from export.files.sparse_weights import densify
-from export.onnx_fp16.convert import convert
+from export.onnx_fp16.convert import convert_upgraded
 
 
 def convert_float_to_float16(
@@ -21,6 +21,7 @@ def convert_float_to_float16(
     op_block_list: Collection[str] | None = None,
     node_block_list: Collection[str] | None = None,
     repair: bool = True,
+    upgrade_opset: bool = False,
 ) -> onnx.ModelProto:
     """Convert a float32 ONNX model to float16; the model that is given stays as it is.
 
@@ -31,6 +32,8 @@ def convert_float_to_float16(
         op_block_list: Operators that stay float32, by name or shell pattern.
         node_block_list: Nodes that stay float32, by name or shell pattern.
         repair: Whether to rewrite first what float16 could not hold.
+        upgrade_opset: Whether to raise a model from before opset 17 to it, where a LayerNormalization is one operator; in parts
+            it stays float32.
 
     Returns:
         A new model. For models over 2 GiB use `export.onnx_fp16.model_files.convert_file`.
@@ -44,12 +47,13 @@ def convert_float_to_float16(
     source = onnx.ModelProto()
     source.CopyFrom(opened.proto)
     densify(source)
-    conversion = convert(
+    conversion = convert_upgraded(
         onnx_ir.from_proto(source),
         keep_io_types=keep_io_types,
         op_block_list=op_block_list or (),
         node_block_list=node_block_list or (),
         repair=repair,
+        upgrade_opset=upgrade_opset,
     )
     converted = onnx_ir.to_proto(conversion.model)
     converted.training_info.extend(opened.proto.training_info)  # which onnx_ir does not carry

@@ -10,7 +10,7 @@ from pathlib import Path
 from export.errors import ExportError
 from export.files.model_file import ModelFile, open_model
 from export.files.model_writer import ExternalData, StagedModel, staged_model
-from export.onnx_fp16.convert import Conversion, convert
+from export.onnx_fp16.convert import Conversion, convert_upgraded
 
 _OF_CERTIFICATES = "halfserve.certificate"
 
@@ -38,6 +38,7 @@ def convert_file(
     op_block_list: Collection[str] = (),
     node_block_list: Collection[str] = (),
     repair: bool = True,
+    upgrade_opset: bool = False,
     external_data: ExternalData = "auto",
     overwrite: bool = False,
 ) -> Conversion:
@@ -53,6 +54,7 @@ def convert_file(
         op_block_list: Operators that stay float32.
         node_block_list: Nodes that stay float32.
         repair: Whether to rewrite what float16 could not hold.
+        upgrade_opset: Whether to raise a model from before opset 17 to it, see `export.onnx_fp16.upgrade_opset`.
         external_data: See `export.files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.
 
@@ -69,6 +71,7 @@ def convert_file(
         op_block_list=op_block_list,
         node_block_list=node_block_list,
         repair=repair,
+        upgrade_opset=upgrade_opset,
         external_data=external_data,
         overwrite=overwrite,
     ) as done:
@@ -85,6 +88,7 @@ def staged_conversion(
     op_block_list: Collection[str] = (),
     node_block_list: Collection[str] = (),
     repair: bool = True,
+    upgrade_opset: bool = False,
     external_data: ExternalData = "auto",
     overwrite: bool = False,
 ) -> Iterator[StagedConversion]:
@@ -95,12 +99,13 @@ def staged_conversion(
     """
     opened = source if isinstance(source, ModelFile) else open_model(Path(source))
     require_free(target, opened, overwrite=overwrite)
-    conversion = convert(
+    conversion = convert_upgraded(
         opened.to_ir(),
         keep_io_types=keep_io_types,
         op_block_list=op_block_list,
         node_block_list=node_block_list,
         repair=repair,
+        upgrade_opset=upgrade_opset,
     )
     for key in [key for key in conversion.model.metadata_props if key.startswith(_OF_CERTIFICATES)]:
         del conversion.model.metadata_props[key]  # what the source was certified for is not this model

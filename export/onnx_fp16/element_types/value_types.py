@@ -40,6 +40,8 @@ def infer_types(model: onnx_ir.Model) -> None:
             del graph.value_info[:]
         try:
             inferred = onnx.shape_inference.infer_shapes(proto)  # propagating data costs minutes where long vectors are added
+            if _note_ranks(proto, inferred):
+                inferred = onnx.shape_inference.infer_shapes(proto)
         except (onnx.shape_inference.InferenceError, ValueError, RuntimeError):
             inferred = None  # contradictory, or too large for one message: signatures alone
     declared: dict[onnx_ir.Value, onnx_ir.TypeProtocol] = {}
@@ -47,6 +49,28 @@ def infer_types(model: onnx_ir.Model) -> None:
     if inferred is not None:
         _take_over(model.graph, inferred.graph)
     fill_from_signatures(model, declared)
+
+
+def _note_ranks(proto: onnx.ModelProto, inferred: onnx.ModelProto) -> bool:
+    """Write down the ranks that are known of what Reshape gives: as many as it was told sizes. ONNX leaves those open.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for graph, known in zip(_proto_graphs(proto.graph), _proto_graphs(inferred.graph), strict=True):
+        types = {info.name: info.type.tensor_type for info in (*known.input, *known.output, *known.value_info)}
+        shapes = {name: kind.shape for name, kind in types.items() if kind.HasField("shape")}
+        for node in known.node:
+            if node.op_type != "Reshape" or node.domain or node.output[0] in shapes or len(node.input) < 2:
+                continue
+            sizes, kind = shapes.get(node.input[1]), types.get(node.output[0])
+            if sizes is None or kind is None or len(sizes.dim) != 1 or not sizes.dim[0].dim_value:
+                continue
+            shape = [None] * sizes.dim[0].dim_value
+            graph.value_info.append(onnx.helper.make_tensor_value_info(node.output[0], kind.elem_type, shape))
+            found = True
+    return found
 
 
 def _forget_types(graph: onnx_ir.Graph, declared: dict[onnx_ir.Value, onnx_ir.TypeProtocol], *, main: bool) -> None:

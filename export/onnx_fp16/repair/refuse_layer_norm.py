@@ -15,6 +15,7 @@ from export.onnx_fp16.repair.edits import (
     drop,
     is_kept,
     is_op,
+    keep,
     keeps_axes,
     number_of,
     only_reader,
@@ -24,8 +25,7 @@ from export.onnx_fp16.repair.edits import (
 )
 from export.onnx_fp16.repair.fragile_chains import power_of, squares
 from export.onnx_fp16.report import Repair
-
-FIRST_OPSET = 17
+from export.onnx_fp16.upgrade_opset import FIRST_OPSET_WITH_LAYER_NORM, offer
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,14 @@ class RefuseLayerNorm:
         """Nothing."""
 
     def call(self, model: onnx_ir.Model) -> list[Repair]:
-        """Fuse what is a LayerNorm; below opset 17 there is no such operator."""
-        if opset_of(model) < FIRST_OPSET:
-            return []
-        maker, repairs = Maker(model), []
+        """Fuse what is a LayerNorm; below opset 17, which has no such operator, keep it in float32, and say what to do."""
+        maker, repairs, opset = Maker(model), list[Repair](), opset_of(model)
         for root in [node for node in all_nodes(model) if is_op(node, "Sqrt")]:
             norm = _norm_at(root)
             if norm is None:
+                continue
+            if opset < FIRST_OPSET_WITH_LAYER_NORM:
+                repairs += keep(norm.parts, offer(opset), self.name)
                 continue
             _replace(norm, maker)
             names = tuple(node.name or "" for node in norm.parts)
@@ -64,9 +65,7 @@ class RefuseLayerNorm:
         return repairs
 
     def ensures(self, model: onnx_ir.Model) -> None:
-        """No such parts are left."""
-        if opset_of(model) < FIRST_OPSET:
-            return
+        """No such parts are left that are not kept."""
         for node in all_nodes(model):
             if is_op(node, "Sqrt") and _norm_at(node) is not None:
                 raise ValueError(f"the norm at {node.name} was not fused")

@@ -14,6 +14,7 @@ from export.onnx_fp16.repair.edits import (
     drop,
     is_kept,
     is_op,
+    keep,
     keeps_axes,
     made_for,
     number_of,
@@ -23,8 +24,7 @@ from export.onnx_fp16.repair.edits import (
 )
 from export.onnx_fp16.repair.fragile_chains import power_of
 from export.onnx_fp16.report import Repair
-
-FIRST_OPSET = 17
+from export.onnx_fp16.upgrade_opset import FIRST_OPSET_WITH_LAYER_NORM, offer
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,14 @@ class RefuseMoments:
         """Nothing."""
 
     def call(self, model: onnx_ir.Model) -> list[Repair]:
-        """Fuse what is a LayerNorm; below opset 17 there is no such operator."""
-        maker, repairs = Maker(model), []
+        """Fuse what is a LayerNorm; below opset 17, which has no such operator, keep it in float32, and say what to do."""
+        maker, repairs, opset = Maker(model), list[Repair](), opset_of(model)
         for root in _roots(model):
             norm = _norm_at(root)
             if norm is None:
+                continue
+            if opset < FIRST_OPSET_WITH_LAYER_NORM:
+                repairs += keep((norm.mean, *reversed(norm.parts)), offer(opset), self.name)
                 continue
             _replace(norm, maker)
             names = tuple(node.name or "" for node in (norm.mean, *reversed(norm.parts)))
@@ -66,14 +69,14 @@ class RefuseMoments:
         return repairs
 
     def ensures(self, model: onnx_ir.Model) -> None:
-        """No such parts are left."""
+        """No such parts are left that are not kept."""
         for root in _roots(model):
             if _norm_at(root) is not None:
                 raise ValueError(f"the norm at {root.name} was not fused")
 
 
 def _roots(model: onnx_ir.Model) -> list[onnx_ir.Node]:
-    return [node for node in all_nodes(model) if is_op(node, "Sqrt")] if opset_of(model) >= FIRST_OPSET else []
+    return [node for node in all_nodes(model) if is_op(node, "Sqrt")]
 
 
 def _norm_at(root: onnx_ir.Node) -> _Norm | None:

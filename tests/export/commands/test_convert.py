@@ -22,6 +22,7 @@ from export.file_conversion import SearchFailed
 from export.files.large_tensors import LARGE_BYTES
 from export.files.model_file import open_model
 from tests.export.onnx_files import in_one_file, sums, with_data_files
+from tests.export.onnx_fp16.models import parse
 
 Run = Callable[..., Result]
 LONG = "a" * 300
@@ -200,6 +201,26 @@ def test_a_model_that_is_overwritten_in_one_file_leaves_nothing_over(run: Run, t
     result = run(source, "out.onnx", "--no-verify", "--overwrite", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["superseded"] == []
+
+
+def normed() -> onnx.ModelProto:
+    """The overflowing model at opset 14, with a LayerNormalization in parts behind it."""
+    text = """g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, large) b = Relu (a) c = MatMul (b, small)
+        m = ReduceMean <axes = [-1]> (c) d = Sub (c, m) q = Pow (d, two) v = ReduceMean <axes = [-1]> (q) e = Add (v, epsilon)
+        r = Sqrt (e) y = Div (d, r) }"""
+    mixing = np.random.default_rng(0).uniform(0.5, 1, (4, 4))
+    return parse(text, opset=14, ir=8, large=mixing * 6e4, small=np.eye(4) * 1e-4, two=2.0, epsilon=1e-5)
+
+
+def test_an_opset_is_raised_where_that_is_asked_for_and_searched_then(run: Run, tmp_path: Path) -> None:
+    in_one_file(normed(), tmp_path / "normed.onnx")
+    arguments = ("normed.onnx", "out.onnx", "--samples", "over.npz", "--json", "--overwrite")
+    plain, raised = (json.loads(run(*arguments, *more).stdout) for more in ((), ("--upgrade-opset",)))
+    assert any("the model has 14: --upgrade-opset" in node["reason"] for node in plain["conversion"]["kept"])
+    assert raised["conversion"]["repairs"][0]["text"] == "opset 14 became 17"
+    assert raised["certificate"]["passed"] is True
+    assert raised["search"]["node_block_list"]
+    assert "LayerNormalization" in [node.op_type for node in onnx.load("out.onnx").graph.node]
 
 
 def test_a_file_becomes_a_version_in_a_repository_with_its_twin(run: Run) -> None:

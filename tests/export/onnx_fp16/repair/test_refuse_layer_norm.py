@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from export.onnx_fp16.repair.refuse_layer_norm import RefuseLayerNorm
 from tests.export.onnx_fp16.models import parse
-from tests.export.onnx_fp16.repair.same import operators, same, untouched
+from tests.export.onnx_fp16.repair.same import operators, repaired, same, untouched
 
 SQUARES = ("Pow (d, two)", "Mul (d, d)")
 ENDS = ("n = Div (d, s)", "r = Reciprocal (s) n = Mul (d, r)", "r = Reciprocal (s) n = Mul (r, d)")
@@ -74,9 +74,13 @@ def test_what_is_no_layer_norm_stays(text: str) -> None:
     untouched(model, RefuseLayerNorm())
 
 
-def test_before_opset_17_there_is_no_such_operator() -> None:
+def test_before_opset_17_it_stays_in_parts_and_says_what_to_do() -> None:
     model = parse(f"g (float[N, 16] x) => (float[N, 16] y) {{ {norm(opset=16)} }}", opset=16, ir=8, **weights())
-    untouched(model, RefuseLayerNorm())
+    after, (repair,) = repaired(model, RefuseLayerNorm())
+    assert operators(after) == operators(model)
+    assert repair.text.startswith(
+        "kept in float32: part of a LayerNormalization, one operator from opset 17 on; the model has 16"
+    )
 
 
 def test_a_scale_of_another_size_is_left_behind_the_norm() -> None:
