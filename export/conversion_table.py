@@ -85,6 +85,10 @@ def _facts(report: ConversionReport, source_bytes: int | None, size_bytes: int |
     lines = [f"float16   {report.fp16_nodes} of {nodes} that compute on floats{without}; {casts}"]
     if report.converted_before:
         lines.insert(0, "the model had been converted with these settings before, and is left as it is")
+    if report.random_nodes:
+        more = f" and {len(report.random_nodes) - EXAMPLES} more" if len(report.random_nodes) > EXAMPLES else ""
+        drawn = f"{', '.join(report.random_nodes[:EXAMPLES])}{more}"
+        lines.append(f"random    {drawn}: what depends on them differs from run to run, and a comparison proves little of it")
     if certified:
         return lines
     lines.append(f"rounding  {ledger.overflow:,} overflow, {ledger.flushed:,} flushed, {ledger.subnormal:,} subnormal")

@@ -78,6 +78,8 @@ class ConversionReport:
         weights: Tensors that rounding did something to, and those to which it would have and that were kept. Others are only
             counted.
         rounded: How many tensors were rounded in all.
+        random_nodes: What draws random numbers, as "RandomNormalLike 'noise'"; a seed that the operator states is added. What
+            depends on them differs from run to run, so that a comparison proves little of it.
         converted_before: The model was this converter's own work with these settings, and was left as it is.
     """
 
@@ -89,6 +91,7 @@ class ConversionReport:
     kept: tuple[KeptNode, ...] = ()
     weights: tuple[TensorLedger, ...] = ()
     rounded: int = 0
+    random_nodes: tuple[str, ...] = ()
     converted_before: bool = False
 
     @property
@@ -115,6 +118,7 @@ class ConversionReport:
             "unsupported_nodes": self.unsupported_nodes,
             "casts_added": self.casts_added,
             "converted_before": self.converted_before,
+            "random_nodes": list(self.random_nodes),
             "repairs": [{**asdict(repair), "nodes": list(repair.nodes)} for repair in self.repairs],
             "kept": [asdict(node) for node in self.kept],
             "fp32_modules": list(dict.fromkeys(node.module for node in self.kept if node.module)),

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import onnx_ir
 
 from export.onnx_fp16.element_types.value_types import infer_types
-from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_nodes
+from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_nodes, constant_of
 from export.onnx_fp16.planning.node_places import computes_on_floats
+from export.onnx_fp16.planning.op_sets import RANDOM
 from export.onnx_fp16.planning.plan import Plan
 from export.onnx_fp16.planning.weight_range import WeightRange
 from export.onnx_fp16.report import Action, ConversionReport, KeptNode, Repair, TensorLedger
@@ -26,6 +27,24 @@ def float_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
 def holds_half(model: onnx_ir.Model) -> bool:
     """Whether any node takes or gives float16."""
     return any(FLOAT16 in _types(node) for node in all_nodes(model))
+
+
+def random_nodes(model: onnx_ir.Model) -> tuple[str, ...]:
+    """The nodes that draw random numbers, each with its operator and the seed that it states."""
+    drawing = (node for node in all_nodes(model) if not node.domain and (node.op_type in RANDOM or _drops(node)))
+    return tuple(f"{node.op_type} {node.name!r}{_seed(node)}" for node in drawing)
+
+
+def _drops(node: onnx_ir.Node) -> bool:
+    """Whether a Dropout may be in training mode."""
+    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    stated = constant_of(training)
+    return training is not None and (stated is None or bool(stated.numpy().any()))
+
+
+def _seed(node: onnx_ir.Node) -> str:
+    seed = node.attributes.get("seed")
+    return "" if seed is None else f" (seed {seed.value:g})"
 
 
 def count_casts(model: onnx_ir.Model) -> int:
@@ -63,6 +82,7 @@ def report_of(
         kept=tuple(_kept(node, plan.kept[node]) for node in kept),
         weights=tuple(_remarkable(plan, ranges, halved)),
         rounded=len(halved),
+        random_nodes=random_nodes(plan.model),
     )
 
 
@@ -76,6 +96,7 @@ def report_unchanged(model: onnx_ir.Model) -> ConversionReport:
         float_nodes=len(counted),
         fp16_nodes=len(counted) - len(single),
         kept=tuple(_kept(node, "the earlier conversion kept it") for node in single),
+        random_nodes=random_nodes(model),
         converted_before=True,
     )
 

@@ -75,6 +75,12 @@ def test_what_has_no_float16_and_what_was_converted_before_is_said() -> None:
     assert second == "float16   4 of 4 nodes that compute on floats, 2 more have no float16; 3 casts fewer"
 
 
+def test_what_draws_random_numbers_is_told() -> None:
+    report = ConversionReport(float_nodes=4, fp16_nodes=4, random_nodes=tuple(f"Bernoulli 'n{i}'" for i in range(5)))
+    line = printed(report, certified=True).splitlines()[1]
+    assert line.startswith("random    Bernoulli 'n0', Bernoulli 'n1', Bernoulli 'n2' and 2 more: what depends on them differs")
+
+
 def test_what_a_certificate_says_is_not_said_twice() -> None:
     report = ConversionReport(float_nodes=1, fp16_nodes=1, casts_added=2)
     assert len(printed(report, source_bytes=2, size_bytes=1, certified=True).splitlines()) == 1

@@ -30,6 +30,8 @@ ROUNDINGS = operators("Ceil Floor Mod Round")
 INDEX_SOURCES = operators("ArgMax ArgMin NonMaxSuppression NonZero Range TopK")
 # What they take is data, of which only sizes, places or counts go on.
 DATA_ENDS = operators("ArgMax ArgMin NonMaxSuppression NonZero Shape Size TopK")
+# They draw other numbers in each run; so does Dropout in training mode.
+RANDOM = operators("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike")
 PERIODIC = operators("Cos Sin")
 LINEAR = operators("Einsum MatMul")
 

@@ -53,6 +53,27 @@ def test_a_single_name_is_a_list_of_one(model: onnx.ModelProto) -> None:
     assert reasons(halve(model, op_block_list="Neg")[1]) == {"head": "Neg is in op_block_list"}
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("r = RandomNormalLike <seed = 3.0> (x) y = Add (x, r)", ("RandomNormalLike 'r' (seed 3)",)),
+        ("r = RandomUniformLike (x) y = Add (x, r)", ("RandomUniformLike 'r'",)),
+        ("r = RandomNormal <shape = [2, 3]> () s = RandomUniform <shape = [2, 3]> () y = Add (r, s)",
+         ("RandomNormal 'r'", "RandomUniform 's'")),
+        ("p = Sigmoid (x) r = Bernoulli (p) y = Mul (x, r)", ("Bernoulli 'r'",)),
+        ("m = Multinomial <sample_size = 3, dtype = 6> (x) f = Cast <to = 1> (m) y = Add (x, f)", ("Multinomial 'm'",)),
+        ("t = Constant <value = bool {1}> () r = Constant <value_float = 0.5> () y = Dropout (x, r, t)", ("Dropout 'y'",)),
+        ("t = Constant <value = bool {0}> () r = Constant <value_float = 0.5> () y = Dropout (x, r, t)", ()),
+        ("y = Dropout (x)", ()),
+    ],
+)  # fmt: skip
+def test_what_draws_random_numbers_is_in_the_report(text: str, found: tuple[str, ...]) -> None:
+    converted, report = halve(parse(f"g (float[2,3] x) => (float[2,3] y) {{ {text} }}"))
+    assert report.random_nodes == tuple(report.to_json()["random_nodes"]) == found
+    again = halve(converted)[1]
+    assert (again.converted_before, again.random_nodes) == (True, found)
+
+
 def test_a_kept_node_says_where_it_comes_from(model: onnx.ModelProto) -> None:
     node = model.graph.node[3]
     node.metadata_props.add(key="halfserve.module", value="head.norm")
