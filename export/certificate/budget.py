@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from export.errors import UsageError
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 if TYPE_CHECKING:
-    from export.certificate.figures import Figures
+    from export.certificate.figures import Figures, Vanished
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
 # Of fewer rows, the one that may differ is too large a share of what was looked at.
@@ -23,8 +24,9 @@ class Budget:
     """Limits for every output. A figure that is NaN is over its limit.
 
     Attributes:
-        max_scaled_error: Largest error in units of the reference's largest magnitude (see `Figures`). The default, 0.01, is
-            twenty float16 roundings (2**-11 each) of the output's scale; sound conversions measure 0.0004 to 0.0015.
+        max_scaled_error: Largest error in units of the reference's largest magnitude, in each kind of column for itself (see
+            `export.verification.columns`). The default, 0.01, is twenty float16 roundings (2**-11 each) of that magnitude;
+            sound conversions measure 0.0004 to 0.0015.
         max_abs_error: Largest error in the output's own unit; when given, it replaces `max_scaled_error`.
         min_agreement: Least share of rows with the reference's argmax (of equal elements for integer outputs), 0 to 1. Below 1,
             one row may differ however few they are, from ten on, if it is a near-tie (see `lone_near_tie`).
@@ -67,17 +69,34 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
     elif budget.max_abs_error is not None:
         if not figures.max_abs_error <= budget.max_abs_error:
             broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {budget.max_abs_error:.3g})")
-    elif figures.floating and not figures.max_scaled_error <= budget.max_scaled_error:
-        broken.append(
-            f"max error {figures.max_scaled_error:.3g} of the output's scale {figures.scale:.3g} "
-            f"(limit {budget.max_scaled_error:.3g})"
-        )
+    elif figures.floating:
+        broken += _scaled_errors(figures, budget.max_scaled_error)
     if disagrees(figures, budget) and not lone_near_tie(figures, budget):
         broken.append(
             f"agreement {figures.agreement:.4f} (limit {budget.min_agreement:.4f}): "
             f"{figures.differing} of {figures.rows} {'rows' if figures.floating else 'values'} differ"
         )
     return broken
+
+
+def _scaled_errors(figures: Figures, limit: float) -> Iterator[str]:
+    """What vanishes, and the largest scaled error where it is something else."""
+    gone = figures.vanished
+    if gone is not None:
+        what = "the output is" if gone.axis is None else f"column {gone.first}{_beside(gone)} is"
+        yield f"{what} 0 throughout and up to {gone.largest:.3g} in float32: it vanishes in float16"
+    if figures.max_scaled_error <= limit or (gone is not None and gone.axis is None):
+        return
+    error, kind = f"max error {figures.max_scaled_error:.3g}", figures.worst_kind
+    if kind is None:
+        yield f"{error} of the output's scale {figures.unit or figures.scale:.3g} (limit {limit:.3g})"
+    elif gone is None or kind.worst != gone.first:
+        yield f"{error} of the scale {kind.unit:.3g} of column {kind.worst} on axis {figures.axis} (limit {limit:.3g})"
+
+
+def _beside(gone: Vanished) -> str:
+    more = f" and {gone.columns - 1} more" if gone.columns > 1 else ""
+    return f"{more} on axis {gone.axis}"
 
 
 def disagrees(figures: Figures, budget: Budget) -> bool:
@@ -100,7 +119,12 @@ def error_limit(figures: Figures, budget: Budget) -> float:
     """The largest error that an output may have, in its own unit."""
     if budget.max_abs_error is not None:
         return budget.max_abs_error
-    return budget.max_scaled_error * max(figures.scale, FP16_SMALLEST_NORMAL)
+    return budget.max_scaled_error * unit_of(figures)
+
+
+def unit_of(figures: Figures) -> float:
+    """What the output's errors are divided by as a whole; of certificates that do not say it, as it was then."""
+    return figures.unit or max(figures.scale, FP16_SMALLEST_NORMAL)
 
 
 def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget) -> list[str]:
@@ -111,8 +135,9 @@ def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget)
 
     Args:
         figures: The figures on that sample.
-        usual_scale: The output's scale on the user's samples. Errors count in units of the larger of the two scales: where
-            an input makes the reference's answer vanish, any rounding would be large beside it.
+        usual_scale: The output's unit on the user's samples. Errors count in units of the larger of the two scales: where
+            an input makes the reference's answer vanish, any rounding would be large beside it. Where kinds of columns are
+            told apart, their units hold that already.
         budget: The limits.
     """
     broken: list[str] = []
@@ -125,8 +150,14 @@ def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget)
         if figures.max_abs_error > limit:
             broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {limit:.3g})")
         return broken
-    scale = max(s for s in (FP16_SMALLEST_NORMAL, figures.scale, usual_scale) if math.isfinite(s))
     limit = budget.max_scaled_error * budget.adversarial_factor
+    kind = figures.worst_kind
+    if kind is not None and kind.max_scaled_error > limit:
+        place = f"column {kind.worst} on axis {figures.axis}"
+        broken.append(f"max error {kind.max_abs_error:.3g} in {place}, of scale {kind.unit:.3g} (limit {limit:.3g} of it)")
+    if kind is not None:
+        return broken
+    scale = max(s for s in (FP16_SMALLEST_NORMAL, figures.scale, usual_scale) if math.isfinite(s))
     if figures.max_abs_error > limit * scale:
         broken.append(f"max error {figures.max_abs_error:.3g} at the output's scale {scale:.3g} (limit {limit:.3g} of it)")
     return broken

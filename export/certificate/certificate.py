@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from export.certificate.budget import NO_HEADROOM, Budget
-from export.certificate.figures import Figures
+from export.certificate.figures import Figures, Kind, Vanished
 from export.certificate.probe import Probe
 from export.certificate.risk import Risk
 from export.certificate.verdicts import AdversarialVerdict, LevelVerdict, Plot
 from export.errors import ExportError, UsageError
 
 SCHEMA = "halfserve.certificate"
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def read_certificate(content: bytes | str) -> Certificate:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ExportError("this is no halfserve certificate; expected a certificate.json that `halfserve export` wrote")
     if data.get("schema_version") not in READABLE_VERSIONS:
-        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 or 2")
+        raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 3")
     try:
         return _from_json(data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -201,15 +201,28 @@ def _output(entry: dict[str, Any]) -> OutputVerdict:
     return OutputVerdict(
         name=entry["name"],
         execution=entry["execution"],
-        figures=Figures(**_numbers(entry["figures"])),
+        figures=_figures(entry["figures"]),
         violations=tuple(entry["violations"]),
         plot=plot and Plot(**{name: tuple(values) for name, values in plot.items()}),
     )
 
 
 def _adversarial(entry: dict[str, Any]) -> AdversarialVerdict:
-    figures = entry["figures"] and Figures(**_numbers(entry["figures"]))
+    figures = entry["figures"] and _figures(entry["figures"])
     return AdversarialVerdict(**{**entry, "figures": figures, "violations": tuple(entry["violations"])})
+
+
+def _figures(entry: dict[str, Any]) -> Figures:
+    gone = entry.get("vanished")
+    return Figures(
+        **_numbers({name: value for name, value in entry.items() if name not in ("kinds", "vanished")}),
+        kinds=tuple(_kind(kind) for kind in entry.get("kinds", ())),
+        vanished=gone and Vanished(**_numbers(gone)),
+    )
+
+
+def _kind(entry: dict[str, Any]) -> Kind:
+    return Kind(**{**_numbers(entry), "columns": tuple((first, last) for first, last in entry["columns"])})
 
 
 def _plain(value: Any) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from export.certificate.budget import unit_of
 from export.certificate.certificate import Certificate, OutputVerdict
 from export.certificate.escaping import escaped
 from export.certificate.svg import histogram, scatter
+from export.certificate.table import agreement_cell, kind_line
 from export.certificate.worst_lines import worst_lines
-from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 TENSORS_SHOWN = 50
 _BROKEN = ' class="broken"'
@@ -50,6 +51,7 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield f"<p>fp16 against its float32 reference, {certificate.samples} samples, {escaped(certificate.created_utc)}</p>"
     yield _verdict(certificate)
     yield _section("Outputs", _outputs(certificate.outputs))
+    yield _section("Kinds of columns", _list([*_kinds(certificate.outputs)]))
     yield _section("Errors", _plots(certificate))
     yield _section("At the edge", _edges(certificate))
     yield _section("Optimisation levels of ONNX Runtime", _levels(certificate))
@@ -71,10 +73,14 @@ def _outputs(outputs: Sequence[OutputVerdict]) -> str:
     for verdict in outputs:
         f = verdict.figures
         numbers = (f.max_abs_error, f.mean_abs_error, f.max_scaled_error, f.scale, f.max_ulp)
-        agreement = "" if f.agreement is None else f"{f.agreement:.2%}"
-        cells = (*(f"{number:.3g}" for number in numbers), f"{f.cosine:.6f}", str(f.non_finite), agreement)
+        cells = (*(f"{number:.3g}" for number in numbers), f"{f.cosine:.6f}", str(f.non_finite), agreement_cell(f))
         rows.append(((verdict.name, verdict.execution, *cells), bool(verdict.violations)))
     return _table(names, rows, text_columns=2)
+
+
+def _kinds(outputs: Sequence[OutputVerdict]) -> Iterator[str]:
+    for verdict in outputs:
+        yield from (f"{verdict.name} ({verdict.execution}): {kind_line(verdict.figures, k)}" for k in verdict.figures.kinds)
 
 
 def _plots(certificate: Certificate) -> str:
@@ -85,7 +91,7 @@ def _plots(certificate: Certificate) -> str:
         name = f"{verdict.name} ({verdict.execution})"
         limit = certificate.budget.max_scaled_error
         if certificate.budget.max_abs_error is not None:
-            limit = certificate.budget.max_abs_error / max(verdict.figures.scale, FP16_SMALLEST_NORMAL)
+            limit = certificate.budget.max_abs_error / unit_of(verdict.figures)
         drawn = (histogram(verdict.plot, limit, f"errors of {name}"), scatter(verdict.plot, f"values of {name}"))
         figures += [f"<figure>{svg}<figcaption>{escaped(name)}</figcaption></figure>" for svg in drawn]
     return f'<div class="plots">{"".join(figures)}</div>' if figures else ""

@@ -14,8 +14,10 @@ from export.certificate.worst_lines import worst_lines
 
 if TYPE_CHECKING:
     from export.certificate.certificate import Certificate, OutputVerdict
+    from export.certificate.figures import Figures, Kind
 
 KEPT_SHOWN = 5
+RANGES_SHOWN = 4
 RISKS_SHOWN = 3
 
 
@@ -42,8 +44,25 @@ def _row(verdict: OutputVerdict) -> list[str]:
         f"{figures.max_ulp:.0f}",
         f"{figures.cosine:.6f}",
         str(figures.non_finite),
-        "" if figures.agreement is None else f"{figures.agreement:.2%}",
+        agreement_cell(figures),
     ]
+
+
+def agreement_cell(figures: Figures) -> str:
+    """The share of rows that agree; "none" where no row is evidence, "" where there is nothing to choose between."""
+    if figures.agreement is None:
+        return "none" if figures.constant_rows else ""
+    return f"{figures.agreement:.2%}"
+
+
+def kind_line(figures: Figures, kind: Kind) -> str:
+    """One kind of columns in words: which they are, how large, and the largest error in them."""
+    ranges = [f"{first}" if first == last else f"{first}-{last}" for first, last in kind.columns[:RANGES_SHOWN]]
+    more = f" and {len(kind.columns) - RANGES_SHOWN} more ranges" if len(kind.columns) > RANGES_SHOWN else ""
+    return (
+        f"columns {', '.join(ranges)}{more} on axis {figures.axis} reach {kind.scale:.3g}: error {kind.max_abs_error:.2g}, "
+        f"{kind.max_scaled_error:.2g} of {kind.unit:.3g}, in column {kind.worst}"
+    )
 
 
 def _facts(certificate: Certificate) -> Iterator[str]:
@@ -52,6 +71,10 @@ def _facts(certificate: Certificate) -> Iterator[str]:
         yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
     if certificate.accuracy is not None:
         yield f"accuracy  {certificate.accuracy.rounded:.2%}, float32 {certificate.accuracy.reference:.2%}"
+    for verdict in certificate.outputs:
+        yield from (
+            f"kinds     {verdict.name} ({verdict.execution}): {kind_line(verdict.figures, k)}" for k in verdict.figures.kinds
+        )
     yield from _conversion(certificate)
     yield from _edges(certificate)
     for risk in certificate.risks[:RISKS_SHOWN]:

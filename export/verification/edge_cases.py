@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from export.certificate.certificate import OutputVerdict
 from export.certificate.verdicts import AdversarialVerdict
 from export.verification.adversarial import Case
 from export.verification.children import Value
+from export.verification.columns import Yardstick, learned, yardstick_of
 from export.verification.judging import Output
 from export.verification.metrics import Array, compare
 from export.weight_ledger import FP16_MAX
@@ -31,11 +31,11 @@ def judge_cases(
         cases: The adversarial batches.
         expected: The reference's answers to them, or the errors they end in.
         answers: Those of each execution of the candidate.
-        usual: The verdicts on the user's samples, for the outputs' scales.
+        usual: The verdicts on the user's samples, for what the outputs' errors are divided by.
         outputs: The candidate's outputs.
         budget: The limits.
     """
-    scales = {verdict.name: verdict.figures.scale for verdict in usual}
+    yardsticks = {verdict.name: yardstick_of(verdict.figures) for verdict in usual}
     lines: list[AdversarialVerdict] = []
     for number, case in enumerate(cases):
         wanted = expected[number]
@@ -43,7 +43,7 @@ def judge_cases(
             lines.append(AdversarialVerdict(case=case.name, execution="", output="", note=note, factor=case.factor))
             continue
         for execution, got in answers.items():
-            lines += _lines(case, execution, outputs, (wanted, got[number]), scales, budget)
+            lines += _lines(case, execution, outputs, (wanted, got[number]), yardsticks, budget)
     return tuple(lines)
 
 
@@ -77,7 +77,7 @@ def _lines(
     execution: str,
     outputs: Sequence[Output],
     answers: tuple[list[Value] | str, list[Value] | str],
-    scales: Mapping[str, float],
+    yardsticks: Mapping[str, Yardstick],
     budget: Budget,
 ) -> Iterator[AdversarialVerdict]:
     wanted, got = answers
@@ -95,13 +95,14 @@ def _lines(
                     case=case.name, execution=execution, output=output.name, violations=(text,), factor=case.factor
                 )
             continue
-        figures = compare(one, other)
+        yardstick = yardsticks.get(output.name) or learned([one])
+        figures = compare(one, other, yardstick.for_other_samples(one))
         yield AdversarialVerdict(
             case=case.name,
             execution=execution,
             output=output.name,
             figures=figures,
-            violations=tuple(adversarial_violations(figures, scales.get(output.name, math.nan), budget)),
+            violations=tuple(adversarial_violations(figures, yardstick.unit, budget)),
             factor=case.factor,
         )
 

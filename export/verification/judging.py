@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from export.certificate.budget import Budget, disagrees, error_limit, lone_near_tie, violations
+from export.certificate.budget import Budget, disagrees, error_limit, lone_near_tie, unit_of, violations
 from export.certificate.certificate import OutputVerdict
 from export.certificate.figures import Figures
 from export.certificate.verdicts import Plot
 from export.errors import ExportError
 from export.verification.children import Value
+from export.verification.columns import Yardstick, learned
 from export.verification.metrics import Array, compare_parts
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
@@ -38,9 +39,22 @@ class Judged:
 
 
 def judge(
-    outputs: Sequence[Output], execution: str, expected: Sequence[list[Value]], actual: Sequence[list[Value]], budget: Budget
+    outputs: Sequence[Output],
+    execution: str,
+    expected: Sequence[list[Value]],
+    actual: Sequence[list[Value]],
+    budget: Budget,
+    yardsticks: Sequence[Yardstick] | None = None,
 ) -> Judged:
     """Compare the answers to all batches.
+
+    Args:
+        outputs: The candidate's outputs.
+        execution: How it was run, for the verdicts.
+        expected: The reference's answers.
+        actual: The candidate's.
+        budget: The limits.
+        yardsticks: What each output's errors are divided by; by default learned from `expected`.
 
     Raises:
         ExportError: The two do not answer alike: another number of outputs, or other shapes.
@@ -62,9 +76,9 @@ def judge(
             notes.append(f"output {output.name!r} ({execution}): {text}; what both have was compared")
             broken = (text,) if len(differing) > (1 - budget.min_agreement) * len(expected) else ()
         if pairs:
-            figures = _figures(output, pairs)
+            figures = _figures(output, pairs, None if yardsticks is None else yardsticks[index])
             notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget))
-            plot = plot_of(pairs, figures.scale) if index < PLOTTED_OUTPUTS and figures.floating else None
+            plot = plot_of(pairs, unit_of(figures)) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
             verdicts.append(OutputVerdict(name=output.name, execution=execution, figures=figures, violations=broken, plot=plot))
     return Judged(verdicts=tuple(verdicts), notes=tuple(notes))
@@ -75,10 +89,15 @@ def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
     if not figures.elements:
         yield "is empty on every sample, so nothing of it was compared"
     relative = figures.floating and budget.max_abs_error is None
-    if relative and figures.max_abs_error > 0 and figures.scale < FP16_SMALLEST_NORMAL:
+    if relative and figures.max_abs_error > 0 and figures.scale < FP16_SMALLEST_NORMAL and figures.vanished is None:
         yield (
             f"is at most {figures.scale:.2g}, where float16 has few digits or none: its error was judged beside "
-            f"{FP16_SMALLEST_NORMAL:.2g}; give max_abs_error for a limit of your own"
+            f"{unit_of(figures):.2g}; give max_abs_error for a limit of your own"
+        )
+    if figures.floating and figures.constant_rows and not figures.rows:
+        yield (
+            "has one number for all classes in float32, or the same answer to every sample, as far as float16 tells: "
+            "agreement there is no evidence, so it is said to be none"
         )
     if disagrees(figures, budget) and lone_near_tie(figures, budget):
         yield (
@@ -87,8 +106,8 @@ def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
         )
 
 
-def plot_of(pairs: Sequence[tuple[Array, Array]], scale: float) -> Plot | None:
-    """What the plots of one output are drawn from; None where no number is finite."""
+def plot_of(pairs: Sequence[tuple[Array, Array]], unit: float) -> Plot | None:
+    """What the plots of one output are drawn from, errors in the given unit; None where no number is finite."""
     reference, candidate = (
         np.concatenate([np.asarray(side, np.float64).ravel() for side in sides]) for sides in zip(*pairs, strict=True)
     )
@@ -96,7 +115,7 @@ def plot_of(pairs: Sequence[tuple[Array, Array]], scale: float) -> Plot | None:
     reference, candidate = reference[finite], candidate[finite]
     if not reference.size:
         return None
-    error = np.abs(candidate - reference) / max(scale, FP16_SMALLEST_NORMAL)  # as `Figures.max_scaled_error`
+    error = np.abs(candidate - reference) / unit
     logarithms = np.log10(np.maximum(error, 10.0 ** PLOT_EDGES[0]))
     counts = np.histogram(np.minimum(logarithms, PLOT_EDGES[-1]), PLOT_EDGES)[0]
     chosen = _telling(reference, error)
@@ -119,9 +138,16 @@ def _telling(reference: Array, error: Array) -> Array:
     return places
 
 
-def _figures(output: Output, pairs: Sequence[tuple[Array, Array]]) -> Figures:
+def learned_yardsticks(outputs: Sequence[Output], expected: Sequence[list[Value]]) -> tuple[Yardstick, ...]:
+    """What each output's errors are divided by, learned from the reference's answers to all batches."""
+    answers = [[(batch[index], batch[index]) for batch in expected] for index in range(len(outputs))]
+    pairs = [_pairs(output, own)[0] for output, own in zip(outputs, answers, strict=True)]
+    return tuple(learned([wanted for wanted, _ in own]) for own in pairs)
+
+
+def _figures(output: Output, pairs: Sequence[tuple[Array, Array]], yardstick: Yardstick | None) -> Figures:
     try:
-        return compare_parts(pairs)
+        return compare_parts(pairs, yardstick)
     except ValueError as error:
         raise ExportError(f"output {output.name!r}: {error}; is this the model that was converted?") from error
 

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import replace
 
 import numpy as np
 
-from export.certificate.figures import Figures
+from export.certificate.figures import Figures, Kind, Vanished
+from export.verification.choices import class_axis, joint_choices
+from export.verification.columns import NOISE_FACTOR, Array, Yardstick, by_column, indices_of, learned, sums_to_one
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
-Array: TypeAlias = np.ndarray[Any, Any]
+__all__ = ["Array", "compare", "compare_parts", "cosine", "non_finite_differences", "ulp_distance"]
 
 
-def compare(reference: Array, candidate: Array) -> Figures:
-    """All figures for two arrays of one shape, computed in float64.
+def compare(reference: Array, candidate: Array, yardstick: Yardstick | None = None) -> Figures:
+    """All figures for two arrays of one shape; see `compare_parts`.
 
     Raises:
         ValueError: The shapes differ.
     """
-    return compare_parts([(reference, candidate)])
+    return compare_parts([(reference, candidate)], yardstick)
 
 
-def compare_parts(parts: Sequence[tuple[Array, Array]]) -> Figures:
-    """All figures for the parts (reference, candidate) of one output, such as its batches, taken together.
+def compare_parts(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick | None = None) -> Figures:
+    """All figures for the parts (reference, candidate) of one output, such as its batches, taken together, in float64.
+
+    Args:
+        parts: The arrays, of any type.
+        yardstick: What errors are divided by; by default learned from these references.
 
     Raises:
         ValueError: There is no part, or the shapes of one differ.
@@ -35,32 +39,93 @@ def compare_parts(parts: Sequence[tuple[Array, Array]]) -> Figures:
     for reference, candidate in parts:
         if reference.shape != candidate.shape:
             raise ValueError(f"the candidate has shape {list(candidate.shape)}, the reference {list(reference.shape)}")
+    yardstick = yardstick or learned([reference for reference, _ in parts])
     numbers = [_numbers(reference, candidate) for reference, candidate in parts]
     r_all, c_all = (np.concatenate(side) for side in zip(*numbers, strict=True))
     both = np.isfinite(r_all) & np.isfinite(c_all)
     r, c = r_all[both], c_all[both]
     error = np.abs(c - r)
     relative = error / np.maximum(np.abs(r), FP16_SMALLEST_NORMAL)
-    finite = np.abs(r_all[np.isfinite(r_all)])
-    scale = _max(finite)
-    choices = _joint_choices(parts)
+    choices = joint_choices(parts, yardstick)
+    floating = all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts)
+    kinds = _kinds_compared(parts, yardstick)
+    choosing = yardstick.kind_of_choices if kinds else None
     return Figures(
         elements=r_all.size,
-        scale=scale,
+        scale=_max(np.abs(r_all[np.isfinite(r_all)])),
         max_abs_error=_max(error),
         mean_abs_error=_mean(error),
         max_rel_error=_max(relative),
         mean_rel_error=_mean(relative),
-        max_scaled_error=_max(error) / max(scale, FP16_SMALLEST_NORMAL) if math.isfinite(scale) else _max(error),
+        max_scaled_error=max((kind.max_scaled_error for kind in kinds), default=_max(error) / yardstick.unit),
         max_ulp=_max(ulp_distance(r, c)),
         cosine=cosine(r, c),
         non_finite=non_finite_differences(r_all, c_all),
         agreement=None if choices is None else choices.agreement,
-        floating=all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts),
+        floating=floating,
         rows=0 if choices is None else choices.rows,
         differing=0 if choices is None else choices.differing,
         margin=0.0 if choices is None else choices.margin,
+        unit=yardstick.unit if choosing is None else choosing.unit,
+        axis=yardstick.axis if kinds else None,
+        kinds=kinds,
+        vanished=_vanished(parts, yardstick, r, c) if floating else None,
+        constant_rows=0 if choices is None else choices.constant,
+        noise=yardstick.largest_noise,
     )
+
+
+def _kinds_compared(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick) -> tuple[Kind, ...]:
+    """The kinds with their largest errors; none where an array is not as those that they were learned from."""
+    axis = yardstick.axis
+    if axis is None or not all(yardstick.fits(reference) for reference, _ in parts):
+        return ()
+    errors = np.max([_column_errors(by_column(r, axis), by_column(c, axis)) for r, c in parts], axis=0)
+    found: list[Kind] = []
+    for kind in yardstick.kinds:
+        columns = indices_of(kind)
+        worst = int(columns[np.nanargmax(np.where(np.isnan(errors[columns]), -1.0, errors[columns]))])
+        found.append(replace(kind, max_abs_error=float(np.nan_to_num(errors[worst])), worst=worst))
+    return tuple(found)
+
+
+def _column_errors(reference: Array, candidate: Array) -> Array:
+    """The largest error of each column where both are finite; 0 where nothing is."""
+    r, c = reference.astype(np.float64), candidate.astype(np.float64)
+    both = np.isfinite(r) & np.isfinite(c)
+    with np.errstate(invalid="ignore"):  # two infinities
+        errors: Array = np.where(both, np.abs(c - r), 0.0).max(axis=0, initial=0.0)
+    return errors
+
+
+def _vanished(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick, r: Array, c: Array) -> Vanished | None:
+    """What is 0 throughout in the candidate alone: the output, or columns most of whose reference values are not 0.
+
+    Columns of probabilities whose sum is 1 may: a class that no sample belongs to is no part of the answer. So may what the
+    reference has by rounding alone, which is within its own noise.
+    """
+    known = 2 * NOISE_FACTOR * yardstick.largest_noise
+    if r.size and not c.any() and _max(np.abs(r)) > known:
+        return Vanished(axis=None, columns=1, first=0, largest=_max(np.abs(r)))
+    ndim = parts[0][0].ndim
+    axis = class_axis(ndim) if yardstick.axis is None else yardstick.axis
+    sizes = {reference.shape[axis] if reference.ndim == ndim else 0 for reference, _ in parts} if ndim > 1 else set()
+    if len(sizes) != 1 or 0 in sizes or sum(reference.size for reference, _ in parts) < 2 * sizes.pop():
+        return None
+    references = [np.nan_to_num(by_column(reference, axis)) for reference, _ in parts]
+    present = np.mean(np.concatenate([np.atleast_2d((table != 0).mean(axis=0)) for table in references if len(table)]), axis=0)
+    gone = ~np.any([by_column(candidate, axis).any(axis=0) for _, candidate in parts], axis=0) & (present > 1 / 2)
+    if not gone.any():
+        return None
+    magnitudes = np.max([np.abs(table).max(axis=0, initial=0.0) for table in references], axis=0)
+    gone &= magnitudes > known
+    shares = np.flatnonzero(np.all([((table >= 0) & (table <= 1)).all(axis=0) for table in references], axis=0))
+    if len(shares) and sums_to_one([reference for reference, _ in parts], axis, shares):
+        gone[shares] = False
+    columns = np.flatnonzero(gone)
+    if not len(columns):
+        return None
+    return Vanished(axis=axis, columns=len(columns), first=int(columns[0]), largest=float(magnitudes[columns].max()))
 
 
 def ulp_distance(a: Array, b: Array) -> Array:
@@ -91,78 +156,11 @@ def cosine(a: Array, b: Array) -> float:
     return float(np.clip(np.dot(a, b) / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1))
 
 
-def argmax_agreement(reference: Array, candidate: Array) -> float:
-    """Share of rows in which both choose the same class.
-
-    Classes lie along the last axis of (N, C) and (N, T, C) arrays, and along axis 1 of (N, C, H, W) ones. A choice counts as
-    the same too when the reference's numbers for the two classes are equal after rounding to float16: no fp16 model can tell
-    them apart.
-    """
-    return _argmax_choices(reference, candidate).agreement
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """How many rows there are, how many do not agree, and what the reference's choices there are ahead by at most."""
-
-    rows: int
-    differing: int
-    margin: float = 0.0
-
-    @property
-    def agreement(self) -> float:
-        return (self.rows - self.differing) / self.rows if self.rows else float("nan")
-
-
-def _argmax_choices(reference: Array, candidate: Array) -> _Choices:
-    axis = 1 if reference.ndim > 3 else -1
-    r, c = np.moveaxis(reference, axis, -1), np.moveaxis(candidate, axis, -1)
-    if r[..., 0].size == 0:
-        return _Choices(0, 0)
-    chosen, wanted = c.argmax(-1)[..., None], r.argmax(-1)[..., None]
-    with np.errstate(over="ignore"):
-        narrow = r.astype(np.float16)
-    best, other = np.take_along_axis(narrow, wanted, -1), np.take_along_axis(narrow, chosen, -1)
-    tied = (best == other) & np.isfinite(best)
-    usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
-    differing = ~(((chosen == wanted) | tied) & usable)
-    ahead = _ahead(r, wanted, chosen)[differing & usable]
-    margin = math.inf if (differing & ~usable).any() or not np.isfinite(ahead).all() else float(ahead.max(initial=0.0))
-    return _Choices(differing.size, int(differing.sum()), margin)
-
-
-def _ahead(reference: Array, wanted: Array, chosen: Array) -> Array:
-    """By how much each row's largest number is above the one that the candidate has chosen."""
-    with np.errstate(invalid="ignore"):  # two infinities
-        best, other = (np.take_along_axis(reference, places, -1).astype(np.float64) for places in (wanted, chosen))
-        difference: Array = best - other
-    return difference
-
-
 def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
     """Both flat and float64; texts become 0, and 1 where they differ."""
     if reference.dtype.kind in "biuf" and candidate.dtype.kind in "biuf":
         return reference.astype(np.float64).ravel(), candidate.astype(np.float64).ravel()
     return np.zeros(reference.size), np.asarray(reference != candidate, np.float64).ravel()
-
-
-def _joint_choices(parts: Sequence[tuple[Array, Array]]) -> _Choices | None:
-    """Those of all parts; None where there is nothing to choose between."""
-    found = [_choices(reference, candidate) for reference, candidate in parts]
-    known = [choices for choices in found if choices is not None and choices.rows]
-    if not known and any(choices is None for choices in found):
-        return None
-    margin = max((choices.margin for choices in known), default=0.0)
-    return _Choices(sum(choices.rows for choices in known), sum(choices.differing for choices in known), margin)
-
-
-def _choices(reference: Array, candidate: Array) -> _Choices | None:
-    if not np.issubdtype(reference.dtype, np.floating):
-        differing = int((reference != candidate).sum())
-        return _Choices(reference.size, differing, math.inf if differing else 0.0)
-    if reference.ndim < 2 or reference.shape[1 if reference.ndim > 3 else -1] < 2:
-        return None
-    return _argmax_choices(reference, candidate)
 
 
 def _ordered(values: Array) -> Array:

@@ -141,7 +141,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
         (lambda _: b"\xff\xfe\xff", "the certificate is no JSON"),
         (lambda _: b"[]", "no halfserve certificate"),
         (damaged(lambda data: data.pop("schema")), "no halfserve certificate"),
-        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 or 2"),
+        (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 3"),
         (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: KeyError 'outputs'"),
         (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),

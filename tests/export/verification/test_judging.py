@@ -87,7 +87,7 @@ def test_outputs_without_elements_are_no_offence_but_are_told() -> None:
 
 
 def test_tiny_outputs_are_judged_in_steps_that_float16_has() -> None:
-    reference, candidate = np.array([3e-7, 1e-7]), np.array([2.4e-7, 1.2e-7])
+    reference, candidate = np.array([3e-7, 1e-7]), np.array([2.4e-7, 1.2e-7])  # which is one step less, and one more
     judged = judge([Y], "rounded", [[reference]], [[candidate]], Budget())
     assert judged.verdicts[0].violations == ()
     (note,) = judged.notes

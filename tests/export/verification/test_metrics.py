@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from export.verification.choices import argmax_agreement
 from export.verification.metrics import (
     Array,
-    argmax_agreement,
     compare,
     compare_parts,
     cosine,
@@ -44,7 +44,8 @@ def test_zero_has_one_place() -> None:
 @given(tables)
 def test_a_table_agrees_with_itself(table: Array) -> None:
     figures = compare(table, table)
-    assert figures.agreement == 1
+    assert figures.agreement == (1 if figures.rows else None)
+    assert figures.rows + figures.constant_rows == len(table)
     assert figures.max_abs_error == figures.mean_rel_error == figures.max_ulp == figures.non_finite == 0
     assert figures.cosine == pytest.approx(1)
 
@@ -58,8 +59,28 @@ def test_agreement_is_the_share_of_rows_left_alone(table: Array, data: st.DataOb
 
 
 def test_a_choice_that_float16_cannot_see_is_no_disagreement() -> None:
-    reference = np.array([[1.0, 1.0001], [1.0, 1.1]], np.float32)
-    assert argmax_agreement(reference, reference[:, ::-1]) == 0.5
+    reference = np.array([[1.0, 1.0001, 0.0], [1.0, 1.1, 0.0]], np.float32)
+    assert argmax_agreement(reference, reference[:, [1, 0, 2]]) == 0.5
+
+
+def test_rows_in_which_the_reference_prefers_nothing_are_no_evidence() -> None:
+    alike = np.array([[1.0, 1.0001], [3e-9, 1e-9]], np.float32)
+    assert argmax_agreement(alike, alike[:, ::-1]) is None
+    figures = compare(np.concatenate([alike, [[1.0, 2.0]]]), np.zeros((3, 2)))
+    assert (figures.rows, figures.constant_rows, figures.differing) == (1, 2, 1)
+
+
+def test_one_answer_to_all_samples_is_no_evidence() -> None:
+    same = np.tile([1.0, 2.0], (4, 1))
+    figures = compare(same, same)
+    assert (figures.agreement, figures.constant_rows) == (None, 4)
+    assert compare(same, same[:, ::-1]).agreement == 0
+    assert compare(same[:1], same[:1]).agreement == 1
+
+
+def test_a_candidate_that_prefers_nothing_does_not_agree() -> None:
+    reference = np.array([[2.0, 1.0], [3.0, 1.0]])  # class 0, which the argmax of a constant row is
+    assert compare(reference, np.zeros((2, 2))).agreement == 0
 
 
 def test_overflow_to_infinity_is_no_tie() -> None:

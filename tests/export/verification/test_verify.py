@@ -338,7 +338,7 @@ def test_a_fully_masked_row_that_becomes_nan_is_caught() -> None:
 
 def test_what_the_caller_knows_is_in_the_certificate() -> None:
     placement = {"nodes": {"CPUExecutionProvider": 1}}
-    certificate = verify(Chain().eval(), chain(["Mul"], 1.0), torch.full((4, 1), 1e-8), placement=placement, cuda=False)
+    certificate = verify(Chain().eval(), chain(["Mul"], 1.0), torch.full((4, 1), 0.5), placement=placement, cuda=False)
     assert certificate.placement == placement
     assert certificate.graph_sha256 == graph_sha256(chain(["Mul"], 1.0))
     assert {"halfserve", "onnx", "onnxruntime", "torch"} <= certificate.versions.keys()
@@ -369,3 +369,15 @@ def test_a_sample_with_nan_is_refused_where_the_answer_holds_no_floats() -> None
     inputs[2, 1] = np.nan
     with pytest.raises(ExportError, match="sample 2 .counted from 0. holds NaN or infinity in input 'x'"):
         verify(model, convert_float_to_float16(model), inputs, adversarial=False)
+
+
+def test_a_detector_without_its_scores_is_refused_with_the_column_named() -> None:
+    text = '<ir_version: 8, opset_import: ["": 17]> g (T[N,16,6] x, T[6] m) => (T[N,16,6] y) { y = Mul(x, m) }'
+    reference, candidate = (onnx.parser.parse_model(text.replace("T[", f"{kind}[")) for kind in ("float", "float16"))
+    for model, mask in ((reference, np.ones(6, np.float32)), (candidate, np.array([1, 1, 1, 1, 0, 0], np.float16))):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(mask, "m"))
+    generator = np.random.default_rng(0)
+    x = np.concatenate([generator.uniform(0, 640, (4, 16, 4)), generator.random((4, 16, 2))], -1).astype(np.float32)
+    message = r"output 'y' \(rounded\): column 4 and 1 more on axis 2 is 0 throughout and up to .* it vanishes in float16"
+    with pytest.raises(BudgetExceeded, match=message):
+        verify(reference, candidate, x, cuda=False)
