@@ -11,23 +11,31 @@ from export.verification.steepness import Steepness
 MEANS = "--block-node, --block-op of halfserve convert, --keep-fp32 of halfserve export"
 
 
-def advice(certificate: Certificate, steep: Steepness) -> str:
-    """The worst offence, how many more there are, and what to do, in one line."""
+def advice(certificate: Certificate, steep: Steepness, vanishing: str = "") -> str:
+    """The worst offence, how many more there are, and what to do, in one line.
+
+    Args:
+        certificate: The verdict.
+        steep: What float32 itself does on rounded inputs.
+        vanishing: What to do about outputs that vanish (see `export.verification.vanishing`); empty where none does.
+    """
     offences = certificate.violations
     if not offences:
         return "no output holds a number that was compared, so nothing is proved; give samples that the model answers with some"
     more = f" (and {len(offences) - 1} more over budget)" if len(offences) > 1 else ""
     if all(NOTHING_FINITE in offence or NO_HEADROOM in offence for offence in offences):
         return f"{offences[0]}{more}"
-    return f"{offences[0]}{more}; {_way_out(certificate, steep)}"
+    return f"{offences[0]}{more}; {_way_out(certificate, steep, vanishing)}"
 
 
-def _way_out(certificate: Certificate, steep: Steepness) -> str:
+def _way_out(certificate: Certificate, steep: Steepness, vanishing: str) -> str:
     if steep.unsteady:
         return (
             f"float32 itself answers the very same differently a second time ({steep.unsteady[0]}): it draws random numbers or "
             "keeps something from one call to the next, so nothing can be proved of it; make it answer alike"
         )
+    if vanishing:
+        return vanishing
     if steep.violations:
         found = f"float32 itself leaves the budget when only its inputs are rounded to float16 ({steep.violations[0]})"
         if steep.half_inputs:

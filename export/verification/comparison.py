@@ -38,6 +38,8 @@ class Comparison:
         expected: The reference's answers to the user's batches.
         expected_cases: Its answers to the adversarial ones, or the errors they end in.
         reference_bytes: Size of the reference, where it is ONNX.
+        reference_graph: Its graph, where it is ONNX.
+        reference_path: Its file, where it has one.
         notes: What else is to be said of the reference.
     """
 
@@ -62,6 +64,8 @@ class Comparison:
         self.staged = children.stage(batches)
         self.outputs = _outputs(candidate.outline.graph)
         self.reference_bytes: int | None = None
+        self.reference_graph: onnx.GraphProto | None = None
+        self.reference_path: Path | None = None
         answers = self._reference_answers(batches, self.staged)
         self.notes = self._notes(answers)
         self.expected = whole(answers[: self._usual], "the reference model")
@@ -145,7 +149,8 @@ class Comparison:
         return fast_path_note(self._reference, self._batches, answers)
 
     def _onnx_answers(self, reference: ModelFile, batches: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
-        self.reference_bytes = reference.size_bytes
+        self.reference_bytes, self.reference_path = reference.size_bytes, reference.path
+        self.reference_graph = reference.outline.graph
         theirs = [value.name for value in inputs_of(reference.outline)]
         ours = [value.name for value in inputs_of(self.candidate.outline)]
         if len(theirs) != len(ours):

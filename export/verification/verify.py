@@ -28,6 +28,7 @@ from export.verification.levels import Runtime, run_levels
 from export.verification.metrics import Array
 from export.verification.steepness import steepness
 from export.verification.ties import settle_ties
+from export.verification.vanishing import remedy
 from export.verification.versions import versions
 
 if TYPE_CHECKING:
@@ -130,7 +131,9 @@ def verify(
         **judged | {"notes": (*notes, *comparison.notes, *judged["notes"], *steep.notes)},
     )
     if not certificate.passed:
-        raise BudgetExceeded(advice(certificate, steep), certificate)
+        of_reference, source = comparison.reference_graph, comparison.reference_path
+        vanishing = remedy(opened.outline.graph, of_reference, source, certificate.outputs)
+        raise BudgetExceeded(advice(certificate, steep, vanishing), certificate)
     return certificate
 
 
