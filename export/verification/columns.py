@@ -124,7 +124,8 @@ def with_noise(yardstick: Yardstick, noise: Sequence[float], limit: float, most:
         yardstick: The yardstick.
         noise: The noise of each kind, or of the whole in a sequence of one.
         limit: The largest scaled error that the budget allows.
-        most: The largest noise in units of the yardstick that counts: of what moves by more nothing can be proved.
+        most: The largest noise in units of the yardstick that counts: of what moves by more nothing can be proved, but for
+            a kind that is noise by half. That is a remainder of larger numbers, and is measured as the whole.
     """
 
     def raised(unit: float, own: float) -> float:
@@ -133,8 +134,11 @@ def with_noise(yardstick: Yardstick, noise: Sequence[float], limit: float, most:
     counted = tuple(float(own) for own in noise)
     if not yardstick.kinds:
         return replace(yardstick, unit=raised(yardstick.unit, counted[0]), noise=counted)
-    kinds = tuple(replace(kind, unit=raised(kind.unit, own)) for kind, own in zip(yardstick.kinds, counted, strict=True))
-    return replace(yardstick, kinds=kinds, noise=counted)
+    kinds = (
+        replace(kind, unit=yardstick.unit if own > kind.scale / 2 else raised(kind.unit, own))
+        for kind, own in zip(yardstick.kinds, counted, strict=True)
+    )
+    return replace(yardstick, kinds=tuple(kinds), noise=counted)
 
 
 def indices_of(kind: Kind) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,10 @@ from export.files.model_file import ModelFile, ModelSource, open_model
 from export.verification.adversarial import Case
 from export.verification.children import CUDA, Answer, Children, Feed, StagedFeed, Value
 from export.verification.data_dependence import data_dependent_values
-from export.verification.executions import on_disk, open_reference
+from export.verification.executions import LEVELS, on_disk, open_reference
 from export.verification.feeds import Feeds
 from export.verification.interface import inputs_of
-from export.verification.judging import Output
+from export.verification.judging import Output, learned_yardsticks
 from export.verification.metrics import Array
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class Comparison:
         outputs: The candidate's outputs.
         expected: The reference's answers to the user's batches.
         expected_cases: Its answers to the adversarial ones, or the errors they end in.
+        yardsticks: What the errors of each output are divided by; replaced where the reference's own noise is allowed for.
+        batches: The user's batches.
         reference_bytes: Size of the reference, where it is ONNX.
         reference_graph: Its graph, where it is ONNX.
         reference_path: Its file, where it has one.
@@ -58,8 +60,9 @@ class Comparison:
         )
         self.source = self._reference if isinstance(self._reference, ModelFile) else source
         self.children = children
+        self._levels: Sequence[str] = LEVELS
         self._usual = len(feeds.batches)
-        self._batches = feeds.batches
+        self.batches = feeds.batches
         batches = [*feeds.batches, *(case.feed for case in cases)]
         self.staged = children.stage(batches)
         self.outputs = _outputs(candidate.outline.graph)
@@ -70,6 +73,7 @@ class Comparison:
         self.notes = self._notes(answers)
         self.expected = whole(answers[: self._usual], "the reference model")
         self.expected_cases = tuple(answers[self._usual :])
+        self.yardsticks = learned_yardsticks(self.outputs, self.expected)
 
     def of(self, candidate: ModelFile) -> Comparison:
         """The same reference, batches and answers, and another candidate."""
@@ -123,7 +127,7 @@ class Comparison:
         """
         if isinstance(self._reference, ModelFile):
             return self.expected
-        return whole(self._reference_answers(self._batches, self.staged[: self._usual]), "the reference model")
+        return whole(self._reference_answers(self.batches, self.staged[: self._usual]), "the reference model")
 
     def on_rounded_inputs(self) -> list[list[Value]]:
         """The reference's answers to the user's batches with all that is float32 or float64 in them rounded to float16.
@@ -131,8 +135,27 @@ class Comparison:
         Raises:
             ExportError: It fails on one.
         """
-        coarse = [{name: rounded_to_half(array) for name, array in batch.items()} for batch in self._batches]
-        return whole(self._reference_answers(coarse, self.children.stage(coarse)), "the reference model")
+        return self.answers_to([{name: rounded_to_half(array) for name, array in batch.items()} for batch in self.batches])
+
+    def answers_to(self, batches: Sequence[Feed]) -> list[list[Value]]:
+        """The reference's answers to other batches.
+
+        Raises:
+            ExportError: It fails on one.
+        """
+        return whole(self._reference_answers(batches, self.children.stage(batches)), "the reference model")
+
+    def at_another_level(self) -> Iterator[list[list[Value]]]:
+        """An ONNX reference's answers to the user's batches where the runtime fuses nothing, so that it sums in another order.
+
+        Raises:
+            ExportError: It fails on one.
+        """
+        if isinstance(self._reference, ModelFile):
+            self._levels = LEVELS[-1:]
+            answers = self._reference_answers(self.batches, self.staged[: self._usual])
+            self._levels = LEVELS
+            yield whole(answers, "the reference model")
 
     def _reference_answers(self, batches: Sequence[Feed], staged: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
         if isinstance(self._reference, ModelFile):
@@ -146,7 +169,7 @@ class Comparison:
             return ()
         from export.verification.torch_reference import fast_path_note  # noqa: PLC0415  (as above)
 
-        return fast_path_note(self._reference, self._batches, answers)
+        return fast_path_note(self._reference, self.batches, answers)
 
     def _onnx_answers(self, reference: ModelFile, batches: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
         self.reference_bytes, self.reference_path = reference.size_bytes, reference.path
@@ -158,7 +181,7 @@ class Comparison:
             raise ExportError(f"the reference takes {both}; is this the model that was converted?")
         names = dict(zip(ours, ours if set(theirs) == set(ours) else theirs, strict=True))
         staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in batches]
-        return open_reference(on_disk(reference, self.children), self.children, staged)
+        return open_reference(on_disk(reference, self.children), self.children, staged, self._levels)
 
 
 def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:

@@ -90,14 +90,16 @@ def gpu_is_there() -> bool:
     return device and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and CUDA in onnxruntime.get_available_providers()
 
 
-def open_reference(path: Path, children: Children, batches: Sequence[StagedFeed]) -> tuple[list[Value] | str, ...]:
-    """The reference's answers, at the highest level at which it opens.
+def open_reference(
+    path: Path, children: Children, batches: Sequence[StagedFeed], levels: Sequence[str] = LEVELS
+) -> tuple[list[Value] | str, ...]:
+    """The reference's answers, at the first of these levels at which it opens.
 
     Raises:
         ExportError: It opens at none.
     """
     troubles = []
-    for level in LEVELS:
+    for level in levels:
         answer = children.run(path, batches, level=level, provider=CPU)
         if answer.trouble is None or answer.batches:
             return answer.batches

@@ -78,7 +78,7 @@ def _verdict(comparison: Comparison, level: str, answer: Answer, budget: Budget)
     if cut_off or failed is not None:
         return LevelVerdict(provider=CPU, level=level, trouble=answer.trouble if cut_off else failed)
     values = [batch for batch in reached if not isinstance(batch, str)]
-    verdicts = judge(comparison.outputs, "runtime", expected, values, budget).verdicts
+    verdicts = judge(comparison.outputs, "runtime", expected, values, budget, comparison.yardsticks).verdicts
     broken = [f"output {verdict.name!r}: {text}" for verdict in verdicts for text in verdict.violations]
     return LevelVerdict(
         provider=CPU,

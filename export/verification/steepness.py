@@ -56,5 +56,5 @@ def _left(
     comparison: Comparison, answers: Sequence[list[Value]], offending: Collection[str], budget: Budget
 ) -> tuple[str, ...]:
     """How other answers of the reference leave the budget."""
-    judged = judge(comparison.outputs, "float32", comparison.expected, answers, budget).verdicts
+    judged = judge(comparison.outputs, "float32", comparison.expected, answers, budget, comparison.yardsticks).verdicts
     return tuple(f"output {v.name!r}: {text}" for v in judged if v.name in offending for text in v.violations)
