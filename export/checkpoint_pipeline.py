@@ -16,6 +16,7 @@ from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Certified
 from export.module_pipeline import EXAMPLES, Wishes, export_verified
+from export.repository.default_names import FACTORY
 from export.samples import Samples, take_samples
 from export.to_onnx.call import call_of
 from export.to_onnx.capture import run
@@ -57,7 +58,8 @@ def export_checkpoint(
 
     Raises:
         BudgetExceeded: The fp16 model differs too much; nothing was written.
-        ExportError: Any other reason for which it cannot be done; nothing was written.
+        ExportError: Any other reason for which it cannot be done, such as another network in the repository that has the
+            default name; nothing was written.
         CheckpointError: The checkpoint cannot be read.
     """
     progress("reading the checkpoint")
@@ -70,6 +72,7 @@ def export_checkpoint(
         version=version,
         max_batch_size=max_batch_size,
         fp32_twin=fp32_twin,
+        default_name=name is None,
     )
     return export_verified(
         model,
@@ -78,7 +81,7 @@ def export_checkpoint(
         wishes,
         policy=policy,
         record=record,
-        metadata={"halfserve.model": checkpoint.model},
+        metadata={FACTORY: checkpoint.model},
         progress=progress,
     )
 

@@ -13,6 +13,7 @@ from export.errors import ExportError, telling_place
 from export.files.model_file import ModelFile, open_model
 from export.files.model_writer import StagedModel, superseded_files
 from export.onnx_fp16.model_files import require_free
+from export.repository.default_names import require_same_network
 from export.repository.model_version_writer import require_addable, write_model_version
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class RepositoryTarget:
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
         fp32_twin: Whether the float32 model goes along.
+        default_name: Whether `name` is a default: another network of that name is then no model to add a version to.
     """
 
     repository: Path
@@ -111,6 +113,7 @@ class RepositoryTarget:
     version: int | None = None
     max_batch_size: int = 32
     fp32_twin: bool = False
+    default_name: bool = False
 
     @property
     def model_name(self) -> str:
@@ -119,6 +122,8 @@ class RepositoryTarget:
 
     def check(self, source: ModelFile) -> None:
         """See `Target`."""
+        if self.default_name:
+            require_same_network(self.repository, self.name, source)
         require_addable(self.repository, self.name, source, version=self.version, max_batch_size=self.max_batch_size)
 
     @contextmanager

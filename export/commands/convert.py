@@ -199,6 +199,7 @@ def _target(
         version=version,
         max_batch_size=MAX_BATCH_SIZE if max_batch_size is None else max_batch_size,
         fp32_twin=fp32_twin,
+        default_name=name is None,
     )
 
 

@@ -240,6 +240,23 @@ def test_a_file_becomes_a_version_in_a_repository_with_its_twin(run: Run) -> Non
     assert Path(json.loads(second.stdout)["path"]) == Path("models/sums/2")
 
 
+def test_another_network_of_the_same_file_name_is_no_next_version(run: Run, tmp_path: Path) -> None:
+    for name, seed in (("first", 1), ("trained", 2), ("other", 3)):
+        (tmp_path / name).mkdir()
+        tensor = np.random.default_rng(seed).normal(size=(4, 4) if name != "other" else (4, 8))
+        text = "g (float[n,4] x) => (float[n,4] y) { a = MatMul (x, w) b = Relu (a) y = Slice (b, start, to, axis) }"
+        model = parse(text, w=tensor, start=np.array([0]), to=np.array([4]), axis=np.array([1]))
+        in_one_file(model, tmp_path / name / "model.onnx")
+    for name, version in (("first", "1"), ("trained", "2")):
+        result = run(f"{name}/model.onnx", "--repository", "models", "--json")
+        assert json.loads(result.stdout)["path"] == f"models/model/{version}"
+    result = run("other/model.onnx", "--repository", "models")
+    assert isinstance(result.exception, ExportError)
+    assert str(result.exception).startswith("models/model holds another network, and 'model' is only this one's default name;")
+    assert not Path("models/model/3").exists()
+    assert run("other/model.onnx", "--repository", "models", "--name", "model").exit_code == 0
+
+
 def test_a_verified_model_keeps_its_data_files(run: Run, tmp_path: Path) -> None:
     with_data_files(onnx.load("in.onnx"), tmp_path / "data.onnx", files=2)
     result = run("data.onnx", "out.onnx", "--samples", "in.npz", "--certificate", "c.json", "--html")

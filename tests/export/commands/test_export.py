@@ -61,6 +61,21 @@ def test_a_checkpoint_becomes_a_certified_version(save: Save, tmp_path: Path, ca
     assert "max_batch_size: 8" in (repository / "digits" / "config.pbtxt").read_text()
 
 
+def test_another_network_of_the_same_default_name_is_no_next_version(
+    save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both are called "export", after the module that their factories are in."""
+    repository, cnn = tmp_path / "models", save("cnn", "images")
+    assert run(cnn, "--repository", repository) == run(cnn, "--repository", repository) == 0
+    assert run(save("peaking", "rows"), "--repository", repository) == 1
+    error = capfd.readouterr().err
+    assert "holds another network made from tests.export.models:cnn" in error
+    assert "--name" in error
+    assert sorted(path.name for path in (repository / "export").iterdir()) == ["1", "2", "config.pbtxt"]
+    assert run(save("peaking", "rows"), "--repository", repository, "--name", "peaking") == 0
+    assert (repository / "peaking" / "1").is_dir()
+
+
 def test_a_verdict_that_cannot_be_written_adds_no_version(
     save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
