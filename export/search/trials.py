@@ -33,6 +33,7 @@ from export.verification.feeds import Inputs, make_feeds
 from export.verification.interface import inputs_of
 from export.verification.judging import judge
 from export.verification.levels import run_levels
+from export.verification.own_noise import allow_own_noise
 from export.verification.ties import settle_ties
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Trials:
         self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in self._cases))
         compared = self._original if reference is None else reference
         self._comparison = Comparison(compared, self._original, children, feeds, self._cases, self._original)
+        if budget.max_abs_error is None:  # as `verify` does for a model that is over budget, which is what a search begins with
+            allow_own_noise(self._comparison, budget)
         self._done: dict[frozenset[str], Trial] = {}
 
     def known(self, blocked: Iterable[str]) -> Trial | None:
@@ -152,7 +155,8 @@ class Trials:
             return []
         answer = run_levels(self._comparison, self._children, self._budget, below=False).answer
         answers = self._comparison.usual("float32", answer)
-        verdicts = judge(self._comparison.outputs, "float32", self._comparison.expected, answers, self._budget).verdicts
+        compared = self._comparison
+        verdicts = judge(compared.outputs, "float32", compared.expected, answers, self._budget, compared.yardsticks).verdicts
         return [f"output {verdict.name!r}: {text}" for verdict in verdicts for text in verdict.violations]
 
     def _announcement(self, count: int) -> str:
@@ -210,7 +214,8 @@ class Trials:
     def _verdict(self, compared: Comparison, execution: str, answer: Answer, risks: Sequence[Risk] = ()) -> Certificate:
         """What `verify` would certify of one way of execution."""
         budget = self._budget
-        judged = judge(compared.outputs, execution, compared.expected, compared.usual(execution, answer), budget)
+        answers = compared.usual(execution, answer)
+        judged = judge(compared.outputs, execution, compared.expected, answers, budget, compared.yardsticks)
         edge = {execution: compared.edge(answer)}
         lines = judge_cases(self._cases, compared.expected_cases, edge, judged.verdicts, compared.outputs, budget)
         lines, _ = settle_ties(lines, self._cases, compared, judged.verdicts, budget)

@@ -6,6 +6,7 @@ import pytest
 
 from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
+from export.search.smallest_fp32_set import find_fp32_nodes
 from export.verification.metrics import Array
 from export.verification.verify import verify
 
@@ -54,3 +55,8 @@ def test_noise_as_large_as_the_answers_proves_nothing() -> None:
     with pytest.raises(BudgetExceeded) as caught:
         verify(reference, candidate, x, adversarial=False, cuda=False)
     assert not any("own answers move" in note for note in caught.value.certificate.notes)
+
+
+def test_a_search_keeps_nothing_in_float32_for_noise(between_steps: Array) -> None:
+    found = find_fp32_nodes(quantized(NEXT), between_steps, budget=Budget(), adversarial=False)
+    assert (found.passed, found.node_block_list, found.runs) == (True, (), 1)
