@@ -13,6 +13,7 @@ from rich.console import Console
 
 from export.certificate.budget import Budget
 from export.certificate.certificate import Accuracy, Certificate, read_certificate
+from export.certificate.html import certificate_page
 from export.certificate.probe import Probe
 from export.certificate.risk import Risk
 from export.certificate.table import certificate_table
@@ -164,3 +165,20 @@ def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> Non
     assert "verdict   over budget: output 'y' (runtime): max abs error 2 (limit 1)" in text
     assert "rounded" in text
     assert "…" not in text
+
+
+def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certificate) -> None:
+    reference = np.random.default_rng(0).random((32, 3)) * [500, 1, 1]
+    figures = compare(reference, reference * [1, 1, 0])
+    certificate = replace(full, outputs=(replace(full.outputs[0], figures=figures),))
+    assert read_certificate(certificate.to_bytes()).outputs == certificate.outputs
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(certificate_table(certificate))
+    text = console.export_text()
+    assert "kinds     y (rounded): columns 0 on axis 1 reach" in text
+    assert "columns 1-2 on axis 1 reach" in text
+    assert "of 1, in column 2" in text
+    assert "columns 1-2 on axis 1 reach" in certificate_page(certificate)
+    alike = replace(full.outputs[0], figures=compare(np.ones((2, 2)), np.ones((2, 2))))
+    console.print(certificate_table(replace(full, outputs=(alike,))))
+    assert " none" in console.export_text()
