@@ -111,7 +111,8 @@ def verify(
         require_finite(feeds.batches, comparison.expected)
         runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)
         judged = _judged(comparison, cases, runs, budget)
-        over = any(verdict.violations for verdict in judged["outputs"])
+        edge = [line for line in judged["adversarial"] if line.factor is None]
+        over = any(verdict.violations for verdict in (*judged["outputs"], *edge))
         if over and budget.max_abs_error is None and (noise := allow_own_noise(comparison, budget)):
             runs = _run(comparison, children, budget, products=accumulators == "float16", cuda=cuda)  # levels are judged too
             judged = _judged(comparison, cases, runs, budget)
