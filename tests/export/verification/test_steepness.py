@@ -75,9 +75,11 @@ def test_inputs_beyond_float16_are_to_blame() -> None:
     assert f"{STEEP} (output 'y': 64 of 64 values are NaN or infinite (limit 0))" in message
 
 
-def test_only_float32_is_rounded() -> None:
-    assert rounded_to_half(np.array([1 / 3, 1e6], np.float32)).tolist() == [float(np.float16(1 / 3)), float("inf")]
-    for array in (np.array([1 / 3]), np.array([1 << 20])):
+def test_only_float32_and_float64_are_rounded() -> None:
+    for dtype in (np.float32, np.float64):
+        rounded = rounded_to_half(np.array([1 / 3, 1e6], dtype))
+        assert (rounded.tolist(), rounded.dtype) == ([float(np.float16(1 / 3)), float("inf")], dtype)
+    for array in (np.array([1 / 3], np.float16), np.array([1 << 20])):
         assert rounded_to_half(array) is array
 
 
