@@ -40,6 +40,15 @@ MetricsPort = Annotated[
         show_default=False,
     ),
 ]
+MaxBufferedMib = Annotated[
+    int | None,
+    _listening(
+        min=4,
+        help="MiB of unanswered requests and unread answers, over all clients. By default 256, or a sixteenth of the memory "
+        "that the process may use if that is less.",
+        show_default=False,
+    ),
+]
 HttpAllowedHost = Annotated[
     list[str] | None,
     _listening(help="A name by which browsers may address this server; may be repeated."),

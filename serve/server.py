@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from serve.collector import seldom_collecting
 from serve.control.loader import Loader
+from serve.control.memory_check import memory_limit_bytes
 from serve.control.model_control import ModelControl
 from serve.control.options import ControlOptions
 from serve.engine.backend import Placement, Runtime
@@ -28,6 +29,7 @@ from serve.lost_device import LostDevice
 from serve.observability.options import ObserveOptions
 from serve.protocol.open_files import most_connections, most_files
 from serve.protocol.service import Service
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.security.options import SecurityOptions
 from serve.security.security import Security
 from serve.signals import stop_on_signal
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
 ADMIN_CONNECTIONS = 8  # besides those of the other ports
+BUFFERED_PART = 16  # of the memory that this process may use, for what clients make it hold
+HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class ServerOptions:
         placement: where models run.
         defaults: for what a model's configuration does not say.
         control: which models are served, and how they come and go.
+        max_buffered_bytes: of requests that are not answered and answers that are not read, over all clients; None stands for
+            256 MiB, or a sixteenth of the memory that this process may use, whichever is less.
         drain_s: seconds that requests in flight get to finish after SIGTERM or SIGINT.
         transport: what carries gRPC.
         shared_memory: whether clients on this machine may leave tensors in shared memory.
@@ -72,6 +78,7 @@ class ServerOptions:
     placement: Placement = field(default_factory=Placement)
     defaults: Defaults = field(default_factory=Defaults)
     control: ControlOptions = field(default_factory=ControlOptions)
+    max_buffered_bytes: int | None = None
     drain_s: float = 30.0
     transport: TransportName = TransportName.NGHTTP2
     shared_memory: bool = False
@@ -138,6 +145,7 @@ async def serve(
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
     control = ModelControl(core, options.path, _loader(options, runtime), options.control)
+    budget = _budget(options)
     try:
         if not await _unless(stop, control.start()):
             return
@@ -147,13 +155,22 @@ async def serve(
         listening: list[Transport | RestServer] = []
         connections = _connection_limit(options)
         try:
-            admin_port = await _listen_for_admin(options, service, security, listening, sockets.get(ADMIN, ()))
+            admin_port = await _listen_for_admin(options, service, security, budget, listening, sockets.get(ADMIN, ()))
             transport = make_transport(
-                options.transport, service, options.host, options.grpc_port, security.main, sockets.get(GRPC, ()), connections
+                options.transport,
+                service,
+                options.host,
+                options.grpc_port,
+                security.main,
+                sockets.get(GRPC, ()),
+                connections=connections,
+                budget=budget,
             )
             port = await transport.start()
             listening.append(transport)
-            rest = await start_http(core, service, options.host, options.http, security.main, sockets, connections)
+            rest = await start_http(
+                core, service, options.host, options.http, security.main, sockets, connections=connections, budget=budget
+            )
             if rest is not None:
                 listening.append(rest)
             security.start()
@@ -183,15 +200,22 @@ async def _listen_for_admin(
     options: ServerOptions,
     service: Service,
     security: Security,
+    budget: MemoryBudget,
     listening: list[Transport | RestServer],
     sockets: Sequence[socket.socket],
 ) -> int | None:
     """Before the main port, whose figures are to be read where both tell some."""
     if security.admin is None:
         return None
-    connections = ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}")
     transport = make_transport(
-        options.transport, service, options.host, security.admin_port or 0, security.admin, sockets, connections
+        options.transport,
+        service,
+        options.host,
+        security.admin_port or 0,
+        security.admin,
+        sockets,
+        connections=ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}"),
+        budget=budget,
     )
     port = await transport.start()
     listening.append(transport)
@@ -215,6 +239,14 @@ def _ready(
         metrics_port=None if rest is None else rest.metrics_port,
         admin_port=admin_port,
     )
+
+
+def _budget(options: ServerOptions) -> MemoryBudget:
+    size = options.max_buffered_bytes
+    if size is None:
+        memory = memory_limit_bytes()
+        size = DEFAULT_BYTES if memory is None else min(DEFAULT_BYTES, memory // BUFFERED_PART)
+    return MemoryBudget(size - size // HEAP_PART)
 
 
 def _loader(options: ServerOptions, runtime: Runtime) -> Loader:

@@ -42,18 +42,33 @@ def available_bytes() -> int | None:
     """What this process may still take, by the machine's account and the container's; None where neither is known."""
     groups = [_group(folder, *VERSION_2) for folder in group_folders()]
     groups += [_group(folder, *VERSION_1) for folder in group_folders("memory")]
-    return min((room for room in (_machine(), *groups) if room is not None), default=None)
+    return min((room for room in (_machine("MemAvailable"), *groups) if room is not None), default=None)
 
 
-def _machine() -> int | None:
+def memory_limit_bytes() -> int | None:
+    """What this process may take in all, whatever is taken already; None where that is not known."""
+    limits = [_limit(folder / VERSION_2[0]) for folder in group_folders()]
+    limits += [_limit(folder / VERSION_1[0]) for folder in group_folders("memory")]
+    return min((limit for limit in (_machine("MemTotal"), *limits) if limit is not None), default=None)
+
+
+def _machine(field: str) -> int | None:
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _limit(path: Path) -> int | None:
+    """Of one control group; None where it has none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # there is no such group, or it may take "max"
+        return None
 
 
 def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int | None:

@@ -12,7 +12,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from serve.http.event_turns import EventTurns, HeldFlow
-from serve.http.options import MOMENT_S, HttpLimits
+from serve.http.options import MOMENT_S, HttpLimits, memory_of
+from serve.security.memory_budget import MemoryBudget
+
+LARGE_BYTES = 16_384  # what is less is not worth counting
 
 
 class HttpConnection(H11Protocol):
@@ -25,7 +28,14 @@ class HttpConnection(H11Protocol):
     conn: EventTurns
     flow: HeldFlow
 
-    def __init__(self, config: Config, state: ServerState, limits: HttpLimits, left: Callable[[HttpConnection], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        limits: HttpLimits,
+        budget: MemoryBudget,
+        left: Callable[[HttpConnection], None],
+    ) -> None:
         super().__init__(config, state, {})
         self._left = left
         self.conn = EventTurns(h11.SERVER, limits.max_header_bytes)
@@ -33,7 +43,8 @@ class HttpConnection(H11Protocol):
         self._next_turn: asyncio.Handle | None = None
         self._overdue: asyncio.TimerHandle | None = None  # the rest of a request's headers
         self._unread: asyncio.TimerHandle | None = None  # the rest of an answer
-        self._unread_bytes = 0
+        self._unread_bytes, self._unread_since_s = 0, 0.0
+        self._share = budget.share(is_known=True, press=self._press)
         self._leaving: asyncio.TimerHandle | None = None  # the client's end
         self._drops = False  # what still comes
 
@@ -46,6 +57,7 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._left(self)
+        self._share.close()
         self._stop_waiting()
         for timer in (self._unread, self._leaving, self._next_turn):
             if timer is not None:
@@ -58,6 +70,7 @@ class HttpConnection(H11Protocol):
         """Take bytes, as long as they are wanted."""
         if not self._drops:
             super().data_received(data)
+        self._count()
 
     def handle_events(self) -> None:
         """Act on what has arrived, and wait for the rest of headers that have begun to, or of a request that is answered."""
@@ -88,8 +101,14 @@ class HttpConnection(H11Protocol):
         """See that the client takes its answer."""
         super().on_response_complete()
         self._unread_bytes = self._write_buffer()
+        self._count()
         if self._unread_bytes and self._unread is None:
             self._await_reading()
+
+    def resume_writing(self) -> None:
+        """The client has read almost all."""
+        super().resume_writing()
+        self._count()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection that nothing more has come from."""
@@ -143,6 +162,7 @@ class HttpConnection(H11Protocol):
             self._overdue = None
 
     def _await_reading(self) -> None:
+        self._unread_since_s = self.loop.time()
         self._unread = self.loop.call_later(self._limits.stall_s, self._check_unread_soon)
 
     def _check_unread_soon(self) -> None:
@@ -157,8 +177,30 @@ class HttpConnection(H11Protocol):
         if left >= self._unread_bytes:
             self.transport.abort()
             return
-        self._unread_bytes = left
+        self._has_read(left)
         self._await_reading()
+
+    def _press(self) -> None:
+        """Memory is short, and this client takes more than others: end what it has sent ahead, give it less time to read."""
+        left, now_s = self._write_buffer(), self.loop.time()
+        if self._share.excess and self.conn.buffered_bytes > LARGE_BYTES:
+            self._share.close()
+            self.transport.abort()
+        elif left < self._unread_bytes:
+            self._has_read(left)
+        elif left and now_s - self._unread_since_s > self._share.patience_s(self._limits.short_stall_s):
+            self._share.close()
+            self.transport.abort()
+
+    def _has_read(self, left: int) -> None:
+        self._unread_bytes, self._unread_since_s = left, self.loop.time()
+        self._count()
+
+    def _count(self) -> None:
+        """Count what the client has sent ahead, and what it has not read, where that is much."""
+        ahead = self.conn.buffered_bytes
+        unread = self._write_buffer() if self.flow.write_paused else 0
+        self._share.resize(memory_of((ahead if ahead > LARGE_BYTES else 0) + unread))
 
     def _write_buffer(self) -> int:
         return int(self.transport.get_write_buffer_size())

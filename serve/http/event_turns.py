@@ -21,6 +21,11 @@ class EventTurns(h11.Connection):
     has_more = False
     _left = EVENTS
 
+    @property
+    def buffered_bytes(self) -> int:
+        """What has come and waits for its turn, or for the answer to an earlier request."""
+        return len(self._receive_buffer)
+
     def begin_turn(self) -> None:
         """Hand out events again."""
         self.has_more, self._left = False, EVENTS

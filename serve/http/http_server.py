@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from serve.http.connection import HttpConnection
 from serve.http.options import HttpLimits
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.transports.listener import ConnectionLimit, Listener
 from serve.transports.listening import Address, listen
 
@@ -42,6 +43,7 @@ class HttpServer:
         port: int,
         *,
         limits: HttpLimits,
+        budget: MemoryBudget | None = None,
         option: str = "--http-port",
         tls: ssl.SSLContext | None = None,
         listening: Sequence[socket.socket] = (),
@@ -54,6 +56,7 @@ class HttpServer:
             host: a name or address of this machine.
             port: 0 finds a free one.
             limits: what clients may take.
+            budget: the memory that all of them may take; None makes one of the usual size for this port alone.
             option: names the port in the text of a BindError.
             tls: with certificate and key loaded; None leaves it plain.
             listening: sockets that another process listens on as well, in place of host and port.
@@ -74,6 +77,7 @@ class HttpServer:
             timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # (it is handed to call_later, which takes both)
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
+        self._budget = budget or MemoryBudget(DEFAULT_BYTES)
         self._state = ServerState()
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None
@@ -94,7 +98,7 @@ class HttpServer:
         self._config.load()
         bound = self._listening or listen(Address(self._host, self._port, self._option))
         self._listener = Listener(
-            lambda: HttpConnection(self._config, self._state, self._limits, self._left),
+            lambda: HttpConnection(self._config, self._state, self._limits, self._budget, self._left),
             most=self._limits.max_connections,
             shared=self._shared,
             refusal=REFUSAL,

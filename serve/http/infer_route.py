@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect, Request
@@ -55,6 +56,7 @@ class InferRoute:
             )
             raise
         message = await self._infer(request, asked)
+        asked = replace(asked, message=b"")  # its bytes are not counted any more
         return await self._response(request, asked, message)
 
     async def _asked(self, request: Request) -> RestRequest:
@@ -122,6 +124,7 @@ class InferRoute:
             return written, compressed(written.body, coding), coding
 
         written, body, used = await self._apart(len(message), write)
+        self._bodies.hold_answer(request, len(message) + len(body))
         headers = {"cache-control": "no-store", "vary": "accept-encoding"}
         if used is not None:
             headers["content-encoding"] = used

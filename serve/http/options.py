@@ -10,6 +10,11 @@ MIB = 2**20
 MOMENT_S = 0.5
 
 
+def memory_of(size: int) -> int:
+    """Bytes of memory that so many bytes of bodies take: with what is copied on the way, and what the heap keeps."""
+    return size + size // 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
     """Bounds that hold whatever a client does.
@@ -18,12 +23,12 @@ class HttpLimits:
         max_body_bytes: of one request, as received.
         max_small_body_bytes: the same of one that carries neither tensors nor a model's files, decompressed too.
         max_inflated_bytes: of one that comes compressed, decompressed.
-        max_held_bytes: of all requests that are not answered yet, decompressed; beyond it new ones are told to come back.
         max_header_bytes: of one request's line and headers.
         max_connections: open at the same time on one port; more are refused.
         header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
         stall_s: seconds after which a body that does not grow, an answer that is not read, or a client that goes on sending
             what was refused, is given up.
+        short_stall_s: the same of the answers of a connection that holds more than others, while memory is short.
         keep_alive_s: seconds that a connection may stay open between two requests, or without the rest of one that is answered.
         inline_bytes: bodies above this size are decoded and encoded on a thread, so that other requests do not wait for them.
     """
@@ -31,11 +36,11 @@ class HttpLimits:
     max_body_bytes: int = 256 * MIB
     max_small_body_bytes: int = 64 * 1024
     max_inflated_bytes: int = 64 * MIB
-    max_held_bytes: int = 1024 * MIB
     max_header_bytes: int = 32 * 1024
     max_connections: int = 1000
     header_s: float = 10.0
     stall_s: float = 60.0
+    short_stall_s: float = 5.0
     keep_alive_s: float = 75.0
     inline_bytes: int = 64 * 1024
 

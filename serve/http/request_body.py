@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,55 +12,73 @@ from starlette.types import Message
 
 from serve.engine.errors import DeadlineExceededError, InvalidArgumentError, MessageTooLargeError, UnavailableError
 from serve.http.content_coding import decompressed
-from serve.http.options import MOMENT_S, HttpLimits
+from serve.http.options import MOMENT_S, HttpLimits, memory_of
+from serve.security.memory_budget import MemoryBudget
 
 T = TypeVar("T")
+FULL = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"
 SMALL_BYTES = 1024  # even what inflates a thousandfold is quickly inflated
 
 
-class _Held:
-    """How many bytes are held for all requests, and how many may be."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.size = 0
-
-
-class _Share:
-    """What is held for one request.
+class _Received:
+    """What is held for one request; it is refused while the rest of it is waited for, where others need the memory.
 
     Attributes:
-        size: of it, in bytes.
+        share: of the memory.
+        size: bytes of the body.
     """
 
-    def __init__(self, held: _Held) -> None:
-        self._held = held
-        self._is_first = not held.size  # whatever its size, it may be served
+    def __init__(self, budget: MemoryBudget) -> None:
+        self.share = budget.share(is_known=True, press=self._press)
+        self._waits: asyncio.Timeout | None = None
+        self._is_refused = False
         self.size = 0
 
-    def resize(self, size: int) -> None:
-        """Hold so many bytes.
+    def hold(self, more: int) -> None:
+        """Hold so many bytes more.
 
         Raises:
             UnavailableError: it is too much, with what is held for others.
         """
-        self._held.size += size - self.size
-        self.size = size
-        if self._held.size > self._held.limit and not self._is_first:
-            raise UnavailableError("the server is receiving as much as it can hold; retry with back-off")
+        self.size += more
+        self.share.resize(memory_of(self.size))
+        self._is_refused |= self.share.is_too_much and not self.share.goes_on()
+        self.check()
 
-    def free(self) -> None:
-        """Hold nothing any more."""
-        self._held.size -= self.size
-        self.size = 0
+    def check(self) -> None:
+        """Check that it may still be received.
+
+        Raises:
+            UnavailableError: others need the memory.
+        """
+        if self._is_refused:
+            self.share.close()
+            raise UnavailableError(FULL)
+
+    async def within(self, limit_s: float, coming: Awaitable[T]) -> T:
+        """What comes.
+
+        Raises:
+            TimeoutError: it has not come in time, or is to come no more.
+        """
+        try:
+            async with asyncio.timeout(limit_s) as self._waits:
+                return await coming
+        finally:
+            self._waits = None
+
+    def _press(self) -> None:
+        if self._waits is not None and self.share.excess:
+            self._is_refused = True
+            self._waits.reschedule(0.0)
 
 
 class BodyReader:
-    """Receives bodies; knows how much of all of them is held."""
+    """Receives bodies, and counts what is held for each request until it is answered."""
 
-    def __init__(self, limits: HttpLimits) -> None:
+    def __init__(self, limits: HttpLimits, budget: MemoryBudget) -> None:
         self._limits = limits
-        self._held = _Held(limits.max_held_bytes)
+        self._budget = budget
 
     async def read(self, request: Request) -> bytes:
         """The whole body, decompressed. It counts as held until the task that asks for it, which answers the request, is over.
@@ -80,6 +98,18 @@ class BodyReader:
         limit = min(self._limits.max_body_bytes, self._limits.max_small_body_bytes)
         return await self._read(request, limit, limit, "a request to this path takes no more")
 
+    def hold_answer(self, request: Request, size: int) -> None:
+        """Count `size` bytes for an answer in place of its request, until the connection has it.
+
+        Raises:
+            UnavailableError: memory does not hold it, with what others do not read.
+        """
+        share = request.state.received.share
+        share.resize(memory_of(size))
+        if share.is_crowded_out:
+            share.close()
+            raise UnavailableError(FULL)
+
     async def understand(self, body: bytes, read: Callable[[bytes], T]) -> T:
         """What `read` makes of a body; on a thread where it is large, so that others need not wait."""
         return await asyncio.to_thread(read, body) if len(body) > self._limits.inline_bytes else read(body)
@@ -88,13 +118,13 @@ class BodyReader:
         length = request.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
             raise MessageTooLargeError(int(length), limit, advice)
-        share = self._share()
+        received = request.state.received = self._receive()
         pieces: list[bytes] = []
         more = True
         while more:
-            piece, more = await self._next(request)
-            share.resize(share.size + len(piece))
-            if share.size > limit:
+            piece, more = await self._next(request, received)
+            received.hold(len(piece))
+            if received.size > limit:
                 raise MessageTooLargeError(None, limit, advice)
             pieces.append(piece)
         coding = request.headers.get("content-encoding", "")
@@ -105,27 +135,27 @@ class BodyReader:
             body = decompressed(body, coding, inflated_limit)
         else:
             body = await asyncio.to_thread(decompressed, body, coding, inflated_limit)
-        share.resize(len(body))
+        received.hold(len(body) - received.size)
         return body
 
-    def _share(self) -> _Share:
-        share = _Share(self._held)
+    def _receive(self) -> _Received:
+        received = _Received(self._budget)
         task = asyncio.current_task()
         if task is not None:  # as it always is here
-            task.add_done_callback(lambda _: share.free())
-        return share
+            task.add_done_callback(lambda _: received.share.close())
+        return received
 
-    async def _next(self, request: Request) -> tuple[bytes, bool]:
-        message = await self._message(request)
+    async def _next(self, request: Request, received: _Received) -> tuple[bytes, bool]:
+        message = await self._message(request, received)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         return message.get("body", b""), message.get("more_body", False)
 
-    async def _message(self, request: Request) -> Message:
+    async def _message(self, request: Request, received: _Received) -> Message:
         for limit_s in (self._limits.stall_s, MOMENT_S):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    return await request.receive()
+                return await received.within(limit_s, request.receive())
+            received.check()
         raise DeadlineExceededError("the rest of the request did not come; send it again")
 
 

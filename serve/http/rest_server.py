@@ -17,6 +17,7 @@ from serve.http.options import HttpOptions
 from serve.http.page.page import Page
 from serve.http.request_body import BodyReader
 from serve.protocol.service import Service
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.security.security import Guard
 from serve.transports.listener import ConnectionLimit
 
@@ -38,7 +39,9 @@ class RestServer:
         options: HttpOptions,
         guard: Guard | None = None,
         listening: Mapping[str, Sequence[socket.socket]] | None = None,
+        *,
         connections: ConnectionLimit | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         """A server that does not listen yet.
 
@@ -50,13 +53,14 @@ class RestServer:
             guard: what stands before the ports; None lets everything in.
             listening: sockets that another process listens on as well, in place of host and port: for "http" and "metrics".
             connections: a bound on those of all servers of this process.
+            budget: the memory that all clients may take; None makes one of the usual size for this server alone.
         """
-        guard, listening = guard or Guard(), listening or {}
+        guard, listening, budget = guard or Guard(), listening or {}, budget or MemoryBudget(DEFAULT_BYTES)
         tls = None if guard.tls is None else guard.tls.context("http/1.1")
         self._core = core
         self._options = options
         self._page = Page(core) if options.page else None
-        self._bodies = BodyReader(options.limits)  # one for all: what is held for those who see some models only counts, too
+        self._bodies = BodyReader(options.limits, budget)
         self.routes = self._routes(service)
         self._servers = [
             HttpServer(
@@ -64,6 +68,7 @@ class RestServer:
                 host,
                 options.port,
                 limits=options.limits,
+                budget=budget,
                 tls=tls,
                 listening=listening.get("http", ()),
                 connections=connections,
@@ -77,6 +82,7 @@ class RestServer:
                     host,
                     options.metrics_port,
                     limits=options.limits,
+                    budget=budget,
                     option="--metrics-port",
                     tls=tls,
                     listening=listening.get("metrics", ()),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from serve.engine.inference_core import InferenceCore
 from serve.http.options import HttpOptions
 from serve.protocol.service import Service
+from serve.security.memory_budget import MemoryBudget
 from serve.security.security import Guard
 from serve.transports.listener import ConnectionLimit
 
@@ -23,7 +24,9 @@ async def start_http(
     options: HttpOptions | None,
     guard: Guard | None = None,
     listening: Mapping[str, Sequence[socket.socket]] | None = None,
+    *,
     connections: ConnectionLimit | None = None,
+    budget: MemoryBudget | None = None,
 ) -> RestServer | None:
     """A server that listens, on sockets of its own or on these; None where there are no options for one.
 
@@ -36,6 +39,6 @@ async def start_http(
         return None
     from serve.http.rest_server import RestServer  # noqa: PLC0415  (see above)
 
-    server = RestServer(core, service, host, options, guard, listening, connections)
+    server = RestServer(core, service, host, options, guard, listening, connections=connections, budget=budget)
     await server.start()
     return server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 from google.protobuf.message import Message
@@ -49,9 +50,10 @@ class Health:
                 if status != told:
                     told = status
                     yield Response(status=status)
-                # An instance that breaks, or a guard that finds fault, tells nobody; to be late by a moment does no harm.
+                # An instance that breaks, or a guard that finds fault, tells nobody; to be late by a moment does no harm. Many
+                # who watch do not all look at once, which would delay requests.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RECHECK_S):
+                    async with asyncio.timeout(RECHECK_S * random.uniform(0.5, 1.5)):  # noqa: S311  (no secret)
                         await changed.wait()
         raise InvalidArgumentError("Watch got no request; expected one HealthCheckRequest")
 

@@ -38,7 +38,11 @@ class _Slot:
 
 
 class InferenceStream:
-    """One call. A request that fails gets an answer with its error; the stream goes on."""
+    """One call. A request that fails gets an answer with its error; the stream goes on.
+
+    Attributes:
+        held_bytes: of requests without an answer.
+    """
 
     def __init__(self, inference: AnyInference, send: Callable[[bytes], None]) -> None:
         """A stream.
@@ -50,6 +54,7 @@ class InferenceStream:
         self._inference = inference
         self._send = send
         self._slots: deque[_Slot] = deque()
+        self.held_bytes = 0
 
     def __len__(self) -> int:
         """Requests without an answer."""
@@ -59,6 +64,7 @@ class InferenceStream:
         """Take a serialized ModelInferRequest. Whatever is wrong with it is answered, not raised."""
         slot = _Slot(data)
         self._slots.append(slot)
+        self.held_bytes += len(data)
         try:
             slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data))
         except Exception as error:  # noqa: BLE001  (whatever went wrong is this request's, not the stream's)
@@ -73,6 +79,7 @@ class InferenceStream:
                 cancel()
                 self._inference.gone(slot.request)
         self._slots.clear()
+        self.held_bytes = 0
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
         slot.cancel = None  # it leads back here: without it nothing of this request waits for the garbage collector
@@ -99,7 +106,7 @@ class InferenceStream:
     def _answer(self, slot: _Slot, answer: bytes) -> None:
         slot.answer = answer
         while self._slots and (first := self._slots[0].answer) is not None:
-            self._slots.popleft()
+            self.held_bytes -= len(self._slots.popleft().request)
             self._send(first)
 
 

@@ -107,6 +107,7 @@ class Gate:
             views=self._views,
             shares=None if role is None else self._shares,  # health is free
             may_share=bearer is None or not self._shared_memory or bearer.holder.may(Role.SHARED_MEMORY),
+            asks_for_tokens=self._tokens is not None,
             count=self._count,
         )
 

@@ -49,6 +49,7 @@ class Pass:
     Attributes:
         is_counted: whether `charge` must be asked before each call: it is counted, or its token may expire meanwhile.
         sees_all: whether no model is hidden.
+        is_trusted: whether a token was shown and accepted, or none is asked for anywhere.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pass:
         views: Views,
         shares: Shares | None,
         may_share: bool,
+        asks_for_tokens: bool,
         count: Count,
     ) -> None:
         """A pass.
@@ -71,6 +73,7 @@ class Pass:
             views: what is seen with such rights.
             shares: that calls are charged to; None charges nothing.
             may_share: whether requests may name shared memory.
+            asks_for_tokens: whether calls that are not open to all need one.
             count: is told of what was refused.
         """
         self._bearer = bearer
@@ -81,6 +84,7 @@ class Pass:
         self._may_share = may_share
         self._count = count
         self.sees_all = rights is None
+        self.is_trusted = bearer is not None or not asks_for_tokens
         self.is_counted = shares is not None or (bearer is not None and bearer.holder.expires_s is not None)
 
     def service(self, service: Service) -> Service:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from serve.protocol.service import Service
+from serve.security.memory_budget import MemoryBudget
 from serve.security.security import Guard
 from serve.transports.listener import ConnectionLimit
 from serve.transports.transport import Transport
@@ -29,12 +30,14 @@ def make_transport(
     port: int,
     guard: Guard | None = None,
     listening: Sequence[socket.socket] = (),
+    *,
     connections: ConnectionLimit | None = None,
+    budget: MemoryBudget | None = None,
 ) -> Transport:
     """A transport that does not listen yet, with what stands before it; None lets everything in.
 
-    NGHTTP2 can use sockets that another process listens on as well (`listening`), in place of host and port; it
-    keeps to the limit of `connections`, which holds for all servers of this process.
+    NGHTTP2 can use sockets that another process listens on as well (`listening`), in place of host and port. It keeps to the
+    limit of `connections` and within the `budget` of memory, which hold for all servers of this process.
     """
     guard = guard or Guard()
     if name is TransportName.NGHTTP2:
@@ -47,6 +50,7 @@ def make_transport(
             port,
             tls=tls,
             gate=guard.gate,
+            budget=budget,
             socket=guard.socket,
             option=guard.option,
             listening=listening,

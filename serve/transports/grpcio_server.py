@@ -31,6 +31,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 1024),  # as the other transport has it
     ("grpc.so_reuseport", 0),  # two servers that share a port would each get some of the calls
 ]
 MAX_UNANSWERED = 256  # requests of one stream; beyond it the stream is not read

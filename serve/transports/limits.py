@@ -22,7 +22,8 @@ class TransportLimits:
             ends.
         max_oversize: calls of one connection that are refused for that; after as many it takes no new calls.
         stream_window_bytes: what a client may send on one call before it is read.
-        connection_window_bytes: the same over all calls of a connection.
+        connection_window_bytes: the same over all calls of a connection; less where many connections are open, and 64 KiB
+            until the connection has shown a token, where tokens are asked for.
         max_held_bytes: of unfinished messages on one connection; beyond it only the oldest of them goes on, and by sixteen
             calls' windows beyond it, the others are refused.
         max_unsent_bytes: of answers of one streaming call; beyond it the call's answers wait.
@@ -30,7 +31,9 @@ class TransportLimits:
             give up all of their calls, so it is not few; each costs no more than the request did.
         resets_per_s: of these in the long run.
         handshake_s: seconds for a new connection to say its first words of HTTP/2.
-        stall_s: seconds after which a request message that does not grow is given up.
+        stall_s: seconds after which a request message that does not grow is given up, and a connection that does not read its
+            answers.
+        short_stall_s: the same of the answers of a connection that holds more than others, while memory is short.
         keepalive_s: silence after which a connection is asked whether it still lives.
         keepalive_timeout_s: seconds for the answer.
         max_age_s: after which a connection is told to go elsewhere; None never.
@@ -53,6 +56,7 @@ class TransportLimits:
     resets_per_s: int = 2_000
     handshake_s: float = 10.0
     stall_s: float = 60.0
+    short_stall_s: float = 5.0
     keepalive_s: float = 600.0
     keepalive_timeout_s: float = 20.0
     max_age_s: float | None = None

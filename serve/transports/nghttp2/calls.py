@@ -14,6 +14,7 @@ from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
 from serve.protocol.status import status_of
 from serve.security.gate import Gate
 from serve.security.gate_pass import Pass
+from serve.security.memory_budget import Share
 from serve.transports.grpc_headers import timeout_seconds
 from serve.transports.nghttp2.call import Call
 from serve.transports.nghttp2.session import GrpcSession, OpenCall
@@ -30,16 +31,24 @@ class Calls:
         self._infer = INFER_PATH.encode()
         self._infer_stream = INFER_STREAM_PATH.encode()
 
-    def route(self, fields: Sequence[Header]) -> OpenCall:
-        """What opens the calls that begin with these headers; one that is refused already takes no more than its end."""
+    def route(self, fields: Sequence[Header], share: Share) -> OpenCall:
+        """What opens the calls that begin with these headers; one that is refused already takes no more than its end.
+
+        Args:
+            fields: the headers of a call.
+            share: of the memory; its connection is trusted once it has shown a token, or where none is asked for.
+        """
         headers = dict(fields)
         if self._gate is None:
+            share.trust()
             return self._open(headers, None)
         try:
             authorization = [value for name, value in fields if name == b"authorization"]
             given = self._gate.admit_method(headers.get(b":path", b"").decode("latin-1"), authorization)
         except InferenceError as error:
             return partial(RefusedCall, error=error)
+        if given.is_trusted:
+            share.trust()
         open_call = self._open(headers, given)
         if isinstance(open_call, _Inferring) or not given.is_counted:
             return open_call

@@ -10,13 +10,14 @@ from typing import Protocol, cast
 
 from ngh2.exceptions import ConnectionStateError, DenialOfServiceError, NGH2Error
 
+from serve.security.memory_budget import MemoryBudget
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.bounds import most_header_bytes
 from serve.transports.nghttp2.frame_reader import FrameReader, NoReader
 from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
 from serve.transports.nghttp2.outlet import WRITE_BYTES
-from serve.transports.nghttp2.reading_turns import ReadingTurns
-from serve.transports.nghttp2.session import NOTICE, GrpcSession, Route
+from serve.transports.nghttp2.reading_turns import SMALL_BYTES, ReadingTurns
+from serve.transports.nghttp2.session import FREE_CALLS, NOTICE, GrpcSession, Route
 
 
 class Owner(Protocol):
@@ -32,8 +33,15 @@ class Owner(Protocol):
     def disconnected(self, connection: GrpcConnection) -> None:
         """Forget it."""
 
+    def unread(self, size: int) -> None:
+        """Take note of a connection that ends with `size` bytes of answers which its client has not read."""
+
     def broken(self, error: NGH2Error) -> None:
         """Take note that a client has broken HTTP/2."""
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The memory that all connections may take."""
 
     @property
     def reading_turns(self) -> ReadingTurns:
@@ -54,7 +62,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     """
 
     def __init__(self, owner: Owner, route: Route, limits: TransportLimits) -> None:
-        super().__init__(route, limits)
+        super().__init__(route, limits, owner.budget)
         self._owner, self._turns = owner, owner.reading_turns
         self._transport: asyncio.Transport | None = None
         self._peer = ""
@@ -95,9 +103,10 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         self.greet()
         self.flush()
 
-    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002  (the signature is asyncio's)
+    def get_buffer(self, sizehint: int) -> bytearray | memoryview:  # noqa: ARG002  (the signature is asyncio's)
         """Where the socket's bytes go. They are looked at before any other socket is, so all connections share it."""
-        return self._owner.received
+        received = self._owner.received
+        return memoryview(received)[:SMALL_BYTES] if self._turns.is_crowded else received
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
@@ -178,6 +187,15 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         except NGH2Error:
             self._give_up()
             return
+        self._look_at_rest(transport, is_over=is_over)
+
+    def _look_at_rest(self, transport: asyncio.Transport, *, is_over: bool) -> None:
+        """Count what has not left and the calls in flight, and leave if the connection is over."""
+        outlet = self._outlet
+        if outlet.paused or outlet.unsent or not self._repeated.is_open:
+            outlet.count(transport.get_write_buffer_size() if outlet.paused else 0, self._loop.time())
+        if len(self._calls) >= FREE_CALLS or self._counted_calls:
+            self._count_calls()
         if is_over:
             self._leave(transport)
         elif self._goes:
@@ -212,6 +230,14 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
                 self._http2.send_goaway(code)
             self.flush()
 
+    def give_up_unread(self, now_s: float) -> None:
+        """End the connection if its client has not read its answers for `stall_s`."""
+        transport = self._transport
+        if transport is not None and self._outlet.unsent:
+            self._outlet.count(transport.get_write_buffer_size() if self._outlet.paused else 0, now_s)
+            if self._outlet.is_unread_since(now_s - self.limits.stall_s):
+                self._end_unread(transport)
+
     def close(self) -> None:
         """End the connection once what was answered is out."""
         if self._transport is not None:
@@ -223,6 +249,24 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         """End the connection at once."""
         if self._transport is not None:
             self._transport.abort()
+
+    def _press(self) -> None:
+        """Give up the latest calls, or the connection where its client does not read its answers."""
+        patience_s = self.share.patience_s(self.limits.short_stall_s)
+        if self._transport is not None and self._outlet.is_unread_since(self._loop.time() - patience_s):
+            self._end_unread(self._transport)
+        else:
+            super()._press()
+
+    def _end_unread(self, transport: asyncio.Transport) -> None:
+        """End the connection without what its client does not read, and free that at once."""
+        self._owner.unread(self._outlet.unsent)
+        self._reader = NoReader()
+        with contextlib.suppress(NGH2Error):
+            self._http2.terminate_connection(ENHANCE_YOUR_CALM)
+            self._outlet.write(transport)
+        self._end_all()
+        self._loop.call_soon(transport.abort)  # once that is written, if the socket takes it
 
     def _pace(self, *, has_more: bool) -> None:
         """Leave what has come for another turn, and the socket with it, so that batches and other connections get theirs."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from serve.security.memory_budget import Share
 from serve.transports.grpc_framing import PREFIX_BYTES
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.call import UnaryCall
 from serve.transports.nghttp2.frames import FRAME_BYTES
 from serve.transports.nghttp2.growing_message import GrowingMessage
+
+COUNT_BYTES = 2**17  # at a time
 
 
 class ExpectedRequests:
@@ -20,14 +23,28 @@ class ExpectedRequests:
         owed: bytes that have come and that the client has not been told to send again.
     """
 
-    __slots__ = ("_max_growing", "_max_reserved", "_reserved", "announced", "calls", "growing", "max_whole", "owed")
+    __slots__ = (
+        "_max_growing",
+        "_max_reserved",
+        "_reserved",
+        "_share",
+        "_uncounted",
+        "announced",
+        "calls",
+        "growing",
+        "max_whole",
+        "owed",
+    )
 
-    def __init__(self, limits: TransportLimits) -> None:
+    def __init__(self, limits: TransportLimits, share: Share) -> None:
         """None yet.
 
         Args:
             limits: of the connection.
+            share: of the memory that all connections may take; what has come of requests in pieces is counted there.
         """
+        self._share = share
+        self._uncounted = 0  # bytes held that `share` does not know of
         # A stream's window is not opened again here, so that a larger request is for libnghttp2.
         self._max_growing = min(limits.stream_window_bytes // 2, limits.max_message_bytes, limits.max_small_message_bytes)
         self._max_reserved = limits.max_held_bytes
@@ -79,21 +96,34 @@ class ExpectedRequests:
         growing = self.growing.pop(stream, None)
         if growing is not None:
             self._reserved -= growing.length
+            self._count(-growing.came)
 
     def clear(self) -> None:
         """Expect nothing."""
         self.calls.clear()
         self.announced.clear()
-        self.growing.clear()
-        self._reserved = 0
+        for stream in list(self.growing):
+            self.forget(stream)
 
     def _grown(self, stream: int, piece: bytes | memoryview) -> GrowingMessage | None:
         """A request with this piece added; None where it cannot be."""
         growing = self.growing.get(stream)
-        if growing is not None:
-            return growing if growing.add(piece) else None
-        growing = GrowingMessage.begun(piece, min(self._max_growing, self._max_reserved - self._reserved))
-        if growing is not None:
+        if growing is None:
+            # Where memory is short libnghttp2 puts it together, whose windows say when the client may go on.
+            room = 0 if self._share.is_short else self._max_reserved - self._reserved
+            growing = GrowingMessage.begun(piece, min(self._max_growing, room))
+            if growing is None:
+                return None
             self.growing[stream] = growing
             self._reserved += growing.length
+        elif not growing.add(piece):
+            return None
+        self._count(len(piece))
         return growing
+
+    def _count(self, more: int) -> None:
+        """Count what is held in steps: a request may come in many pieces."""
+        self._uncounted += more
+        if not -COUNT_BYTES < self._uncounted < COUNT_BYTES or not self.growing:
+            self._share.add(self._uncounted)
+            self._uncounted = 0

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from ngh2 import Connection
 from ngh2.exceptions import NGH2Error
 
+from serve.security.memory_budget import Share
+
 WRITE_BYTES = 2**18  # given to the socket at a time, so that a slow reader's answers stay where they can still be dropped
+MIN_PROGRESS_BYTES = 16_384  # that a client must read in the time that it is given
 NO_ERROR = 0x00
 
 
@@ -18,21 +21,30 @@ class Outlet:
 
     Attributes:
         paused: the socket takes no more for now.
+        unsent: bytes of answers that have not left; those of small ones are known once they have been counted.
     """
 
-    __slots__ = ("_ending", "_http2", "_last_words", "_max_unsent", "_waiting", "paused")
+    __slots__ = (
+        "_ending", "_http2", "_last_words", "_max_unsent", "_share", "_to_read", "_unread_since_s", "_waiting", "paused",
+        "unsent",
+    )  # fmt: skip
 
-    def __init__(self, http2: Connection, max_unsent_bytes: int, last_words: Callable[[bytes], bytes]) -> None:
+    def __init__(self, http2: Connection, max_unsent_bytes: int, last_words: Callable[[bytes], bytes], share: Share) -> None:
         """An outlet with nothing to send.
 
         Args:
             http2: has the answers.
             max_unsent_bytes: of one call; with more its client is behind.
             last_words: is asked for what to send in the place of bytes after which the connection is at its end.
+            share: of the memory that all connections may take; what has not left is counted there.
         """
         self._http2 = http2
         self._max_unsent = max_unsent_bytes
         self._last_words = last_words
+        self._share = share
+        self.unsent = 0
+        self._unread_since_s: float | None = None  # while there is something to read: since when too little of it was
+        self._to_read = 0  # bytes that are to be read before that begins again
         self._ending: set[int] = set()  # answered before the client had ended: to be reset once the answer is out
         self._waiting: dict[int, Callable[[], None]] = {}  # streaming calls that wait for their answers to leave
         self.paused = False
@@ -56,7 +68,42 @@ class Outlet:
 
     def is_behind(self, stream: int) -> bool:
         """Whether the client reads a call's answers more slowly than they come."""
-        return self._http2.queued_body_size(stream) > self._max_unsent
+        queued = self._http2.queued_body_size(stream)
+        return queued > self._max_unsent or (queued > 0 and self._share.is_short)
+
+    def add(self, size: int) -> bool:
+        """Count an answer that libnghttp2 is to send; False, and it is not counted, where memory does not hold it.
+
+        It always holds the only answer of a connection.
+        """
+        self._share.add(size)
+        if self.unsent and self._share.is_too_much:
+            self._share.add(-size)
+            return False
+        self.unsent += size
+        return True
+
+    def count(self, buffered: int, now_s: float) -> None:
+        """Find out how much has left.
+
+        Args:
+            buffered: bytes that the socket has not taken of what was written to it.
+            now_s: on the loop's clock.
+        """
+        unsent = self._http2.queued_body_size() + buffered
+        left = self.unsent - unsent
+        self._share.add(-left)
+        self.unsent = unsent
+        if not unsent:
+            self._unread_since_s = None
+            return
+        self._to_read -= max(0, left)
+        if self._unread_since_s is None or self._to_read <= 0:
+            self._unread_since_s, self._to_read = now_s, MIN_PROGRESS_BYTES
+
+    def is_unread_since(self, before_s: float) -> bool:
+        """Whether the client has read next to nothing of what there is for it since `before_s`, on the loop's clock."""
+        return self._unread_since_s is not None and self._unread_since_s < before_s
 
     def when_read(self, stream: int, then: Callable[[], None]) -> None:
         """Call `then` once, when a client that is behind has caught up."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 TURN_S = 0.005
 SMALL_BYTES = 4096
+CROWD = 16  # connections, each with as much as is read from a socket at a time
 
 
 class Reader(Protocol):
@@ -40,6 +41,11 @@ class ReadingTurns:
         self._line: deque[Reader] = deque()
         self._looks_soon = False
         self._stop = 0.0  # when this turn will have read enough; known while `_look` is to be called
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many wait that what else comes is better left where it is, a little of it excepted."""
+        return len(self._line) >= CROWD
 
     def must_wait(self, size: int) -> bool:
         """Whether so many bytes that have just come are to be read later: `wait` then."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
+from serve.security.memory_budget import Share
 from serve.transports.grpc_framing import PREFIX_BYTES
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, Headers
 from serve.transports.limits import TransportLimits
@@ -100,11 +101,13 @@ class RepeatedCalls:
     """
 
     __slots__ = (
-        "_acknowledge_at", "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained",
+        "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained",
         "granted", "is_open", "is_over", "known", "latest", "requests", "spare", "told", "unsent",
     )  # fmt: skip
 
-    def __init__(self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits) -> None:
+    def __init__(
+        self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits, share: Share
+    ) -> None:
         """None yet.
 
         Args:
@@ -112,15 +115,15 @@ class RepeatedCalls:
             calls: of the connection.
             windows: are told of the unfinished messages that are handed over.
             limits: of the connection.
+            share: of the memory that all connections may take.
         """
         self._http2 = http2
         self._windows = windows
         self._limits = limits
-        self._acknowledge_at = limits.connection_window_bytes // 4
         self._stream_window, self._frame_bytes = DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES
         self.calls = calls
         self.granted: dict[int, int] = {}
-        self.requests = ExpectedRequests(limits)
+        self.requests = ExpectedRequests(limits, share)
         self.known: dict[bytes, Known] = {}
         self.spare = self.latest = self.told = 0
         self.unsent: list[bytes] = []
@@ -212,6 +215,8 @@ class RepeatedCalls:
             self.is_open = False
             return False
         del self.calls[stream]
+        if self._windows.answering:
+            self._windows.answered(stream)
         self.spare -= length
         self.unsent += (
             _ANSWER(_BEGIN_HEAD, END_HEADERS, stream, _BEGIN, length << 8, 0, stream, 0, length - PREFIX_BYTES),
@@ -228,6 +233,7 @@ class RepeatedCalls:
             return False
         del self.calls[stream], self.granted[stream]
         self.requests.forget(stream)
+        self._windows.answered(stream)
         self.unsent.append(head_of(HEADERS, END_HEADERS | END_STREAM, stream, len(block)) + block)
         if not ended:
             self.unsent.append(rst_stream(stream, NO_ERROR))
@@ -241,8 +247,8 @@ class RepeatedCalls:
 
     def acknowledge(self) -> None:
         """Have the client send on, before the connection's window is too small: at once where libnghttp2 keeps some of it."""
-        owed = self.requests.owed
-        if owed > self._acknowledge_at or (owed and self._windows.withhold):
+        owed, windows = self.requests.owed, self._windows
+        if owed and (owed > windows.acknowledge_at or windows.withhold) and not windows.is_held_up:
             self._pay()
 
     def relieve(self, *, paused: bool) -> bool:

@@ -14,6 +14,7 @@ from ngh2.exceptions import NGH2Error
 
 from serve.protocol.service import Service
 from serve.security.gate import Gate
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.transports.limits import TransportLimits
 from serve.transports.listener import ConnectionLimit, Listener
 from serve.transports.listening import Address, listen
@@ -43,6 +44,7 @@ class Nghttp2Server:
         limits: TransportLimits | None = None,
         tls: ssl.SSLContext | None = None,
         gate: Gate | None = None,
+        budget: MemoryBudget | None = None,
         socket: Path | None = None,
         option: str = "--grpc-port",
         listening: Sequence[sockets.socket] = (),
@@ -57,6 +59,7 @@ class Nghttp2Server:
             limits: what one client may take.
             tls: with certificate and key loaded; HTTP/2 is announced in it (ALPN).
             gate: says who may call what; None lets everybody in.
+            budget: the memory that all clients may take; None makes one of the usual size for this transport alone.
             socket: the path of a Unix socket to listen on, in place of host and port; only this user can open it.
             option: names the port in the text of a BindError.
             listening: sockets that another process listens on as well, in place of all that; they stay there when this server
@@ -74,6 +77,7 @@ class Nghttp2Server:
         self._tls = tls
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
+        self.budget = budget or MemoryBudget(DEFAULT_BYTES)
         self.received = bytearray(RECEIVE_BYTES)
         self.reading_turns = ReadingTurns(lambda read: asyncio.get_running_loop().call_soon(read))
         self._connections: set[GrpcConnection] = set()
@@ -85,7 +89,7 @@ class Nghttp2Server:
         self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it is closing
         self._sweeping: asyncio.TimerHandle | None = None
         self._linger: Linger | None = None  # once it listens
-        self._told_broken = Seldom(logger.info)
+        self._told_broken, self._told_unread = Seldom(logger.info), Seldom(logger.warning)
         service.tell("connections", lambda: len(self._connections))
         service.tell("calls", lambda: sum(connection.calls for connection in self._connections))
 
@@ -170,6 +174,10 @@ class Nghttp2Server:
         """Take note that a client has broken HTTP/2."""
         self._told_broken.say("a connection broke HTTP/2: %s", error)
 
+    def unread(self, size: int) -> None:
+        """Take note of a connection that ends with `size` bytes of answers which its client has not read."""
+        self._told_unread.say("a connection was closed: its client left %d bytes of answers unread", size)
+
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Flush at the end of this turn of the loop, once for all that is answered until then."""
         self._is_one = not self._unflushed
@@ -230,3 +238,5 @@ class Nghttp2Server:
             if silent_s > limits.keepalive_s and connection.pinged_s is None:
                 connection.ping()
             connection.give_up_stalled(now - limits.stall_s)
+            connection.give_up_unread(now)
+        self.budget.look_after(now)

@@ -32,8 +32,9 @@ from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, NGH2Er
 
 from serve.engine.errors import InvalidArgumentError, RateLimitedError
 from serve.protocol.status import Status, status_of
+from serve.security.memory_budget import MemoryBudget, Share
 from serve.transports.grpc_framing import frame
-from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, oversize, refusal, trailers_of
+from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE, Headers, oversize, refusal, trailers_of
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.bounds import configuration, greeting
 from serve.transports.nghttp2.call import Call, UnaryCall
@@ -45,6 +46,12 @@ from serve.transports.nghttp2.repeated_calls import CONTENT_LENGTH, Known, Repea
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
 TRY_AGAIN_S = 1.0
+FULL = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"
+UNREAD = "the answers of this connection are not read as they come; read them, or have fewer requests in flight"
+LARGE_BYTES = 16_384  # what is smaller is not counted on its way: the queues bound it, and its count would cost too much
+FREE_CALLS = 64  # in flight on one connection, whose own memory is not counted
+CALL_BYTES = 2048  # of memory that each call in flight takes, whatever it brings
+STREAM_BYTES = 9216  # the same of one with any number of messages
 WRONG_HEADERS = (
     "HTTP/2 does not allow one of the call's headers; expected names in lower case, and values that neither begin nor end "
     "with a space"
@@ -55,7 +62,7 @@ CANNOT_BE_ANSWERED = (StreamProtocolError, *AT_ITS_END)
 
 Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
-Route = Callable[[Sequence[Header]], OpenCall]
+Route = Callable[[Sequence[Header], Share], OpenCall]
 
 
 def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:
@@ -73,6 +80,7 @@ class GrpcSession(ABC):
 
     Attributes:
         limits: of the connection.
+        share: of the memory that all connections may take.
         turns: in which its streams read what has come.
         heard_s: when the client last sent something, on the loop's clock.
         greeted: the client has sent its settings.
@@ -83,19 +91,23 @@ class GrpcSession(ABC):
     pinged_s: float | None = None
     greeted = False
 
-    def __init__(self, route: Route, limits: TransportLimits) -> None:
+    def __init__(self, route: Route, limits: TransportLimits, budget: MemoryBudget) -> None:
         self._route = route
         self.limits = limits
+        self.share = budget.share(is_known=False, press=self._press, go_on=self._go_on)
         self.turns = MessageTurns()
         self._headers: tuple[Header, ...] = ()  # of the latest call, which the next one mostly repeats
         self._open_call: OpenCall | None = None  # what they ask for
         self._http2 = Connection(Role.SERVER, configuration(limits))
         self._calls: dict[int, Call] = {}
-        self._windows = ReceiveWindows(
-            unless_ended(self._http2.acknowledge_received_data), unless_ended(self._http2.set_local_window_size), limits
+        acknowledge, widen = (
+            unless_ended(self._http2.acknowledge_received_data),
+            unless_ended(self._http2.set_local_window_size),
         )
-        self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits)
-        self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words)
+        self._windows = ReceiveWindows(acknowledge, widen, limits, self.share)
+        self._repeated = RepeatedCalls(self._http2, self._calls, self._windows, limits, self.share)
+        self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words, self.share)
+        self._counted_calls = 0  # in flight, by how many `share` knows of them
         self._begun = 0  # the latest stream whose headers were right
         self._oversize = 0  # calls that were refused for their headers
         self._closing = False
@@ -125,7 +137,6 @@ class GrpcSession(ABC):
     def greet(self) -> None:
         """Say what the client may do."""
         self._http2.initiate_connection(greeting(self.limits))
-        self._http2.set_local_window_size(self.limits.connection_window_bytes)
 
     def reroute(self) -> None:
         """Find out anew what calls get that begin as earlier ones did: it may be something else now."""
@@ -137,6 +148,26 @@ class GrpcSession(ABC):
         for call in list(self._calls.values()):
             call.give_up_stalled(before_s)
 
+    def _count_calls(self) -> None:
+        """Count what the calls in flight take themselves."""
+        calls = len(self._calls) // FREE_CALLS * FREE_CALLS
+        self.share.add((calls - self._counted_calls) * CALL_BYTES)
+        self._counted_calls = calls
+        if self.share.is_too_much:
+            self._press()
+
+    def _press(self) -> None:
+        """Give up the latest calls, as far as this connection holds more than its part of a budget that is spent."""
+        for call in reversed(list(self._calls.values())):
+            if not self.share.excess:
+                return
+            call.give_up(_full())
+
+    def _go_on(self) -> None:
+        """It is this connection's turn to send what memory was too short for."""
+        self._windows.let_oldest_go_on()
+        self._flush_soon()
+
     def _end_all(self) -> None:
         """Every call in flight is without a client now."""
         for call in list(self._calls.values()):
@@ -144,6 +175,7 @@ class GrpcSession(ABC):
         self._calls.clear()
         self._repeated.clear()
         self._outlet.clear()
+        self.share.close()
 
     # The reader's side
 
@@ -198,12 +230,28 @@ class GrpcSession(ABC):
             return
         http2 = self._http2
         try:
-            http2.send_response(stream, RESPONSE)
-            http2.send_data(stream, frame(message))
-            http2.send_trailers(stream, OK_TRAILERS)
+            if self._outlet.add(len(message)):
+                http2.send_response(stream, RESPONSE)
+                http2.send_data(stream, frame(message))
+                http2.send_trailers(stream, OK_TRAILERS)
+            else:
+                http2.send_response(stream, RESPONSE + trailers_of(status_of(_unread())), end_stream=True)
         except CANNOT_BE_ANSWERED:
             pass  # reset by the client in this very turn, or the connection is being ended
         self._flush_soon()
+
+    def check_room(self, stream: int) -> None:
+        """Check that the message that has come for a call may be kept until it is answered.
+
+        Raises:
+            RateLimitedError: the server holds too much already, and this connection more than others.
+        """
+        if self.share.is_too_much and not self._windows.is_oldest(stream):
+            raise _full()
+
+    def hold(self, stream: int, size: int, *, is_last: bool = False) -> None:
+        """Count so many bytes for a call until it is answered; `is_last`: the client sends no more on it."""
+        self._windows.answer_later(stream, size, is_last=is_last)
 
     def begin(self, stream: int) -> None:
         """The headers of a call with any number of messages."""
@@ -214,7 +262,10 @@ class GrpcSession(ABC):
 
     def send(self, stream: int, message: bytes) -> None:
         """One message of such a call."""
-        if stream in self._calls:
+        call = self._calls.get(stream)
+        if call is not None and not self._outlet.add(len(message)):
+            call.give_up(_unread())
+        elif call is not None:
             with contextlib.suppress(*CANNOT_BE_ANSWERED):
                 self._http2.send_data(stream, frame(message))
             self._flush_soon()
@@ -259,15 +310,20 @@ class GrpcSession(ABC):
             if refused is not None:
                 if too_large is not None:
                     self._count_oversize()
-                with contextlib.suppress(*CANNOT_BE_ANSWERED):
-                    self._http2.send_response(stream, refused, end_stream=True)
-                if not event.end_stream:
-                    self._outlet.reset_when_out(stream)
+                self._refuse(stream, refused, ended=event.end_stream)
                 return
-            open_call = self._route(headers)
+            was_known = self.share.is_known
+            open_call = self._route(headers, self.share)
+            if self.share.is_known and not was_known:
+                self._windows.open(min(self.limits.connection_window_bytes, self.share.window_bytes))
             self._headers, self._open_call = headers, open_call
+        if self.share.is_too_much:
+            self._refuse(stream, RESPONSE + trailers_of(status_of(_full())), ended=event.end_stream)
+            return
         call = open_call(self, stream)
         self._calls[stream] = call
+        if not call.is_unary:
+            self.hold(stream, STREAM_BYTES)
         if event.end_stream:
             call.end()
 
@@ -275,6 +331,13 @@ class GrpcSession(ABC):
         self._oversize += 1
         if self._oversize == self.limits.max_oversize:
             self._too_much()
+
+    def _refuse(self, stream: int, headers: Headers, *, ended: bool) -> None:
+        """Answer a call that is not opened."""
+        with contextlib.suppress(*CANNOT_BE_ANSWERED):
+            self._http2.send_response(stream, headers, end_stream=True)
+        if not ended:
+            self._outlet.reset_when_out(stream)
 
     def _data(self, event: DataReceived) -> None:
         stream, data = event.stream_id, event.data
@@ -288,7 +351,8 @@ class GrpcSession(ABC):
             free = call.receive(data)
             if self._windows.must_wait(stream, call.held_bytes):
                 if self._windows.is_too_much:
-                    call.give_up(RateLimitedError(TOO_MUCH, retry_after_s=TRY_AGAIN_S))
+                    text = FULL if self.share.is_too_much else TOO_MUCH
+                    call.give_up(RateLimitedError(text, retry_after_s=TRY_AGAIN_S))
                 else:
                     free = 0
         self._windows.took(stream, size, free)
@@ -325,3 +389,11 @@ class GrpcSession(ABC):
         if not ended:
             self._outlet.reset_when_out(stream)
         self._flush_soon()
+
+
+def _full() -> RateLimitedError:
+    return RateLimitedError(FULL, retry_after_s=TRY_AGAIN_S)
+
+
+def _unread() -> RateLimitedError:
+    return RateLimitedError(UNREAD, retry_after_s=TRY_AGAIN_S)

@@ -19,7 +19,7 @@ from serve.protocol.observed_inference import AnyInference
 from serve.protocol.service import StreamMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader
-from serve.transports.nghttp2.session import GrpcSession
+from serve.transports.nghttp2.session import LARGE_BYTES, STREAM_BYTES, GrpcSession
 
 logger = logging.getLogger(__name__)
 MAX_UNANSWERED = 256  # requests of one stream; beyond it the client may send no more
@@ -45,6 +45,7 @@ class InferStreamCall:
         self._requests = InferenceStream(inference, self._answer)
         self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
         self._coming: Iterator[bytes] = iter(())  # messages of the piece that is looked at
+        self._counted = 0  # bytes of unanswered requests that the session knows of
         self._withheld = 0  # bytes that the client may not send again yet
         self._ended = self._begun = self._is_over = False
         self._is_read, self._is_reading, self._waits = True, False, False
@@ -114,6 +115,7 @@ class InferStreamCall:
         if message is not None:
             left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
             self._requests.receive(message, left_s)
+            self._count()
             self._session.turns.spend(len(message))
         elif self._pieces:
             self._coming = self._reader.feed(self._pieces.popleft())
@@ -145,7 +147,15 @@ class InferStreamCall:
             self._begun = True
             self._session.begin(self._stream)
         self._session.send(self._stream, answer)
+        self._count()
         self._go_on()
+
+    def _count(self) -> None:
+        """Count what the unanswered requests hold, where it is much or was."""
+        held = self._requests.held_bytes
+        if (held > LARGE_BYTES or self._counted) and not self._is_over:
+            self._counted = held
+            self._session.hold(self._stream, STREAM_BYTES + held)
 
     def _go_on(self) -> None:
         """Somebody has got an answer, or read one: there may be room."""
@@ -158,7 +168,7 @@ class InferStreamCall:
         if self._session.is_behind(self._stream):
             self._session.when_read(self._stream, self._go_on)
             return True
-        return len(self._requests) > MAX_UNANSWERED
+        return len(self._requests) > MAX_UNANSWERED or (self._counted > 0 and self._session.share.is_short)
 
     def _finish_if_done(self) -> None:
         if not self._requests and not self._is_over:

@@ -11,7 +11,7 @@ from serve.protocol.observed_inference import Onlooker, WayIn
 from serve.protocol.service import UnaryMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader, sole_message
-from serve.transports.nghttp2.session import GrpcSession
+from serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,9 @@ class InferCall(_Unary):
             self._onlooker.gone(bytes(self._message or b""))
 
     def _answer(self, message: bytes | memoryview) -> None:
+        if len(message) > LARGE_BYTES:
+            self._session.check_room(self._stream)
+            self._session.hold(self._stream, len(message), is_last=True)
         deadline_s = self._deadline_s
         time_left_s = None if deadline_s is None else deadline_s - self._session.heard_s  # the message may have taken its time
         self._cancel = self._inference.infer(message, time_left_s, self._reply)

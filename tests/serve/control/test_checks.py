@@ -20,7 +20,7 @@ from export.certificate.embed import embed_in_file
 from export.certificate.probe import Probe
 from serve.control import memory_check
 from serve.control.certificate_check import check_certificate
-from serve.control.memory_check import available_bytes, require_memory
+from serve.control.memory_check import available_bytes, memory_limit_bytes, require_memory
 from serve.control.options import ControlMode
 from serve.engine import control_groups
 from serve.engine.errors import ModelLoadError
@@ -218,6 +218,18 @@ def test_the_machine_and_the_container_limit_what_is_available(
     add_group(machine, limit)
     (machine / "meminfo").write_text(meminfo)
     assert available_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "meminfo", "expected"),
+    [("max", "MemTotal: 9 kB\nMemAvailable: 7 kB\n", 9 * 1024), ("5000", "MemTotal: 9 kB", 5000), ("none", "", None)],
+)
+def test_the_memory_limit_is_the_machines_or_the_containers(
+    machine: Path, limit: str, meminfo: str, expected: int | None
+) -> None:
+    add_group(machine, limit)
+    (machine / "meminfo").write_text(meminfo)
+    assert memory_limit_bytes() == expected
 
 
 def test_the_groups_around_a_units_own_limit_what_is_available(machine: Path) -> None:

@@ -9,6 +9,7 @@ from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
 from serve.observability.options import ObserveOptions
 from serve.protocol.service import Service
+from serve.security.memory_budget import MemoryBudget
 from tests.serve.running_server import RunningServer
 
 
@@ -20,10 +21,11 @@ def running_http(
     host: str = "127.0.0.1",
     shared_memory: bool = False,
     observe: ObserveOptions | None = None,
+    budget: MemoryBudget | None = None,
 ) -> Iterator[RestServer]:
     """HTTP on the core of a running server."""
     service = server.call(lambda: Service(server.core, server_version="0.0.test", shared_memory=shared_memory, observe=observe))
-    rest = server.call(lambda: RestServer(server.core, service, host, options))
+    rest = server.call(lambda: RestServer(server.core, service, host, options, budget=budget))
     server.run(rest.start())
     try:
         yield rest

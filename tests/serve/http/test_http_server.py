@@ -17,8 +17,10 @@ from starlette.routing import Route
 from serve.http.api import application
 from serve.http.http_server import HttpServer
 from serve.http.options import HttpLimits, HttpOptions
+from serve.http.request_body import FULL
 from serve.http.rest_server import RestServer
 from serve.protocol.service import Service
+from serve.security.memory_budget import MemoryBudget
 from serve.transports.transport import BindError
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
@@ -151,24 +153,28 @@ def test_websockets_are_answered_as_what_they_also_are(http: httpx.Client) -> No
 
 
 def test_more_is_not_received_than_can_be_held(server: RunningServer) -> None:
-    limits = HttpLimits(max_held_bytes=1000)
-    head = b"POST /v2/models/unbatched/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 700\r\n\r\n"
+    budget = MemoryBudget(1500)
+    head = b"POST /v2/models/unbatched/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
     with (
-        limited(server, limits) as address,
-        socket.create_connection(address) as first,
-        socket.create_connection(address) as second,
-        socket.create_connection(address) as third,
+        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        socket.create_connection(("127.0.0.1", rest.port)) as first,
+        socket.create_connection(("127.0.0.1", rest.port)) as second,
+        socket.create_connection(("127.0.0.1", rest.port)) as third,
+        socket.create_connection(("127.0.0.1", rest.port)) as small,
     ):
-        first.sendall(head + b" " * 600)
-        for _ in range(5):  # turns of the event loop, in which the first body has been received
-            third.sendall(LIVE)
-            read_answer(third)
-        second.sendall(head + b" " * 700)
-        answer = read_answer(second)
+        for count, one in enumerate((first, second), 1):  # one beyond the budget fits
+            one.sendall(head % 700 + b" " * 600)
+            while server.call(lambda: budget.held_bytes) < count * 900:
+                pass
+        third.sendall(head % 700 + b" " * 700)
+        answer = read_answer(third)
         assert b"503" in answer.splitlines()[0]
-        assert b"the server is receiving as much as it can hold; retry with back-off" in answer
-        first.sendall(b" " * 100)
-        assert b"400" in read_answer(first).splitlines()[0]
+        assert FULL.encode() in answer
+        small.sendall(head % 100 + b" " * 100)  # less than its part
+        assert b"400" in read_answer(small).splitlines()[0]
+        for one in (second, first):
+            one.sendall(b" " * 100)
+            assert b"400" in read_answer(one).splitlines()[0]
 
 
 def test_requests_may_be_pipelined(rest: RestServer) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from serve.http.options import HttpLimits, HttpOptions
+from serve.http.request_body import FULL
 from serve.http.rest_server import RestServer
 from serve.observability.options import AccessLog, ObserveOptions
+from serve.security.memory_budget import MemoryBudget
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import running_server
@@ -254,24 +257,25 @@ def test_a_small_body_does_not_become_a_large_document(
 
 
 def test_what_was_inflated_is_held_until_it_is_answered() -> None:
-    backend = HeldBackend(held=True)
-    limits = HttpLimits(max_held_bytes=1_000_000)
+    backend, budget = HeldBackend(held=True), MemoryBudget(2_250_000)
+    body = gzip.compress(json.dumps(held_body()).encode() + b" " * 999_900)
+    headers = {"content-encoding": "gzip"}
     with (
         running_server(lambda: [held_model(backend)]) as server,
-        running_http(server, HttpOptions(port=0, metrics_port=None, limits=limits)) as rest,
-        socket.create_connection(("127.0.0.1", rest.port)) as first,
+        running_http(server, HttpOptions(port=0, metrics_port=None), budget=budget) as rest,
+        httpx.Client(base_url=f"http://127.0.0.1:{rest.port}/v2/models/held", timeout=HOLD_S) as client,
+        ThreadPoolExecutor() as apart,
     ):
-        body = gzip.compress(json.dumps(held_body()).encode() + b" " * 999_900)
-        head = f"POST /v2/models/held/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
-        first.sendall(head.encode() + b"content-encoding: gzip\r\n\r\n" + body)
-        assert backend.entered.wait(HOLD_S)
-        url = f"http://127.0.0.1:{rest.port}/v2/models/held/infer"
-        answer = httpx.post(url, json=held_body())
-        assert answer.status_code == 503
-        assert answer.json()["error"] == "the server is receiving as much as it can hold; retry with back-off"
+        # One beyond the budget fits.
+        taken = [apart.submit(client.post, "/infer", content=body, headers=headers) for _ in range(2)]
+        while server.call(lambda: budget.held_bytes) < 3 * 999_900:
+            pass
+        refused = client.post("/infer", content=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]) == (503, FULL)
         backend.release.set()
-        assert b'"data":[' in read_answer(first)
-        assert httpx.post(url, json=held_body()).status_code == 200
+        assert [answer.result().status_code for answer in taken] == [200, 200]
+        assert client.post("/infer", content=body, headers=headers).status_code == 200
+        assert server.call(lambda: budget.held_bytes) == 0
 
 
 def test_a_body_that_does_not_come_is_given_up() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from serve.http.options import HttpLimits, HttpOptions
+from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
 from serve.security.expiry import DAY_S
+from serve.security.memory_budget import MemoryBudget
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
@@ -46,12 +48,13 @@ CHANGED = [
 class Site:
     """HTTP on a running server, and its clients by the names of their tokens."""
 
-    def __init__(self, server: RunningServer, path: Path, clock: Clock, limits: HttpLimits | None = None) -> None:
+    def __init__(self, server: RunningServer, path: Path, clock: Clock, budget: MemoryBudget | None = None) -> None:
         self.server, self.path, self.clock = server, path, clock
         options = SecurityOptions(token_file=path, watch_s=WATCH_S)
         self.security = server.call(lambda: Security(options, server.core.figures.refuse, clock=clock))
-        http = HttpOptions(port=0, metrics_port=0, limits=limits or HttpLimits())
-        self.rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", http, self.security.main))
+        http = HttpOptions(port=0, metrics_port=0)
+        make = partial(RestServer, server.core, server.service, "127.0.0.1", http, self.security.main, budget=budget)
+        self.rest = server.call(make)
         server.run(self.rest.start())
         server.call(self.security.start)
         self.clients: dict[str, httpx.Client] = {}
@@ -173,16 +176,17 @@ def test_what_is_held_for_one_tenant_counts_for_all(tmp_path: Path) -> None:
     large = json.dumps(REQUEST).ljust(20_000)
     with running_server(lambda: [held_model(backend, OURS), held_model(HeldBackend(), THEIRS)]) as server:
         tokens = tenants_in(tmp_path / "tokens")
-        site = Site(server, tmp_path / "tokens", Clock(), HttpLimits(max_held_bytes=10_000))
+        site = Site(server, tmp_path / "tokens", Clock(), MemoryBudget(30_000))
         try:
             tenant, other = (site.client(name, tokens[name]) for name in ("tenant", "other"))
             with ThreadPoolExecutor() as apart:
                 first = apart.submit(tenant.post, f"/v2/models/{OURS}/infer", content=large)
                 assert backend.entered.wait(HOLD_S)
-                assert other.post(f"/v2/models/{THEIRS}/infer", json=REQUEST).status_code == 503
+                assert other.post(f"/v2/models/{THEIRS}/infer", content=large).status_code == 503
+                assert other.post(f"/v2/models/{THEIRS}/infer", json=REQUEST).status_code == 200  # less than its part
                 backend.release.set()
                 assert first.result().status_code == 200
-            assert other.post(f"/v2/models/{THEIRS}/infer", json=REQUEST).status_code == 200
+            assert other.post(f"/v2/models/{THEIRS}/infer", content=large).status_code == 200
         finally:
             backend.release.set()
             site.close()

@@ -11,6 +11,7 @@ from ngh2.exceptions import NGH2Error
 
 from serve.engine.errors import InferenceError
 from serve.protocol.status import Status
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, Share
 from serve.transports.grpc_framing import MessageReader, frame
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.call import Call
@@ -41,6 +42,9 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None:
         self.pauses = False
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def can_write_eof(self) -> bool:
         return True
 
@@ -56,6 +60,7 @@ class Owner:
 
     def __init__(self, scene: Scene) -> None:
         self.received = bytearray(2**18)
+        self.budget = MemoryBudget(DEFAULT_BYTES)
         self.reading_turns = ReadingTurns(asyncio.get_running_loop().call_soon)
         self._scene = scene
 
@@ -63,6 +68,9 @@ class Owner:
         pass
 
     def disconnected(self, connection: GrpcConnection) -> None:
+        pass
+
+    def unread(self, size: int) -> None:
         pass
 
     def broken(self, error: NGH2Error) -> None:
@@ -109,7 +117,8 @@ class Scene:
         if window_bytes > 65_535:
             self.client.set_local_window_size(window_bytes)
 
-    def _route(self, headers: Sequence[Header]) -> OpenCall:
+    def _route(self, headers: Sequence[Header], share: Share) -> OpenCall:
+        share.trust()
         self.opened.append(dict(headers))
         return self._open
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.transports.grpc_framing import PREFIX_BYTES, frame
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.expected_requests import ExpectedRequests
@@ -59,7 +60,7 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 def test_what_comes_in_pieces_is_whole_in_the_end_or_left_as_it_was(
     message: bytes, cuts: list[int], too_much: int | None
 ) -> None:
-    requests, call, body = ExpectedRequests(LIMITS), Taker(), frame(message)
+    requests, call, body = ExpectedRequests(LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True)), Taker(), frame(message)
     requests.calls[STREAM] = call
     if too_much is not None:
         requests.announced[STREAM] = max(len(body) + too_much, 0)
@@ -84,7 +85,7 @@ def test_what_comes_in_pieces_is_whole_in_the_end_or_left_as_it_was(
 
 @given(st.lists(st.integers(1, 700), max_size=8))
 def test_memory_is_set_aside_for_so_much_at_once(sizes: list[int]) -> None:
-    requests, held = ExpectedRequests(LIMITS), 0
+    requests, held = ExpectedRequests(LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True)), 0
     for number, size in enumerate(sizes):
         stream = 2 * number + 1
         requests.calls[stream] = Taker()
@@ -98,6 +99,6 @@ def test_memory_is_set_aside_for_so_much_at_once(sizes: list[int]) -> None:
 
 
 def test_what_nobody_expects_is_only_owed() -> None:
-    requests = ExpectedRequests(LIMITS)
+    requests = ExpectedRequests(LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
     assert requests.take(STREAM, bytes(70), is_last=True)
     assert requests.owed == 70

@@ -6,6 +6,7 @@ from typing import cast
 import pytest
 from ngh2 import Connection, Event, Role, StreamReset
 
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.transports.grpc_headers import OK_TRAILERS, RESPONSE
 from serve.transports.nghttp2.outlet import Outlet
 from tests.serve.transports.nghttp2.http2_peer import call_headers
@@ -35,7 +36,7 @@ class Scene:
         self.stream = self.client.send_request(call_headers())
         self.server.receive_data(self.client.data_to_send())
         self.server.events()
-        self.outlet = Outlet(self.server, MAX_UNSENT, lambda last: last)
+        self.outlet = Outlet(self.server, MAX_UNSENT, lambda last: last, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
 
     def answer(self, message: bytes) -> None:
         self.server.send_response(self.stream, RESPONSE)

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.transports.limits import TransportLimits
 from serve.transports.nghttp2.receive_windows import REFUSED_WINDOWS, ReceiveWindows
 
@@ -22,13 +23,15 @@ class Client(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.windows = ReceiveWindows(self.acknowledge, self.widen, LIMITS)
+        self.windows = ReceiveWindows(self.acknowledge, self.widen, LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
+        self.width = self.may_send = 65_535
+        self.not_told = 0
+        self.windows.open(CONNECTION_WINDOW)
         self.left: dict[int, int] = {}  # stream -> bytes of its message that are still to be sent
         self.more: dict[int, list[int]] = {}  # stream -> lengths of the messages after that
         self.held: dict[int, int] = {}  # stream -> bytes that the server holds
         self.window: Counter[int] = Counter()  # stream -> bytes that may be sent
         self.not_told_of: Counter[int] = Counter()  # stream -> acknowledged bytes that the client does not know of
-        self.width = self.may_send = CONNECTION_WINDOW  # of the connection
         self.not_told = 0  # acknowledged bytes that the client does not know of
         self.received = self.acknowledged = 0
         self.streams = 0
