@@ -2,23 +2,42 @@
 
     python -m benchmarks.attacks [NAME ...]
 
-Each attack meets a server of its own, which asks for tokens. The client beside it has one and asks at a steady pace, and a new
-version of a model comes. Exits with 1 where a request of the client is lost, the new version is not served, a stack trace is
-logged, the server does not end well, or memory exceeds the budget by more than 20 %. The client's p99 should not double; that
-is printed and not judged, as shared machines are noisy.
+Each attack meets a server of its own, which asks for tokens unless the attack says otherwise. The attacker has none. The client
+beside it has one where it is asked for, and asks at a steady pace, and a new version of a model comes. Exits with 1 where a
+request of the client is lost, the new version is not served, a stack trace is logged, the server does not end well, or memory
+exceeds the budget by more than 20 %. The client's p99 should not double; that is printed and not judged, as shared machines are
+noisy.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from benchmarks.attacks import many_connections, unfinished_messages
+from benchmarks.attacks import many_connections, open_watches, unfinished_messages, unread_answers
 from benchmarks.attacks.measure import Attack, Outcome, measure
+from benchmarks.soaking.broken_clients import INFER
 
+BUDGET_MB = 256.0
+CHECK = b"/grpc.health.v1.Health/Check"
+SMALL_BYTES, LARGE_BYTES = 4 * 2**20, 32 * 2**20  # of a message: the most that a method without tensors takes, and a large one
 ATTACKS = (
-    Attack(name="unfinished_messages", run=unfinished_messages.run, budget_mb=256),
+    Attack(
+        name="unfinished_messages",
+        run=partial(unfinished_messages.run, path=CHECK, message_bytes=SMALL_BYTES),
+        budget_mb=BUDGET_MB / 16,
+    ),
+    Attack(
+        name="unfinished_requests",
+        run=partial(unfinished_messages.run, path=INFER, message_bytes=LARGE_BYTES),
+        asks_for_tokens=False,
+        budget_mb=BUDGET_MB,
+    ),
+    Attack(name="open_watches", run=open_watches.run, budget_mb=BUDGET_MB / 16),
+    Attack(name="unread_answers", run=unread_answers.over_grpc, asks_for_tokens=False, budget_mb=BUDGET_MB),
+    Attack(name="unread_rest_answers", run=unread_answers.over_rest, asks_for_tokens=False, budget_mb=BUDGET_MB),
     Attack(name="idle_connections", run=many_connections.idle, max_files=1024, budget_mb=64),
     Attack(name="half_open_tls", run=many_connections.half_open, max_files=1024, tls=True, budget_mb=64),
 )

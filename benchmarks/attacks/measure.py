@@ -38,6 +38,7 @@ class Attack:
         name: for the table and the command line.
         run: takes the gRPC address and the REST address (HOST:PORT each) and how many seconds to go on; returns a note of what
             it reached. Runs in a process of its own, without a token.
+        asks_for_tokens: whether the server does; the attacker has none either way.
         server_options: more of them for `halfserve serve`.
         max_files: that the server may open; None leaves it as it is here.
         tls: whether the server speaks it.
@@ -46,6 +47,7 @@ class Attack:
 
     name: str
     run: Callable[[str, str, float], str]
+    asks_for_tokens: bool = True
     server_options: Sequence[str] = ()
     max_files: int | None = None
     tls: bool = False
@@ -80,18 +82,23 @@ class Outcome:
 
 
 def measure(attack: Attack, seconds: float) -> Outcome:
-    """Start a server with tokens, ask it in quiet for `seconds`, then as long again under the attack."""
+    """Start a server, ask it in quiet for `seconds`, then as long again under the attack."""
+    token: str | None
     token, line = new_token("bystander", [Role.INFER])
+    options = list(attack.server_options)
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder) / "models")
         tokens = Path(folder) / "tokens.txt"
         tokens.write_text(f"{line}\n")
-        options = ["--token-file", str(tokens), *POLL, *attack.server_options]
+        options = [*POLL, *attack.server_options]
+        if attack.asks_for_tokens:
+            options += ["--token-file", str(tokens)]
         tls = _certificate(Path(folder)) if attack.tls else None
         if tls is not None:
             options += ["--tls-cert", str(tls.authorities), "--tls-key", str(Path(folder) / KEY)]
         with server_process(Path(folder) / "models", *options, max_files=attack.max_files) as server:
-            ask_it = partial(ask, server.address.replace("127.0.0.1", "localhost"), token, tls=tls)
+            shown = token if attack.asks_for_tokens else None
+            ask_it = partial(ask, server.address.replace("127.0.0.1", "localhost"), shown, tls=tls)
             _beside(ask_it, lambda: time.sleep(WARM_UP_S))
             quiet, _ = _beside(ask_it, lambda: time.sleep(seconds))
             idle_mb, lines = _memory_mb(server, "VmRSS"), server.log_text().count("\n")

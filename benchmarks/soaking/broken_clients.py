@@ -9,6 +9,7 @@ import struct
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS = 0, 1, 4
 END_HEADERS = 4
+INFER = b"/inference.GRPCInferenceService/ModelInfer"
 ANNOUNCED_BYTES = 1_000_000  # of a message whose beginning is all that comes
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
@@ -43,12 +44,12 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def call_block() -> bytes:
-    """Of a call, each a literal that is not indexed (RFC 7541, section 6.2.2)."""
+def call_block(path: bytes = INFER) -> bytes:
+    """The headers of a call, each a literal that is not indexed (RFC 7541, section 6.2.2)."""
     pairs = {
         b":method": b"POST",
         b":scheme": b"http",
-        b":path": b"/inference.GRPCInferenceService/ModelInfer",
+        b":path": path,
         b":authority": b"localhost",
         b"te": b"trailers",
         b"content-type": b"application/grpc",
