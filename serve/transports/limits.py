@@ -20,7 +20,8 @@ class TransportLimits:
         max_streams: calls in flight on one connection; clients wait with more.
         max_header_bytes: of one call's headers, decompressed; a call with more is refused. With twice as many the connection
             ends.
-        max_oversize: calls of one connection that are refused for that; after as many it takes no new calls.
+        max_refused: calls of one connection that are refused for that; after as many it takes no new calls. A connection that
+            has shown no token is closed after as many that memory was too short for.
         stream_window_bytes: what a client may send on one call before it is read.
         connection_window_bytes: the same over all calls of a connection; less where many connections are open, and 64 KiB
             until the connection has shown a token, where tokens are asked for.
@@ -47,7 +48,7 @@ class TransportLimits:
     max_connections: int = 10_000
     max_streams: int = 1024
     max_header_bytes: int = 16 * 1024
-    max_oversize: int = 64
+    max_refused: int = 64
     stream_window_bytes: int = 4 * MIB
     connection_window_bytes: int = 16 * MIB
     max_held_bytes: int = 64 * MIB

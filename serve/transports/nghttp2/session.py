@@ -28,7 +28,7 @@ from ngh2 import (
     TrailersReceived,
     WindowUpdated,
 )
-from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, NGH2Error
+from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, DenialOfServiceError, NGH2Error
 
 from serve.engine.errors import InvalidArgumentError, RateLimitedError
 from serve.protocol.status import Status, status_of
@@ -109,7 +109,7 @@ class GrpcSession(ABC):
         self._outlet = Outlet(self._http2, limits.max_unsent_bytes, self._repeated.last_words, self.share)
         self._counted_calls = 0  # in flight, by how many `share` knows of them
         self._begun = 0  # the latest stream whose headers were right
-        self._oversize = 0  # calls that were refused for their headers
+        self._refused = 0  # calls that `max_refused` counts
         self._closing = False
 
     @property
@@ -308,9 +308,9 @@ class GrpcSession(ABC):
             too_large = oversize(headers, self.limits.max_header_bytes)
             refused = too_large or refusal(dict(headers))
             if refused is not None:
-                if too_large is not None:
-                    self._count_oversize()
                 self._refuse(stream, refused, ended=event.end_stream)
+                if too_large is not None and self._refused_again():
+                    self._too_much()
                 return
             was_known = self.share.is_known
             open_call = self._route(headers, self.share)
@@ -318,7 +318,10 @@ class GrpcSession(ABC):
                 self._windows.open(min(self.limits.connection_window_bytes, self.share.window_bytes))
             self._headers, self._open_call = headers, open_call
         if self.share.is_too_much:
-            self._refuse(stream, RESPONSE + trailers_of(status_of(_full())), ended=event.end_stream)
+            trailers = trailers_of(status_of(_full()))
+            self._refuse(stream, RESPONSE + trailers, ended=event.end_stream)
+            if not self.share.is_known and self._refused_again():
+                raise DenialOfServiceError("calls without a token that memory is too short for")
             return
         call = open_call(self, stream)
         self._calls[stream] = call
@@ -327,10 +330,10 @@ class GrpcSession(ABC):
         if event.end_stream:
             call.end()
 
-    def _count_oversize(self) -> None:
-        self._oversize += 1
-        if self._oversize == self.limits.max_oversize:
-            self._too_much()
+    def _refused_again(self) -> bool:
+        """Count a call that was refused; whether there have been too many."""
+        self._refused += 1
+        return self._refused == self.limits.max_refused
 
     def _refuse(self, stream: int, headers: Headers, *, ended: bool) -> None:
         """Answer a call that is not opened."""

@@ -103,7 +103,7 @@ def test_much_longer_headers_end_their_connection(nghttp2: RunningServer, kind: 
 
 
 def test_who_sends_long_headers_again_and_again_gets_no_more_calls(limited: Limited) -> None:
-    server = limited(max_oversize=3)
+    server = limited(max_refused=3)
     large = [(b"x-%d" % number, b"v" * 40) for number in range(250)]
     with peer(server) as stubborn:
         before = stubborn.http2.send_request(call_headers(SERVER_LIVE))

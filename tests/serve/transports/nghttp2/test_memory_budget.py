@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ngh2 import PingAcknowledged, ResponseReceived
+from ngh2 import GoAwayReceived, PingAcknowledged, ResponseReceived
 
 from serve.protocol.service import Service
 from serve.security.memory_budget import STRANGERS_PART, MemoryBudget
@@ -18,6 +18,7 @@ from serve.security.security import Security
 from serve.security.token_file import new_token
 from serve.transports.grpc_framing import frame
 from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
 from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
@@ -125,14 +126,20 @@ def test_one_large_message_fits_while_others_have_taken_the_budget(repository: P
         assert client.status(stream) == (0, "")
 
 
-def test_strangers_have_a_sixteenth_and_clients_with_a_token_the_rest(repository: Path, tmp_path: Path) -> None:
+def gated(folder: Path) -> tuple[Callable[..., Nghttp2Server], str]:
+    """What makes servers that ask for tokens, and a token."""
     token, line = new_token("somebody", [Role.INFER])
-    (tmp_path / "tokens").write_text(f"{line}\n")
+    (folder / "tokens").write_text(f"{line}\n")
 
     def make(service: Service, host: str, port: int, **options: Any) -> Nghttp2Server:
-        security = Security(SecurityOptions(token_file=tmp_path / "tokens"), service.core.figures.refuse)
+        security = Security(SecurityOptions(token_file=folder / "tokens"), service.core.figures.refuse)
         return Nghttp2Server(service, host, port, gate=security.main.gate, **options)
 
+    return make, token
+
+
+def test_strangers_have_a_sixteenth_and_clients_with_a_token_the_rest(repository: Path, tmp_path: Path) -> None:
+    make, token = gated(tmp_path)
     with crowd(repository, make) as many:
         for _ in range(40):
             many.begin(many.client(), 1_000_000, 60_000, CHECK)
@@ -163,6 +170,22 @@ def test_watches_are_as_many_as_the_budget_holds(repository: Path) -> None:
         assert 100 < len(refused) < 400
         assert set(refused) == {FULL}
         assert many.held_bytes < LIMIT * 1.2
+
+
+def test_strangers_who_go_on_asking_for_more_than_there_is_are_sent_away(repository: Path, tmp_path: Path) -> None:
+    make, _ = gated(tmp_path)
+    with crowd(repository, make, max_refused=10) as many:
+        client = many.client()
+        for _ in range(1000):
+            client.http2.send_data(client.http2.send_request(call_headers(WATCH)), frame(b""), end_stream=True)
+        client.push()
+        while not (ends := [event for event in client.events if isinstance(event, GoAwayReceived)]):
+            assert client.read()
+        assert [end.error_code for end in ends] == [ENHANCE_YOUR_CALM]
+        answers = [dict(event.headers) for event in client.events if isinstance(event, ResponseReceived)]
+        assert sum(b"grpc-status" in headers for headers in answers) < 20
+        assert client.is_closed_by_server()
+        many.until(lambda held: held == 0)
 
 
 def test_answers_that_nobody_reads_keep_to_the_budget(repository: Path) -> None:
