@@ -18,7 +18,7 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from serve.http.connection import HttpConnection
+from serve.http.connection import HttpConnection, SocketReader
 from serve.http.options import HttpLimits
 from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.transports.listener import ConnectionLimit, Listener
@@ -31,6 +31,7 @@ REFUSAL = (
 )
 NOTICE_S = 1.0  # for connections in use to get an answer
 CLOSE = (b"connection", b"close")
+RECEIVE_BYTES = 2**18  # taken from a socket at a time, at most
 
 
 class HttpServer:
@@ -78,6 +79,7 @@ class HttpServer:
             h11_max_incomplete_event_size=limits.max_header_bytes,
         )
         self._budget = budget or MemoryBudget(DEFAULT_BYTES)
+        self._received = memoryview(bytearray(RECEIVE_BYTES))
         self._state = ServerState()
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None
@@ -98,7 +100,7 @@ class HttpServer:
         self._config.load()
         bound = self._listening or listen(Address(self._host, self._port, self._option))
         self._listener = Listener(
-            lambda: HttpConnection(self._config, self._state, self._limits, self._budget, self._left),
+            self._connection,
             most=self._limits.max_connections,
             shared=self._shared,
             refusal=REFUSAL,
@@ -109,7 +111,10 @@ class HttpServer:
         self._tell_time()
         return self._listener.port
 
-    def _left(self, connection: HttpConnection) -> None:
+    def _connection(self) -> SocketReader:
+        return SocketReader(HttpConnection(self._config, self._state, self._limits, self._budget), self._received, self._left)
+
+    def _left(self, connection: asyncio.BaseProtocol) -> None:
         if self._listener is not None:
             self._listener.left(connection)
 
