@@ -106,7 +106,8 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> bytearray | memoryview:  # noqa: ARG002  (the signature is asyncio's)
         """Where the socket's bytes go. They are looked at before any other socket is, so all connections share it."""
         received = self._owner.received
-        return memoryview(received)[:SMALL_BYTES] if self._turns.is_crowded else received
+        # One more than is small: a full buffer has more behind it, and uvloop would fill it 32 times in a row.
+        return memoryview(received)[: SMALL_BYTES + 1] if self._turns.is_crowded else received
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-TURN_S = 0.005
+TURN_S = 0.002
 SMALL_BYTES = 4096
 CROWD = 16  # connections, each with as much as is read from a socket at a time
 
