@@ -51,7 +51,7 @@ UNREAD = "the answers of this connection are not read as they come; read them, o
 LARGE_BYTES = 16_384  # what is smaller is not counted on its way: the queues bound it, and its count would cost too much
 FREE_CALLS = 64  # in flight on one connection, whose own memory is not counted
 CALL_BYTES = 2048  # of memory that each call in flight takes, whatever it brings
-STREAM_BYTES = 9216  # the same of one with any number of messages
+STREAM_BYTES = 16 * 1024  # of one with any number of messages: its task and timer too, and what the heap keeps beside them
 WRONG_HEADERS = (
     "HTTP/2 does not allow one of the call's headers; expected names in lower case, and values that neither begin nor end "
     "with a space"

@@ -167,7 +167,7 @@ def test_watches_are_as_many_as_the_budget_holds(repository: Path) -> None:
             client.push()
         headers = [dict(cast("ResponseReceived", client.until(ResponseReceived, stream)).headers) for client, stream in streams]
         refused = [fields[b"grpc-message"].decode() for fields in headers if b"grpc-status" in fields]
-        assert 100 < len(refused) < 400
+        assert 600 < len(refused) < 1200
         assert set(refused) == {FULL}
         assert many.held_bytes < LIMIT * 1.2
 
