@@ -12,7 +12,7 @@ import numpy as np
 from serve.client import InferenceClient, InferenceClientError, RetryPolicy
 from serve.client.connection.tls import Tls
 
-EVERY_S = 0.02
+EVERY_S = 0.005
 TIMEOUT_S = 30.0
 ROWS, COLUMNS = 4, 64
 
