@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from amp_core.casting.autocast import autocast
-from amp_core.casting.custom_function import custom_bwd, custom_fwd
+from amp_core.autocast.autocast import autocast, custom_bwd, custom_fwd
+from amp_core.grad_scaler.grad_scaler import GradScaler
 from amp_core.policy import Policy
-from amp_core.scaling.grad_scaler import GradScaler
 
 __all__ = ["GradScaler", "Policy", "autocast", "custom_bwd", "custom_fwd"]

@@ -1,4 +1,4 @@
-"""How a model is called, in training and in export: with which arguments, and by which way through its attention layers."""
+"""How a model is called, in training and in export: its arguments, and the implementation of its attention layers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-# torch gives these another way in evaluation mode.
+# torch has another implementation of these in evaluation mode.
 _ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and named arguments with which a model is called on the input of an item, or of a batch.
+    """The positional and keyword arguments of a model's call on the input of an item or batch.
 
-    A tuple or list gives forward's parameters in order, a dict gives them by name. Where forward does not take them so (it
-    has one parameter, for all of them together), and with anything else, the input is the one argument.
+    A tuple or list gives forward's parameters in order, a dict gives them by name. Where forward does not accept that, or the
+    input is of another type, the input is the only argument.
 
     Args:
-        model: Whose `forward` decides.
+        model: Its `forward` decides.
         inputs: A tensor, or tensors in tuples, lists and dicts.
     """
     if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs) and _takes(model, (), inputs):
@@ -37,14 +37,14 @@ def call(model: nn.Module, inputs: Any, *, through: nn.Module | None = None) -> 
     Args:
         model: The model itself.
         inputs: Of the batch.
-        through: What is called in its place and hands all arguments on to it, such as DistributedDataParallel.
+        through: Called instead and forwards all arguments to the model, such as DistributedDataParallel.
     """
     args, named = arguments_of(model, inputs)
     return (through or model)(*args, **named)
 
 
 def described_call(model: nn.Module, inputs: Any) -> str:
-    """In words what forward takes, and what it is given of an input that is made of several: "" where it is one tensor."""
+    """The parameters of forward and the arguments that an input becomes, for an error message; "" for a single tensor."""
     if not isinstance(inputs, Mapping | tuple | list):
         return ""
     args, named = arguments_of(model, inputs)
@@ -58,16 +58,17 @@ def described_call(model: nn.Module, inputs: Any) -> str:
 
 
 def has_fast_path(model: nn.Module) -> bool:
-    """Whether a part of a model may answer otherwise in evaluation mode than in training, see `without_fast_path`."""
+    """Whether a part of a model may compute other values in evaluation mode, see `without_fast_path`."""
     return any(isinstance(part, _ATTENTION) for part in model.modules())
 
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Have attention layers compute in evaluation mode what they compute in training, and what torch.export captures.
+    """Disable torch's fast path, so that attention layers compute in evaluation mode what they compute in training.
 
-    Under torch's fast path `nn.TransformerEncoder` packs its input by `src_key_padding_mask`: what the mask hides is 0 in the
-    output, in the place of what the layers make of it. And in autocast on the CPU it fails, as it looks for CUDA's alone.
+    torch.export captures the slow path, too. Under the fast path `nn.TransformerEncoder` packs its input by
+    `src_key_padding_mask` and outputs 0 at masked places. In autocast on the CPU the fast path fails, because it looks for
+    CUDA's autocast only.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

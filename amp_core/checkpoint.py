@@ -1,32 +1,79 @@
-"""The file in which training hands a model on: what export reads, and what `--resume` goes on from."""
+"""The checkpoint file: training writes it, `halfserve export` reads it, and `--resume` continues from it."""
 
 from __future__ import annotations
 
 import errno
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from amp_core.atomic_file import atomic_file
-from amp_core.data.errors import one_line
-from amp_core.factory import call_factory
-from amp_core.readable import UNREADABLE, first_unreadable
+from amp_core.factory import call_factory, one_line
+
+# Raised by torch.load for bytes that are no archive, a truncated archive, or an archive with more than data in it.
+UNREADABLE = (
+    OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError,
+    TypeError,
+)  # fmt: skip
+_KNOWN = {type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.dtype, torch.device, torch.Size}
+
+
+def first_unreadable(value: Any, place: str) -> str | None:
+    """Find a value that torch.load(weights_only=True) would refuse, such as a numpy scalar.
+
+    Args:
+        value: A state; may be large, its tensors are not copied.
+        place: The name of the value.
+
+    Returns:
+        The place and type of the first such value; None if there is none.
+    """
+    if type(value) in _KNOWN:
+        return None
+    if type(value) not in {dict, OrderedDict, list, tuple}:
+        return None if _is_readable(value) else f"{place}, a {type(value).__module__}.{type(value).__qualname__}"
+    return next(filter(None, (first_unreadable(part, where) for part, where in _parts(value, place))), None)
+
+
+def _parts(value: Any, place: str) -> Iterator[tuple[Any, str]]:
+    if not isinstance(value, dict):
+        yield from ((part, f"{place}.{index}") for index, part in enumerate(value))
+        return
+    for key, part in value.items():
+        yield key, f"a key of {place}"
+        yield part, f"{place}.{key}"
+
+
+def _is_readable(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (*UNREADABLE, pickle.PicklingError):
+        return False
+    return True
+
 
 FORMAT = "halfserve.checkpoint"
 FORMAT_VERSION = 2  # 2 may lie within an epoch: what reads 1 alone would train that epoch's beginning twice
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, broken, foreign, too new, or does not fit its model or data."""
+    """A checkpoint that is missing, damaged, foreign, too new, or does not fit its model or data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Everything that is needed to rebuild a model, go on training it, or convert it.
+    """Everything needed to rebuild a model, continue its training, or convert it.
 
     Attributes:
         model: `MODULE:FACTORY` of a function that returns the untrained `nn.Module`.
@@ -34,18 +81,18 @@ class Checkpoint:
         weights: The model's `state_dict`: float32 tensors and integer buffers, on the CPU, and modules' extra state.
         optimizer: The optimizer's `state_dict`.
         scheduler: The learning-rate scheduler's `state_dict`.
-        scaler: The `GradScaler`'s `state_dict`; empty where nothing was scaled.
-        policy: The autocast policy in its string form, which `Policy.parse` reads.
-        dtype: The name of the low-precision dtype trained with: `float16`, `bfloat16` or `float32`.
-        epoch: How many epochs are complete.
-        step: How many optimizer steps were attempted, skipped ones included.
+        scaler: The `GradScaler`'s `state_dict`; empty without loss scaling.
+        policy: The autocast policy's string form.
+        dtype: The dtype of the training: `float16`, `bfloat16` or `float32`.
+        epoch: The number of complete epochs.
+        step: The number of attempted optimizer steps, skipped ones included.
         rng: States of the random generators: torch's by device type, as uint8 tensors, Python's and numpy's.
         metrics: The last evaluation's figures by name, such as `accuracy` (a fraction) and `loss`; empty before the first.
         versions: Version of each library that shaped the result, by name.
-        settings: The other choices of the training run by name; `--resume` compares them with its own.
-        batch: How many batches of the next epoch are done.
-        other_ranks: What `rng` is for rank 0, for the ranks from 1 on of a run in several processes.
-        record: Which operation ran in which dtype and range, as `amp_core.recorder` reads it; empty if nothing was recorded.
+        settings: The other settings of the run by name; `--resume` compares them with its own.
+        batch: The number of completed batches of the next epoch.
+        other_ranks: As `rng`, for the ranks from 1 on of a run in several processes.
+        record: Operations with dtypes and ranges, as `amp_core.recorder` reads it; empty if nothing was recorded.
     """
 
     model: str
@@ -100,11 +147,11 @@ def load_weights(model: nn.Module, weights: dict[str, Any], spec: str) -> None:
     """Load weights into the model that `spec` builds.
 
     Raises:
-        CheckpointError: If they are those of another model; says where they differ first.
+        CheckpointError: If they do not fit; names the first difference.
     """
     try:
         model.load_state_dict(weights)
-    except Exception as error:  # whatever torch stumbles over in what need not be weights at all
+    except Exception as error:  # torch raises anything for values that are no weights
         mismatch = " ".join(str(error).split("\n\t")[1:2]) or str(error)
         raise CheckpointError(f"the weights do not fit the model that {spec!r} builds: {mismatch.strip()}") from error
 
@@ -137,18 +184,18 @@ def _check_data_set(data: Dataset[Any], name: str, *, indexable: bool) -> None:
         raise CheckpointError(f"{name} has no length; expected a data set with __len__{either}")
     try:
         items = len(data)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # user code
         raise CheckpointError(f"{name} does not say its length: len() raised {one_line(error)}") from error
     if not items:
         raise CheckpointError(f"{name} has no items; expected at least one")
 
 
 def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint so that a reader sees the old file or the whole new one.
+    """Write a checkpoint atomically: a reader sees the old file or the whole new one.
 
     Raises:
-        CheckpointError: If the folder is missing or cannot be written to, the disk is full, or there is something in the
-            checkpoint that could not be read back.
+        CheckpointError: If the folder is missing or cannot be written to, the disk is full, or the checkpoint contains a value
+            that could not be read back.
     """
     content = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
     require_readable(content)
@@ -156,7 +203,7 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         with atomic_file(path) as file:
             torch.save({"format": FORMAT, "format_version": FORMAT_VERSION, **content}, file)
     except (OSError, RuntimeError) as error:
-        # torch closes its archive whatever happened, and tells of the closing; why the file took no more is the context.
+        # torch reports the failed closing of its archive; the context has the reason of the failed write.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -164,13 +211,13 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
 
 def require_readable(content: dict[str, Any]) -> None:
-    """Refuse what `load_checkpoint` would refuse, while nothing is lost yet.
+    """Refuse values that `load_checkpoint` would refuse.
 
     Args:
         content: Fields of a checkpoint by name.
 
     Raises:
-        CheckpointError: If there is anything in them but tensors, numbers and strings, in containers; says what and where.
+        CheckpointError: If it contains anything but tensors, numbers and strings, in containers; names the value and its place.
     """
     for name, value in content.items():
         unreadable = first_unreadable(value, name)
@@ -217,7 +264,7 @@ def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
-        # What the system refuses says nothing of the file; but it refuses also to go where a damaged one would have it go.
+        # A system error says nothing about the file, except EINVAL: a damaged archive makes torch seek to an invalid offset.
         if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
             raise _refused(path, error) from error
         raise CheckpointError(f"{path} is damaged or no checkpoint; write it again with `halfserve train`") from error

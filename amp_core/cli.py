@@ -5,24 +5,76 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from amp_core.checkpoint import CheckpointError
 from amp_core.data import DataError
 from amp_core.factory import FactoryError
 from amp_core.policy import PolicyError
+from amp_core.recorder import Record, table
 from amp_core.training.distributed import World, joined_world
-from amp_core.training.errors import PeerError, TrainingError
-from amp_core.training.folder import RECORD
-from amp_core.training.progress import people_see
-from amp_core.training.settings import TrainingSettings
+from amp_core.training.run import Evaluation
+from amp_core.training.run_folder import RECORD
+from amp_core.training.settings import PeerError, TrainingError, TrainingSettings
+from amp_core.training.train import Progress as TrainingProgress
 from amp_core.training.train import TrainingResult
 from amp_core.training.train import train as run_training
+
+Callbacks = tuple["Callable[[TrainingProgress], None]", "Callable[[Evaluation], None]"]
+
+
+@contextmanager
+def show_progress(settings: TrainingSettings) -> Iterator[Callbacks]:
+    """Show a bar on standard error that moves with each step or, without a terminal, print a line per epoch.
+
+    Yields:
+        The callbacks for each step and for each epoch.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield (lambda _: None), (lambda evaluation: console.print(_line(evaluation, settings), soft_wrap=True))
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield _callbacks(bar, bar.add_task("training", total=None, state=""), settings)
+
+
+def _callbacks(bar: Progress, task: TaskID, settings: TrainingSettings) -> Callbacks:
+    def on_step(progress: TrainingProgress) -> None:
+        record = progress.record
+        state = f"steps, loss {record.loss:.4f}, scale {record.scale:g}, {progress.skipped_steps} skipped"
+        bar.update(task, total=progress.steps_in_total, completed=record.step, state=state)
+
+    def on_epoch(evaluation: Evaluation) -> None:
+        bar.console.print(_line(evaluation, settings), soft_wrap=True)
+
+    return on_step, on_epoch
+
+
+def _line(evaluation: Evaluation, settings: TrainingSettings) -> str:
+    figures = ", ".join(
+        f"{name} {value:.2%}" if name == "accuracy" else f"{name} {value:.4f}" for name, value in evaluation.metrics.items()
+    )
+    return f"epoch {evaluation.epoch}/{settings.epochs}: {figures} on held-out data"
+
 
 EXIT_CODES: dict[type[Exception], int] = {
     FactoryError: 2, PolicyError: 2, TrainingError: 1, CheckpointError: 1, DataError: 1
@@ -84,30 +136,10 @@ def train(
 
     Exit codes: 0 done, 1 the run cannot start or go on, 2 wrong usage.
     """
+    options: dict[str, Any] = locals() | {"dtype": str(dtype), "record_every": record_every if record else 0}
     try:
         with joined_world() as world:
-            settings = TrainingSettings(
-                model=model,
-                data=data,
-                out=out,
-                loss=loss,
-                optimizer=optimizer,
-                dtype=str(dtype),
-                epochs=epochs,
-                steps_per_epoch=steps_per_epoch,
-                batch_size=batch_size,
-                accumulate=accumulate,
-                learning_rate=learning_rate,
-                clip=clip,
-                seed=seed,
-                device=device,
-                policy=policy,
-                workers=workers,
-                checkpoint_every=checkpoint_every,
-                patience=patience,
-                record_every=record_every if record else 0,
-                tensorboard=tensorboard,
-            )
+            settings = TrainingSettings(**{entry.name: options[entry.name] for entry in fields(TrainingSettings)})
             _train(settings, world, resume=resume, as_json=as_json)
     except PeerError:
         sys.exit(1)  # the process that failed first has said why
@@ -117,7 +149,7 @@ def _train(settings: TrainingSettings, world: World, *, resume: bool, as_json: b
     if as_json or not world.is_first:
         result = run_training(settings, resume=resume, world=world)
     else:
-        with people_see(settings) as (on_step, on_epoch):
+        with show_progress(settings) as (on_step, on_epoch):
             result = run_training(settings, resume=resume, world=world, on_step=on_step, on_epoch=on_epoch)
     if not world.is_first:
         return
@@ -147,7 +179,6 @@ def _summary(result: TrainingResult, settings: TrainingSettings, world: World) -
 
 
 def _finite(value: float) -> Any:
-    """JSON has no infinity and no NaN."""
     return value if math.isfinite(value) else None
 
 
@@ -163,10 +194,6 @@ def _sentence(result: TrainingResult, settings: TrainingSettings, world: World) 
 
 
 def _print_record(folder: Path) -> None:
-    from rich.console import Console  # noqa: PLC0415  (few runs record)
-
-    from amp_core.recorder import Record, table  # noqa: PLC0415  (few runs record)
-
     path = folder / RECORD
     if path.exists():
         Console().print(table(Record.from_dict(json.loads(path.read_text(encoding="utf-8"))), limit=12))

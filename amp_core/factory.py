@@ -1,4 +1,4 @@
-"""A model or a data set is named `MODULE:FACTORY`, so that a checkpoint can say in one line how to build it again."""
+"""Code that users name as `MODULE:FACTORY`: import it, call it, and describe its exceptions in one line."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
+from types import ModuleType
+from typing import Any, cast
 
 
 class FactoryError(ValueError):
-    """A `MODULE:FACTORY` that cannot be read, imported, found or called."""
+    """A `MODULE:FACTORY` that cannot be parsed, imported, found or called."""
 
 
 def load_factory(spec: str) -> Callable[..., Any]:
-    """Import what a `MODULE:FACTORY` names, looking in the working directory first.
+    """Import the FACTORY of a `MODULE:FACTORY`, looking in the working directory first.
 
     Args:
         spec: For example `examples.digits.model:model` or `torch.nn.functional:cross_entropy`.
@@ -30,7 +30,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
         The function or class called FACTORY in MODULE.
 
     Raises:
-        FactoryError: With one line that says what was looked for and, where one exists, the nearest name that is there.
+        FactoryError: In one line, with the nearest existing name.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -54,7 +54,7 @@ def call_factory(spec: str) -> Any:
     try:
         return factory()
     except Exception as error:
-        raise FactoryError(f"{spec!r} raised {_one_line(error)} when called without arguments") from error
+        raise FactoryError(f"{spec!r} raised {one_line(error)} when called without arguments") from error
 
 
 def _import(module_name: str, spec: str) -> ModuleType:
@@ -69,11 +69,11 @@ def _import(module_name: str, spec: str) -> ModuleType:
             raise FactoryError(f"{spec!r}: there is no module {missing!r} {place}{hint}") from error
         raise FactoryError(f"{spec!r}: {module_name} needs the package {missing!r}, which is not installed") from error
     except Exception as error:
-        raise FactoryError(f"{spec!r}: importing {module_name} raised {_one_line(error)}") from error
+        raise FactoryError(f"{spec!r}: importing {module_name} raised {one_line(error)}") from error
 
 
 def _look_in_working_directory() -> None:
-    # An installed command does not have the working directory on its path, unlike `python -m`; users expect their files found.
+    # Unlike `python -m`, an installed command does not have the working directory on its path.
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -103,6 +103,20 @@ def _nearest(name: str, candidates: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+# The standard library, installed packages (torch), and this package.
+_NOT_THE_USERS = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")} | {Path(__file__).parent}
+
+
+def place_of(error: BaseException) -> str:
+    """The place in the user's own code that an exception came from, for the end of a message; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_hidden(frame.filename)]
+    return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_hidden(filename: str) -> bool:
+    return filename.startswith("<") or not _NOT_THE_USERS.isdisjoint(Path(filename).parents)

@@ -1,4 +1,4 @@
-"""What is wrong with the data, in one line that its owner can act on."""
+"""Errors of data sets, in one line that users can act on."""
 
 from __future__ import annotations
 
@@ -6,35 +6,27 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from amp_core.factory import one_line
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
 _SHARED_FILE = re.compile(r"</(torch_\w+)>")  # as torch names each piece of it
 
 
 class DataError(ValueError):
-    """A data set that cannot be read, split or batched, for a reason that its user can mend."""
+    """A data set that cannot be read, split or batched, for a reason that its user can fix."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818  (never raised: the cause of a DataError, which shows where a worker failed)
-    """The traceback of a worker process, as text: the exception itself may not survive the way to the main process."""
+    """The traceback of a worker process, as text: the exception itself may not be picklable."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"\n{text.rstrip()}")
 
 
-def one_line(error: BaseException) -> str:
-    """The kind of an exception and the first line of its text."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def no_shared_memory(error: Exception, name: str) -> DataError | None:
-    """What to say where a worker process found no shared memory for a batch; None for all other errors.
+    """The error for a worker process without shared memory for a batch; None for all other errors.
 
-    torch leaves the file that there was no room for, without a byte in it. It is removed here.
-
-    Args:
-        error: torch's.
-        name: of the data set.
+    torch leaves an empty file behind, which is removed here.
     """
     file = _SHARED_FILE.search(str(error))
     if file is None:

@@ -1,26 +1,35 @@
-"""Which items of an epoch are whose: one rule for data sets with a length and for streams."""
+"""The items of an epoch, split between ranks and cut into batches."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, distributed
 
 from amp_core.data.errors import DataError
+from amp_core.factory import one_line
+from amp_core.random_state import Purpose, generator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The items of an epoch, dealt in rounds.
+    """The items of an epoch, dealt in rounds: one rule for data sets with a length and for streams.
 
-    A round is `world_size * batch_size` consecutive items of the epoch's order; rank r takes every `world_size`-th from the
-    r-th on, which is its batch. All rounds but the last are full, so the batch numbered k holds the same items whoever asks.
+    A round is `world_size * batch_size` consecutive items of the epoch's order; rank r takes every `world_size`-th item from
+    the r-th on, which is its batch. All rounds but the last are full, so batch k holds the same items for every rank that asks.
 
     Attributes:
         batch_size: Items per rank in a full batch.
         rank: From 0.
         world_size: The number of ranks.
-        training: Then all ranks must have equally many batches. In evaluation each item must come exactly once instead.
-        drop_last: Whether to leave out a last round that is not full. None: in training, unless it is the only one, because
-            a batch of one item would break BatchNorm; never in evaluation.
+        training: In training all ranks must have equally many batches. In evaluation each item must come exactly once instead.
+        drop_last: Whether to leave out an incomplete last round. None: in training, unless it is the only one, because a batch
+            of one item would break BatchNorm; never in evaluation.
     """
 
     batch_size: int
@@ -45,7 +54,7 @@ class Split:
 
         Args:
             number: The round's, from 0.
-            items: How many items the round has; fewer than `round_size` in the last one only.
+            items: The number of items in the round; fewer than `round_size` in the last one only.
         """
         if items == self.round_size:
             return True
@@ -55,19 +64,15 @@ class Split:
         return items >= self.world_size if self.training else items > self.rank
 
     def batches(self, items: int) -> int:
-        """How many batches this rank makes of an epoch with so many items."""
+        """The number of this rank's batches in an epoch of `items` items."""
         full, rest = divmod(items, self.round_size)
         return full + self.uses(full, rest)
 
     def require_enough(self, items: int, name: str) -> None:
-        """Check that a whole epoch's items make a batch.
-
-        Args:
-            items: In the epoch, over all ranks.
-            name: Of the data set.
+        """Check that an epoch of `items` items, over all ranks, makes a batch.
 
         Raises:
-            DataError: If they do not.
+            DataError: If it does not; names the data set.
         """
         if items == 0:
             raise DataError(f"the data set {name} has no items; expected at least one")
@@ -84,3 +89,130 @@ class Split:
 
 def _count(items: int) -> str:
     return "1 item" if items == 1 else f"{items} items"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One batch to make.
+
+    Attributes:
+        epoch: From 0.
+        number: Of the batch in its rank's epoch, from 0.
+        items: The items' indices in the data set; None for a stream.
+    """
+
+    epoch: int
+    number: int
+    items: list[int] | None = None
+
+
+@runtime_checkable
+class OrdersItself(Protocol):
+    """A data set with a length that has a better order for training than a random one, such as neighbours near each other."""
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        """The items of one epoch.
+
+        Args:
+            generator: The only source of randomness to use; seeded by the run's seed and the epoch.
+
+        Returns:
+            As many indices as the set has items, int64 of shape [len(self)].
+        """
+        ...  # pragma: no cover
+
+
+def stream_plans(epoch: int, *, skip: int) -> Iterator[BatchPlan]:
+    """Plans without end: only the stream knows where it ends."""
+    return (BatchPlan(epoch, number) for number in count(skip))
+
+
+def indexed_plans(dataset: Any, split: Split, *, seed: int, epoch: int, skip: int, shuffle: bool) -> Iterator[BatchPlan]:
+    """The plans of one rank's epoch.
+
+    Raises:
+        DataError: If the data set orders itself and does it wrong.
+    """
+    order = _order(dataset, generator(Purpose.ORDER, seed, epoch)) if shuffle else torch.arange(len(dataset))
+    size = split.round_size
+    for number in range(skip, split.batches(len(order))):
+        mine = order[number * size + split.rank : (number + 1) * size : split.world_size]
+        yield BatchPlan(epoch, number, mine.tolist())
+
+
+def _order(dataset: Any, source: torch.Generator) -> Tensor:
+    items = len(dataset)
+    if not isinstance(dataset, OrdersItself):
+        return torch.randperm(items, generator=source)
+    try:
+        order = torch.as_tensor(dataset.epoch_order(source))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"epoch_order of the data set {type(dataset).__name__} raised {one_line(error)}") from error
+    if order.shape != (items,) or order.is_floating_point():
+        raise DataError(
+            f"{type(dataset).__name__}.epoch_order returned {order.dtype} of shape {list(order.shape)}; "
+            f"expected {items} whole numbers, one for each item of the set"
+        )
+    return order
+
+
+T = TypeVar("T")
+
+
+class _Next(IntEnum):
+    """The state of a rank; the least of all ranks' decides."""
+
+    FAILED = 0
+    END = 1
+    BATCH = 2
+
+
+def until_one_ends(
+    batches: Iterator[T], *, device: torch.device | None = None, group: distributed.ProcessGroup | None = None
+) -> Iterator[T]:
+    """Yield batches as long as every rank has another one.
+
+    With DDP each backward pass waits for all ranks, so a rank with one batch more than the others would wait forever. Before
+    each batch the ranks therefore agree, by an all_reduce of one number, that all have one. The surplus of longer ranks is left
+    out. `torch.distributed.algorithms.join` would instead let the longer ranks train on alone with gradients of their own, and
+    needs hooks in every collective of the loop; schedules and checkpoints count on equally many steps.
+
+    Args:
+        batches: Of this rank. Every rank of the group must call this, and exhaust it or stop at the same batch.
+        device: The device that the group's backend needs: the rank's CUDA device with nccl; None is the CPU.
+        group: The ranks that work in step; None is all of them.
+
+    Yields:
+        The batches, equally many on every rank.
+
+    Raises:
+        DataError: If the data of any rank cannot be read: all ranks stop instead of waiting for it.
+    """
+    try:
+        while True:
+            batch: T | None = None
+            try:
+                batch = next(batches)
+                mine = _Next.BATCH
+            except StopIteration:
+                mine = _Next.END
+            except Exception:
+                _least(_Next.FAILED, device, group)
+                raise
+            common = _least(mine, device, group)
+            if common is _Next.FAILED:
+                raise DataError("the data of another rank cannot be read; see the message of that rank")
+            if common is _Next.END:
+                return
+            yield batch  # type: ignore[misc]  # all ranks have one, so this one has
+    finally:
+        if isinstance(batches, Generator):  # a surplus stays in it: end its workers
+            batches.close()
+
+
+def _least(mine: _Next, device: torch.device | None, group: distributed.ProcessGroup | None) -> _Next:
+    value = torch.tensor(int(mine), device=device)
+    distributed.all_reduce(value, op=distributed.ReduceOp.MIN, group=group)
+    return _Next(int(value.item()))

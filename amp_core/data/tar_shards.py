@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import json
 import os
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +16,72 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from amp_core.data.decoders import Decoder, decoder_for
-from amp_core.data.errors import DataError, one_line
-from amp_core.data.shard_paths import shard_paths
-from amp_core.data.tar_index import index_shards
+from amp_core.data.errors import DataError
+from amp_core.data.tar_index import index_shards, shard_paths
+from amp_core.factory import one_line
+
+Decoder = Callable[[bytes], Any]
+
+
+def _npy(content: bytes) -> Any:
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
+def _pt(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _image(content: bytes) -> Tensor:
+    """Decode an image to uint8 of shape [1, height, width] if it is gray, else [3, height, width]."""
+    from PIL import Image  # noqa: PLC0415  (only those who read images need Pillow)
+
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = np.array(image if image.mode in {"L", "RGB"} else image.convert("RGB"))
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1).contiguous()
+
+
+def _integer(content: bytes) -> int:
+    return int(content)
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8")
+
+
+_IMAGES = ("png", "jpg", "jpeg", "webp", "ppm")
+DECODERS: dict[str, Decoder] = {
+    "npy": _npy,
+    "pt": _pt,
+    "pth": _pt,
+    "json": json.loads,
+    "cls": _integer,
+    "txt": _text,
+    **dict.fromkeys(_IMAGES, _image),
+}
+
+
+def decoder_for(field: str, own: Mapping[str, Decoder]) -> Decoder:
+    """The decoder of a field.
+
+    Args:
+        field: Such as `image.npy`.
+        own: The user's decoders, by a field's whole name or its last part; they take precedence.
+
+    Raises:
+        DataError: If there is none, or it needs a package that is not installed.
+    """
+    kind = field.rpartition(".")[2]
+    if field in own or kind in own:
+        return own.get(field) or own[kind]
+    if kind not in DECODERS:
+        raise DataError(
+            f"there is no decoder for the field {field!r}; known are {', '.join(DECODERS)}, "
+            f"or give your own: decode={{{kind!r}: function of bytes}}"
+        )
+    if kind in _IMAGES and importlib.util.find_spec("PIL") is None:
+        raise DataError(f"decoding {field!r} needs Pillow; install it by `pip install pillow`")
+    return DECODERS[kind]
+
 
 Transform = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -47,9 +112,8 @@ class TarShards(Dataset[tuple[Any, Any]]):
             raise IndexError(f"there is no sample {item}; the shards have {len(self)}")
         path = self._paths[self._index.shard[item]]
         try:
-            with path.open(
-                "rb"
-            ) as file:  # anew (4 microseconds): a file left open would share its position with forked workers
+            # Opened for each item (4 microseconds): a file left open would share its position with forked workers.
+            with path.open("rb") as file:
                 first, second = (self._field(file, path, item, field) for field in range(2))
         except OSError as error:
             raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
@@ -69,7 +133,7 @@ class TarShards(Dataset[tuple[Any, Any]]):
     def epoch_order(self, generator: torch.Generator) -> Tensor:
         """Shards in random order, their samples mixed within a window; int64 of shape [samples].
 
-        A sample moves by less than the window, so that only the shards around are read at a time.
+        A sample moves by less than the window, so that only the neighbouring shards are read at a time.
         """
         samples, window = len(self), self._shuffle_window
         if window >= samples:
@@ -102,22 +166,22 @@ def tar_shards(
 ) -> TarShards:
     """A data set of the samples in local tar files.
 
-    A sample is a run of files whose names are the same up to the first dot, as in WebDataset's shards: `000017.image.npy`,
-    `000017.label.cls`. The headers of all shards are read at once (20 microseconds a file), so the set has a length, a shard
-    that is truncated shows before training starts, and a run goes on in the middle of an epoch without reading what came
-    before. Each sample is read by the one worker that needs it, whatever the numbers of shards, workers and ranks.
+    A sample is a run of files whose names are equal up to the first dot, as in WebDataset's shards: `000017.image.npy`,
+    `000017.label.cls`. The headers of all shards are read at once (20 microseconds a file), so the set has a length, a
+    truncated shard fails before training starts, and a resumed run does not read earlier samples. Each sample is read by the
+    one worker that needs it, for any numbers of shards, workers and ranks.
 
-    Shards that are compressed or come over a network have no places to read at: use `webdataset.WebDataset` for them.
+    Compressed or remote shards cannot be read at an offset: use `webdataset.WebDataset` for them.
 
     Args:
         shards: One or more patterns, such as `shards/train-{0000..0011}.tar` or `shards/*.tar`.
-        fields: Of the input and of the target: what follows the first dot, in lower case; with alternatives as `png;jpg`.
-        decode: Functions from bytes, by a field's name or by its last part. Without: npy (array), pt (what
-            `torch.load(weights_only=True)` takes), json, cls (integer), txt (string), and with Pillow png, jpg, jpeg, webp,
-            ppm (uint8 tensor of shape [1 or 3, height, width]).
+        fields: The input's and the target's: the name after the first dot, in lower case; with alternatives as `png;jpg`.
+        decode: Functions from bytes, by a field's name or by its last part. Without: npy (array), pt (read by
+            `torch.load(weights_only=True)`), json, cls (integer), txt (string), and with Pillow png, jpg, jpeg, webp, ppm
+            (uint8 tensor of shape [1 or 3, height, width]).
         transform: (input, target) -> (input, target), after decoding: augmentation, normalization, cutting to one size.
-        shuffle_window: In training the shards come in random order, and samples are mixed within so many. The larger, the
-            more random; from the number of samples on, the order is a random permutation.
+        shuffle_window: In training the shards come in random order, and samples are mixed within a window of this many samples.
+            The larger, the more random; from the number of samples on, the order is a random permutation.
 
     Raises:
         DataError: Naming the file, if one is missing, truncated, damaged, compressed, or has a sample without a field.

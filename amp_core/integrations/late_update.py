@@ -1,29 +1,35 @@
-"""`LateUpdate`: a scaler whose scale changes between iterations only, however often a framework calls `update`."""
+"""`LateUpdate`: a scaler whose scale changes only between iterations, and the arguments that all integrations check."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from amp_core.scaling.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from amp_core.grad_scaler.grad_scaler import GradScaler, Outputs
+from amp_core.policy import Policy
 
-    from torch import nn
-    from torch.optim import Optimizer
 
-    from amp_core.scaling.grad_scaler import Outputs
+def given_policy(policy: Policy | str | None) -> Policy:
+    """An integration's argument `policy`; None is the empty policy."""
+    return Policy() if policy is None else Policy.of(policy)
+
+
+def check_scaler(scaler: object) -> None:
+    """Raise TypeError unless an integration's argument `scaler` is None or ours."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be an amp_core.GradScaler, got a {type(scaler).__module__}.{type(scaler).__name__}")
 
 
 class LateUpdate:
     """A GradScaler for frameworks that call `update` after each optimizer's step instead of once per iteration.
 
-    In the middle of an iteration, `update` changes the scale under gradients that were made with the old one, and forgets which
-    of them are unscaled already: the second optimizer then steps with gradients that are too large or too small. Here the
-    scale is updated when all expected optimizers have stepped, or else before the next loss is scaled. With one optimizer that
-    is the moment when `update` is called.
+    In the middle of an iteration, `update` would change the scale under gradients of the old one, and forget which of them are
+    unscaled: the second optimizer would step with wrong gradients. Here the scale is updated when all expected optimizers have
+    stepped, or else before the next loss is scaled. With one optimizer that is when `update` is called.
 
-    Everything that is not here is the scaler's own, for example `get_growth_factor`.
+    All other attributes are the scaler's own, for example `step_was_skipped` and `get_growth_factor`.
 
     Attributes:
         scaler: The scaler that does the work.
@@ -38,13 +44,13 @@ class LateUpdate:
         self._is_due = False
 
     def expect(self, optimizers: Iterable[Optimizer]) -> None:
-        """Name all the optimizers of a training, so that the scale is updated as soon as they have stepped."""
+        """Name all optimizers of a training, so that the scale is updated as soon as they have stepped."""
         self._known, self._knows_all = {id(optimizer) for optimizer in optimizers}, True
 
     def scale(self, outputs: Outputs) -> Outputs:
-        """Begin an iteration or go on with it; see `GradScaler.scale`."""
+        """Begin or continue an iteration; see `GradScaler.scale`."""
         self.finish()
-        # From here on there are scaled gradients again, so that unscaling once more would be a mistake worth an error.
+        # New scaled gradients follow, so unscaling is allowed again once per optimizer.
         self._unscaled.clear()
         return self.scaler.scale(outputs)
 
@@ -77,31 +83,9 @@ class LateUpdate:
             self.scaler.update()
 
     def get_scale(self) -> float:
-        """The scale of the next loss, or while optimizers are still to step in this iteration, of their gradients."""
+        """The scale of the next loss or, while optimizers are still to step, of the current gradients."""
         self._finish_after_all()
         return self.scaler.get_scale()
-
-    def is_enabled(self) -> bool:
-        """See `GradScaler.is_enabled`."""
-        return self.scaler.is_enabled()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """See `GradScaler.step_was_skipped`."""
-        return self.scaler.step_was_skipped
-
-    def skipped(self, optimizer: Optimizer) -> bool:
-        """See `GradScaler.skipped`."""
-        return self.scaler.skipped(optimizer)
-
-    @property
-    def should_stop(self) -> bool:
-        """See `GradScaler.should_stop`."""
-        return self.scaler.should_stop
-
-    def overflowed_parameters(self, model: nn.Module | None = None) -> list[str]:
-        """See `GradScaler.overflowed_parameters`."""
-        return self.scaler.overflowed_parameters(model)
 
     def state_dict(self) -> dict[str, Any]:
         """See `GradScaler.state_dict`; ends the iteration."""
@@ -109,7 +93,7 @@ class LateUpdate:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `GradScaler.load_state_dict`; what the iteration had noted is dropped."""
+        """See `GradScaler.load_state_dict`; the state of the iteration is dropped."""
         self.finish()
         self.scaler.load_state_dict(state_dict)
 

@@ -1,22 +1,17 @@
-"""Which operation runs in which dtype, as one small frozen value that prints as one line and reads it back."""
+"""Which operation runs in which dtype, as a frozen value with a one-line string form."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
 
-from amp_core.policy import native_rules, op_lists
-from amp_core.policy.op_names import qualified_names
-from amp_core.policy.rule import Rule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+from amp_core.policy.operations import CUDA_RULES, Rule, explain_rule, has_autocast, qualified_names, rules_beyond_native
 
 
 class PolicyError(ValueError):
-    """A policy that names an operation, rule or preset that there is not."""
+    """A policy with an unknown operation, rule or preset."""
 
 
 class _Native:
@@ -32,17 +27,16 @@ class _Native:
 
 @dataclass(frozen=True)
 class Policy:
-    """An immutable difference to what torch's autocast does for the device; empty, it is exactly torch's behaviour.
+    """An immutable difference to torch's autocast of the device; empty, it is exactly torch's behaviour.
 
     `Policy.cuda().fp32("einsum").native("gelu")` reads from left to right; a later change of the same operation replaces an
-    earlier one. Names are the public ones (`softmax`, `LSTMCell`, `__pow__`), aten's, or `NAMESPACE::OP` for a custom
-    operation, which must be registered by then.
+    earlier one. Names are the public ones (`softmax`, `LSTMCell`, `__pow__`), aten's, or `NAMESPACE::OP` for a registered
+    custom operation.
 
-    Under torch.func's transforms an operation made of others is taken apart before autocast sees it: name its parts too
-    (`matmul,mm,mv`).
+    torch.func's transforms decompose composite operations before autocast sees them: name their parts too (`matmul,mm,mv`).
 
     Attributes:
-        preset: `native` (no difference) or `cuda` (the documented CUDA lists, on whatever device).
+        preset: `native` (no difference) or `cuda` (the documented CUDA lists, on any device).
         changes: Pairs (operation, rule) on top of the preset, the latest last.
 
     Raises:
@@ -69,7 +63,7 @@ class Policy:
 
     @classmethod
     def cuda(cls) -> Policy:
-        """The documented CUDA lists, to hold on any device."""
+        """The documented CUDA lists, for any device."""
         return cls("cuda")
 
     @classmethod
@@ -82,6 +76,19 @@ class Policy:
         if not isinstance(text, str):
             raise PolicyError(f"expected a policy's string form, such as 'cuda+fp32:einsum'; got {text!r}")
         return _parsed(text)
+
+    @classmethod
+    def of(cls, policy: object) -> Policy:
+        """Accept a policy or its string form, as arguments named `policy` do.
+
+        Raises:
+            PolicyError: If it is neither, or cannot be read.
+        """
+        if isinstance(policy, Policy):
+            return policy
+        if isinstance(policy, str):
+            return cls.parse(policy)
+        raise PolicyError(f"policy must be a Policy or its string form, such as 'cuda+fp32:einsum'; got {policy!r}")
 
     def __str__(self) -> str:
         parts = [self.preset]
@@ -127,41 +134,36 @@ class Policy:
         return self._with(Rule.BAN, ops)
 
     def rules(self) -> Mapping[str, Rule]:
-        """The difference in full: a rule for each operation (`aten::softmax`, not its overloads) that is not left to torch."""
+        """The difference in full: the rule of each operation (`aten::softmax`, not its overloads) that is not left to torch."""
         return _rules(self)
 
     def difference(self, device_type: str) -> Mapping[str, Rule]:
-        """What is left of the rules where torch already does the same: a rule by overload (`aten::softmax.int`).
+        """The rules by overload (`aten::softmax.int`) that torch does not follow itself on a device.
 
         Empty if torch's own autocast of the device does all that the policy says.
         """
         return _difference(self, device_type)
 
     def explain(self, op: str, device_type: str) -> str:
-        """One line per operation behind a name: the rule in force on a device, and whose it is.
+        """One line per operation behind a name: the rule in force on a device, and whose rule it is.
 
         Raises:
             PolicyError: If there is no such operation or device.
         """
-        if not native_rules.has_autocast(device_type):
+        if not has_autocast(device_type):
             raise PolicyError(
                 f"torch has no autocast for the device type {device_type!r}; expected one such as 'cuda' or 'cpu'"
             )
         names = _known(op)
-        return "\n".join(native_rules.explain(name, self.rules().get(name), str(self), device_type) for name in names)
+        return "\n".join(explain_rule(name, self.rules().get(name), str(self), device_type) for name in names)
 
     def _with(self, rule: Rule, ops: Iterable[str]) -> Policy:
         return Policy(self.preset, (*self.changes, *((op, rule) for op in ops)))
 
 
-_PRESETS: dict[str, dict[Rule, Iterable[str]]] = {
+_PRESETS: dict[str, Mapping[Rule, Iterable[str]]] = {
     "native": {},
-    "cuda": {
-        Rule.LOW: op_lists.CUDA_LOW,
-        Rule.FP32: op_lists.CUDA_FP32,
-        Rule.WIDEST: op_lists.CUDA_WIDEST,
-        Rule.BAN: op_lists.CUDA_BAN,
-    },
+    "cuda": CUDA_RULES,
 }
 
 
@@ -205,7 +207,7 @@ def _rules(policy: Policy) -> Mapping[str, Rule]:
 
 @cache
 def _difference(policy: Policy, device_type: str) -> Mapping[str, Rule]:
-    return native_rules.difference(_rules(policy), device_type)
+    return rules_beyond_native(_rules(policy), device_type)
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:

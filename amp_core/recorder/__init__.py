@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from amp_core.recorder.entry import Direction, Entry
-from amp_core.recorder.magnitudes import Magnitudes
-from amp_core.recorder.plot import plot
-from amp_core.recorder.record import Record
+from amp_core.recorder.record import Direction, Entry, Magnitudes, Record
 from amp_core.recorder.recorder import Recorder
-from amp_core.recorder.table import table
+from amp_core.recorder.report import plot, table
 
 __all__ = ["Direction", "Entry", "Magnitudes", "Record", "Recorder", "plot", "table"]

@@ -1,15 +1,17 @@
-"""Which module an operation belongs to, forward and backward.
+"""The module that an operation belongs to, in forward and in backward.
 
 Forward is a stack that module hooks keep. Backward is looked up: autograd numbers its nodes in the order in which forward made
-them, so what is noted here is at which number each module began and ended; a node then belongs to the module in whose span its
-number lies. That needs no gradient hooks, and holds for inputs without gradients, modules called several times, in-place
-operations, custom functions and graphs that are walked twice.
+them, so the numbers at which each module began and ended are noted, and a node belongs to the module whose span contains its
+number. That needs no gradient hooks, and works for inputs without gradients, modules called several times, in-place operations,
+custom functions and graphs that are walked twice.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core.recorder.entry import Direction
+from amp_core.recorder.record import Direction
 
 ROOT, OUTSIDE = ".", ""
 _NO_TASK = -1
-# A gradient is added to its parameter by a node that every graph shares, whose number is this one.
+# The node that accumulates a parameter's gradient is shared by all graphs and has this number.
 _ACCUMULATION = 2**64 - 1
 
 
@@ -31,13 +33,13 @@ def _next_number() -> int:
 
 
 def _task() -> int:
-    """The number of the backward pass that this thread is in; -1 outside of any."""
+    """The number of the backward pass that this thread runs; -1 outside of any."""
     return int(torch._C._current_graph_task_id())  # noqa: SLF001  (torch has no public way)
 
 
 @dataclass
 class _Thread:
-    """What ran in one thread: the modules that are running now, and from which node on which module was the innermost."""
+    """One thread: the stack of running modules, and the node numbers at which the innermost module changed."""
 
     running: list[tuple[str, int]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -60,11 +62,8 @@ class _Thread:
 class ModuleSpans:
     """The modules of one recorded step.
 
-    Made in the thread that runs forward. Backward may run in others (an accelerator's gradients are computed in a thread of
-    its own), in which activation checkpointing may run parts of forward once more.
-
-    Args:
-        model: Whose modules are told apart; made anew for each step, since modules come and go.
+    Made in the thread that runs forward. Backward may run in other threads (an accelerator's gradients are computed in a thread
+    of their own), where activation checkpointing may run parts of forward again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,14 +86,14 @@ class ModuleSpans:
         thread.mark(path, _next_number())
 
     def leave(self, path: str) -> None:
-        """Note that the module at `path` has ended its forward, and with it whatever it had begun."""
+        """Note that the module at `path`, and all modules that it began, have ended their forward."""
         thread = self._thread()
         while thread.running and thread.running.pop()[0] != path:
             pass
         thread.mark(thread.running[-1][0] if thread.running else OUTSIDE, _next_number())
 
     def current(self) -> tuple[str, Direction]:
-        """Where the operation belongs that autograd hands down in this thread right now."""
+        """The module and direction of the operation that autograd dispatches in this thread now."""
         thread, task = self._thread(), _task()
         running, since = thread.running[-1] if thread.running else (OUTSIDE, _NO_TASK)
         is_forward = since == task
@@ -113,11 +112,11 @@ class ModuleSpans:
         return thread.last
 
     def _graph_of(self, task: int, thread: _Thread) -> _Thread:
-        """The thread whose forward a backward pass is of: this one if it has run parts of forward again, else the first."""
+        """The thread whose forward a backward pass belongs to: this one if it ran parts of forward again, else the first."""
         return self._graphs.setdefault(task, thread if thread.paths else self._first)
 
     def _forget_with(self, task: int, thread: _Thread) -> None:
-        """Drop what a thread of autograd's computes again when the backward pass is over that needed it."""
+        """Drop a thread's recomputed spans when the backward pass that needed them ends."""
         self._graph_of(task, thread)  # before this thread has anything of its own
         if task not in self._forgotten_with:
             self._forgotten_with.add(task)
@@ -129,6 +128,44 @@ class ModuleSpans:
 
 
 def path_of(name: str) -> str:
-    """A module's path in the record, from its name in `named_modules`: without the layer that `torch.compile` puts around."""
+    """A module's path in the record, from its name in `named_modules`: without torch.compile's wrappers."""
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     return ".".join(parts) or ROOT
+
+
+@contextmanager
+def hooked(model: nn.Module, spans: ModuleSpans) -> Iterator[None]:
+    """Call `spans.enter` and `spans.leave` around each module's forward; remove the hooks afterwards."""
+    with ExitStack() as hooks:
+        for module, path in _hookable(model):
+
+            def begin(_module: nn.Module, _args: Any, path: str = path) -> None:
+                if not torch.compiler.is_compiling():  # what is captured is not observed, see `compiled_code`
+                    spans.enter(path)
+
+            def end(_module: nn.Module, _args: Any, _output: Any, path: str = path) -> None:
+                if not torch.compiler.is_compiling():
+                    spans.leave(path)
+
+            hooks.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(end, always_call=True).remove)
+        yield
+
+
+def _hookable(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules to hook, with their paths; the operations of the others count for the module around them.
+
+    The others are scripted modules, which take no hooks, torch.compile's wrappers, and encoder layers in evaluation mode: hooks
+    in them would disable torch's fast path for inference, which computes other values.
+    """
+    on_fast_path: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+            on_fast_path.update(module.modules())
+        if module not in on_fast_path and not isinstance(module, torch.jit.ScriptModule) and not is_wrapper(module):
+            yield module, path_of(name)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is torch.compile's wrapper of another."""
+    return hasattr(module, "_orig_mod")

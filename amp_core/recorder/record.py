@@ -2,12 +2,173 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
-from amp_core.recorder.entry import Direction, Entry, EntryKey
-from amp_core.recorder.magnitudes import Magnitudes
+LARGEST = 65504.0
+SMALLEST_NORMAL = 2.0**-14
+SMALLEST_SUBNORMAL = 2.0**-24
+
+
+COUNTS = ("elements", "non_finite", "zeros", "overflow", "underflow", "subnormal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Magnitudes:
+    """Summary of the absolute values of tensors. Each element counts in at most one of the five kinds.
+
+    Attributes:
+        elements: The number of values; a complex number counts as two.
+        non_finite: The number of infinities and NaNs.
+        zeros: The number of zeros.
+        overflow: The number of finite values above float16's largest number, 65504.
+        underflow: The number of non-zero values below float16's smallest number, 2**-24.
+        subnormal: The number of values from 2**-24 up to 2**-14, where float16 loses digits.
+        largest: The largest finite magnitude; None if no value was finite and non-zero.
+        smallest: The smallest finite magnitude above zero; None if there was none.
+    """
+
+    elements: int = 0
+    non_finite: int = 0
+    zeros: int = 0
+    overflow: int = 0
+    underflow: int = 0
+    subnormal: int = 0
+    largest: float | None = None
+    smallest: float | None = None
+
+    def share(self, count: int) -> float:
+        """A count as a share of all elements, from 0 to 1."""
+        return count / self.elements if self.elements else 0.0
+
+    @property
+    def lost_above(self) -> float:
+        """The share of elements that are infinite or NaN, or would be in float16."""
+        return self.share(self.non_finite + self.overflow)
+
+    @property
+    def lost_below(self) -> float:
+        """The share of non-zero elements below float16's smallest number."""
+        return self.share(self.underflow)
+
+    @classmethod
+    def of_all(cls, parts: Iterable[Magnitudes]) -> Magnitudes:
+        """The magnitudes of several groups of values together."""
+        parts = tuple(parts)
+        counts = {name: sum(getattr(part, name) for part in parts) for name in COUNTS}
+        return cls(
+            **counts,
+            largest=max((part.largest for part in parts if part.largest is not None), default=None),
+            smallest=min((part.smallest for part in parts if part.smallest is not None), default=None),
+        )
+
+
+Direction = Literal["forward", "backward"]
+EntryKey = tuple[str, str, Direction, int, tuple[str, ...], str]
+_MAGNITUDES = tuple(field.name for field in fields(Magnitudes))
+_FLOATS = ("largest", "smallest", "unscaled_largest", "unscaled_smallest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One output of an operation, over all calls of the recorded steps.
+
+    Attributes:
+        module: Path of the innermost module that the operation ran in, or whose backward it was part of, as `get_submodule`
+            takes it; "." is the recorded model itself, "" is outside of it (the loss, say).
+        op: The operation that ran, below autograd and autocast, such as `aten.addmm.default`.
+        direction: `forward` or `backward`. The recomputation of activation checkpointing is forward.
+        output: The index of the operation's output.
+        inputs: The dtype of each tensor among the arguments, in order; a list of tensors gives each of its dtypes once.
+        dtype: Of the output.
+        calls: The number of such outputs.
+        magnitudes: Of the output as it was: gradients of a scaled loss are scaled.
+        unscaled_largest: The largest magnitude divided by the loss scale of its step; in forward the magnitude itself.
+        unscaled_smallest: As `unscaled_largest`, for the smallest magnitude.
+    """
+
+    module: str
+    op: str
+    direction: Direction
+    output: int
+    inputs: tuple[str, ...]
+    dtype: str
+    calls: int
+    magnitudes: Magnitudes
+    unscaled_largest: float | None
+    unscaled_smallest: float | None
+
+    @property
+    def key(self) -> EntryKey:
+        """The identity of an entry; entries with equal keys can be merged."""
+        return (self.module, self.op, self.direction, self.output, self.inputs, self.dtype)
+
+    def merged(self, other: Entry) -> Entry:
+        """The entry of both entries' calls; both have the same key."""
+        pairs = [(e.unscaled_largest, e.unscaled_smallest) for e in (self, other)]
+        return Entry(
+            module=self.module,
+            op=self.op,
+            direction=self.direction,
+            output=self.output,
+            inputs=self.inputs,
+            dtype=self.dtype,
+            calls=self.calls + other.calls,
+            magnitudes=Magnitudes.of_all([self.magnitudes, other.magnitudes]),
+            unscaled_largest=max((largest for largest, _ in pairs if largest is not None), default=None),
+            unscaled_smallest=min((smallest for _, smallest in pairs if smallest is not None), default=None),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry in plain values, its magnitudes among them."""
+        values = asdict(self)
+        magnitudes: dict[str, Any] = values.pop("magnitudes")
+        return values | {"inputs": list(self.inputs)} | magnitudes
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Entry:
+        """Read the result of `to_dict`.
+
+        Raises:
+            ValueError: If it is anything else; names the first problem.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"an entry is a {type(values).__name__}; expected a dict")  # noqa: TRY004  (a broken file is a value)
+        own = [field.name for field in fields(cls) if field.name != "magnitudes"]
+        expected = {*own, *_MAGNITUDES}
+        for problem, names in (("lacks", expected - set(values)), ("has an unknown", set(values) - expected)):
+            if names:
+                raise ValueError(f"an entry {problem} {min(map(str, names))!r}")
+        for name, value in values.items():
+            _check(name, value)
+        magnitudes = Magnitudes(**{name: values[name] for name in _MAGNITUDES})
+        return cls(**{name: values[name] for name in own} | {"inputs": tuple(values["inputs"])}, magnitudes=magnitudes)
+
+
+def unscaled(magnitude: float | None, scale: float) -> float | None:
+    """A magnitude divided by a loss scale, clamped to the finite range."""
+    return None if magnitude is None else min(magnitude / scale, sys.float_info.max)
+
+
+def _check(name: str, value: Any) -> None:
+    if name in {"calls", "output", *COUNTS}:
+        fits, expected = type(value) is int and value >= 0, "a whole number from 0"
+    elif name in _FLOATS:
+        is_number = type(value) in {int, float} and math.isfinite(value) and value >= 0
+        fits, expected = value is None or is_number, "a finite number from 0, or None"
+    elif name == "inputs":
+        fits = isinstance(value, list | tuple) and all(isinstance(dtype, str) for dtype in value)
+        expected = "a list of dtype names"
+    elif name == "direction":
+        fits, expected = isinstance(value, str) and value in {"forward", "backward"}, "'forward' or 'backward'"
+    else:
+        fits, expected = isinstance(value, str), "a text"
+    if not fits:
+        raise ValueError(f"an entry's {name!r} is {value!r}; expected {expected}")
+
 
 FORMAT = "halfserve.record"
 FORMAT_VERSION = 1
@@ -15,28 +176,28 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was seen in the recorded steps of a run.
+    """The entries of the recorded steps of a run.
 
     Attributes:
-        entries: In the order in which they were first seen.
-        steps: How many steps were recorded.
+        entries: In the order of their first occurrence.
+        steps: The number of recorded steps.
     """
 
     entries: tuple[Entry, ...] = ()
     steps: int = 0
 
     def risky(self) -> tuple[Entry, ...]:
-        """The entries with numbers that float16 turns into infinity or zero, worst first.
+        """The entries with values that float16 turns into infinity or zero, worst first.
 
-        What overflows (or is infinite or NaN already) comes before what only underflows, each by the share of the elements.
+        Overflow (also infinities and NaNs) comes before mere underflow, each by the share of the elements.
         """
         found = [entry for entry in self.entries if entry.magnitudes.lost_above or entry.magnitudes.lost_below]
         return tuple(sorted(found, key=lambda entry: (entry.magnitudes.lost_above, entry.magnitudes.lost_below), reverse=True))
 
     def modules(self) -> tuple[str, ...]:
-        """The paths of all modules in which something was seen, in the order in which they first ran.
+        """The paths of all recorded modules, in the order in which they first ran.
 
-        Where only gradients were seen (a parameter that another module computes with), a module follows the one around it.
+        A module with gradients only (a parameter that another module computes with) follows the module around it.
         """
         ran = list(dict.fromkeys(entry.module for entry in self.entries if entry.direction == "forward"))
         for module in dict.fromkeys(entry.module for entry in self.entries if entry.module not in ran):
@@ -45,9 +206,9 @@ class Record:
         return tuple(ran)
 
     def ranges(self, direction: Direction) -> dict[str, Magnitudes]:
-        """The magnitudes of everything that the operations of each module gave out, by the module's path.
+        """The magnitudes of all outputs of each module's operations, by the module's path.
 
-        A module's range holds what ran in the module itself; what ran in its children is theirs.
+        The range of a module excludes those of its children.
         """
         parts: dict[str, list[Magnitudes]] = {}
         for entry in self.entries:
@@ -56,7 +217,7 @@ class Record:
         return {module: Magnitudes.of_all(of_module) for module, of_module in parts.items()}
 
     def unscaled_gradients(self) -> dict[str, tuple[float, float]]:
-        """The smallest and the largest magnitude of each module's backward with the loss scale taken out, by its path."""
+        """The smallest and the largest magnitude of each module's backward, divided by the loss scale, by path."""
         found: dict[str, list[float]] = {}
         for entry in self.entries:
             extremes = (entry.unscaled_smallest, entry.unscaled_largest)
@@ -75,7 +236,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Record:
-        """Read what `to_dict` returned.
+        """Read the result of `to_dict`.
 
         Raises:
             ValueError: If it is no record, a newer one, or a broken one.
@@ -94,7 +255,7 @@ class Record:
 
 
 def merge(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Entries of which each key comes once, at the place where it came first."""
+    """Merge entries with equal keys, at the place of the first."""
     found: dict[EntryKey, Entry] = {}
     for entry in entries:
         before = found.get(entry.key)

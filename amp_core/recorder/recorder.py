@@ -1,27 +1,182 @@
-"""What records a training loop: one step in many, and nothing at all in between."""
+"""`Recorder`: records one training step in many, without changing its values."""
 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops import utils as higher_order
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 
-from amp_core.recorder.compiled_code import WARNING, is_compiled, uncompiled
-from amp_core.recorder.module_hooks import hooked
-from amp_core.recorder.module_spans import ModuleSpans
-from amp_core.recorder.observations import Observations
-from amp_core.recorder.observer import Observer
-from amp_core.recorder.record import Record, merge
+from amp_core.autocast.policy_state import KEY as POLICY_KEY
+from amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
+from amp_core.policy.operations import autocast_key, qualified_name
+from amp_core.recorder.module_spans import ModuleSpans, hooked
+from amp_core.recorder.observations import Observations, computes, dtypes_of, outputs_of
+from amp_core.recorder.record import Direction, Record, merge
+
+_C = torch._C  # noqa: SLF001  (dispatch keys have no public face)
+
+
+def run_outside_mode(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation with the autocast state that its kernel would have found without the mode.
+
+    torch disables autocast for the calls of a dispatch mode. Most kernels do not depend on it. An operation without an autocast
+    rule (a custom operation, a whole encoder layer) runs its parts under the autocast of the region around, and does so here.
+    """
+    if isinstance(op, OpOverload):
+        device: str | None = next((value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if device is not None and _was_in_region(device) and not _has_rule(op, device):
+            with _autocast_on(device):
+                return op(*args, **kwargs)
+    return op(*args, **kwargs)
+
+
+def _was_in_region(device: str) -> bool:
+    """Whether autocast was enabled where the user's code called the operation."""
+    with _C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # noqa: SLF001  (dispatch keys have no public face)
+        return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _has_rule(op: OpOverload, device: str) -> bool:
+    """Whether autocast or a policy has a rule for the operation: its parts then run with autocast disabled."""
+    rules = (rules for of, rules in policies_in_force().rules if of == device)
+    return _is_listed(op, device) or any(qualified_name(op) in of_device for of_device in rules)
+
+
+@cache
+def _is_listed(op: OpOverload, device: str) -> bool:
+    return _C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), autocast_key(device))  # noqa: SLF001  (see above)
+
+
+@contextmanager
+def _autocast_on(device: str) -> Iterator[None]:
+    included = _C._dispatch_tls_local_include_set()  # noqa: SLF001  (dispatch keys have no public face)
+    excluded = _C._dispatch_tls_local_exclude_set()  # noqa: SLF001  (dispatch keys have no public face)
+    excluded = excluded.remove(getattr(_C.DispatchKey, autocast_key(device)))
+    if policies_in_force() is not NO_POLICIES:
+        excluded = excluded.remove(POLICY_KEY)
+    with _C._ForceDispatchKeyGuard(included, excluded):  # noqa: SLF001  (dispatch keys have no public face)
+        yield
+
+
+class _Measuring(threading.local):
+    """Whether this thread is measuring an output, which other recorders must not see."""
+
+    now = False
+
+
+_measuring = _Measuring()
+
+
+class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode below autograd and autocast: runs every operation unchanged, and notes its outputs."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seen: Observations, spans: ModuleSpans, scale: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self._spans, self._scale = seen, spans, scale
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing compiled runs in a recorded step, and skipping would double the cost of a call."""
+        return False
+
+    def __torch_dispatch__(
+        self, op: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _measuring.now:
+            return op(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # such a tensor takes itself apart, and its parts come by here
+        where = self._spans.current()
+        result = run_outside_mode(op, args, kwargs)
+        if computes(op):
+            _measuring.now = True
+            try:
+                self._note(where, op, dtypes_of((*args, *kwargs.values())), outputs_of(op, args, result))
+            finally:
+                _measuring.now = False
+        return result
+
+    def _note(
+        self, where: tuple[str, Direction], op: Any, inputs: tuple[torch.dtype, ...], outputs: Iterable[tuple[int, Tensor]]
+    ) -> None:
+        for number, output in outputs:
+            self._seen.add(where, op, inputs, number, output, self._scale)
+
+
+WARNING = (
+    "the model is compiled, and compiled code cannot be looked into: recorded steps run it uncompiled. They are slower, "
+    "their results differ from compiled ones by rounding, and dropout draws other numbers"
+)
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run everything that `torch.compile` returned as eager code; its compiled code stays valid for later.
+
+    In a dispatch mode torch runs compiled functions eagerly anyway, but refuses those with `fullgraph=True`.
+    """
+    _keep_functions_captured()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+_lock = threading.Lock()
+_is_done = False
+
+
+def _keep_functions_captured() -> None:
+    """Let torch still capture the functions of cond, scan and other higher-order operations, once per process.
+
+    torch compiles them even in eager code, to find the tensors that they use: uncaptured, the gradients of weights that a
+    function does not take as an argument would be lost. Such an operation is not recorded.
+    """
+    global _is_done  # noqa: PLW0603  (torch's module is one per process)
+    with _lock:
+        if not _is_done and _CAPTURE in vars(higher_order):
+            setattr(higher_order, _CAPTURE, _unobserved(getattr(higher_order, _CAPTURE)))
+        _is_done = True
+
+
+_CAPTURE = "_hop_compile_and_call"  # not in every version of torch that there is
+
+
+def _unobserved(capture: Callable[..., Any]) -> Callable[..., Any]:
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(mode, RecordingMode) for mode in _get_current_dispatch_mode_stack()):
+            return capture(*args, **kwargs)
+        with _disable_current_modes(), torch.compiler.set_stance("default"):
+            return capture(*args, **kwargs)
+
+    return captured
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` was called on a model or on a module in it."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())  # noqa: SLF001  (torch has no public way)
+
 
 _NOT_RECORDED = nullcontext()
 
 
 class Recorder:
-    """Records which operation of a model's training really ran in which dtype, and the range of what it gave out.
+    """Records the dtypes and ranges of all operations of a model's training, in one step of many.
 
         recorder = Recorder(model, every=200)
         for step, (inputs, targets) in enumerate(batches, start=1):
@@ -34,21 +189,21 @@ class Recorder:
             optimizer.zero_grad()
         rich.print(table(recorder.record()))
 
-    Steps 1, 1 + every, 1 + 2 * every, ... are recorded; on the others `step` does nothing. What is recorded changes no number:
-    losses, gradients and random draws are those of an unrecorded step, unless the model is compiled (a warning says so once).
-    No tensor is kept. On an accelerator nothing waits for the device before the record is asked for.
+    Steps 1, 1 + every, 1 + 2 * every, ... are recorded; on the others `step` does nothing. Recording changes no value: losses,
+    gradients and random draws are those of an unrecorded step, unless the model is compiled (a warning says so once). No tensor
+    is kept. On an accelerator nothing waits for the device before the record is asked for.
 
-    Of what runs as one of torch's composites, a handful goes another way when it is watched and differs in that step:
-    `linalg.svdvals`, `eigvalsh`, `cond` and the nuclear norm by rounding, `bilinear` under the policy `cuda` in value, and
-    `pinverse` in dtype (bfloat16 for float32).
+    A few of torch's composites take another path in a dispatch mode and differ in that step: `linalg.svdvals`, `eigvalsh`,
+    `cond` and the nuclear norm by rounding, `bilinear` under the policy `cuda` in value, and `pinverse` in dtype (bfloat16 for
+    float32).
 
-    What cannot be seen: threads that the step starts itself (`DataParallel`'s replicas), ranges of tensors without values
-    (meta, fake) or whose layout hides them, integers, the functions that `torch.cond`, `scan` and their like
-    take. Where forward was run on an accelerator and backward makes a graph of its own (`create_graph=True`), operations of the
-    second backward may be put down to another module.
+    Not recorded: threads that the step starts itself (`DataParallel`'s replicas), ranges of tensors without values (meta, fake)
+    or with a layout that hides them, integers, the functions of `torch.cond`, `scan` and other higher-order operations. Where
+    forward ran on an accelerator and backward makes a graph of its own (`create_graph=True`), operations of the second backward
+    may be attributed to another module.
 
     Args:
-        model: The model itself, whose modules give the operations their places; without what runs it in several processes.
+        model: The model itself, whose modules give the operations their places; without a wrapper for several processes.
         every: In steps, from 1.
 
     Raises:
@@ -63,14 +218,14 @@ class Recorder:
         self._is_recording = self._has_warned = False
 
     def step(self, step: int, *, scale: float = 1.0) -> AbstractContextManager[None]:
-        """What a step's forward, loss and backward run in.
+        """The context of a step's forward, loss and backward.
 
         Args:
             step: The step's number, from 1.
-            scale: What its loss is multiplied with, so that the range of its gradients can be given without.
+            scale: The loss scale, by which the range of the gradients is divided for the unscaled range.
 
         Returns:
-            A context manager that records, if it is this step's turn. Entered within another one of this recorder, it raises
+            A context manager that records if it is this step's turn. Entered within another one of this recorder, it raises
             RuntimeError.
 
         Raises:
@@ -92,10 +247,10 @@ class Recorder:
         return self.record().to_dict()
 
     def load_dict(self, values: dict[str, Any]) -> None:
-        """Go on from an earlier record, in place of what was recorded so far.
+        """Continue from an earlier record, which replaces everything recorded so far.
 
         Args:
-            values: What `to_dict` returned.
+            values: The result of `to_dict`.
 
         Raises:
             ValueError: If they are no record; nothing is changed then.
@@ -111,7 +266,7 @@ class Recorder:
         self._is_recording, self._steps = True, self._steps + 1
         try:
             spans = ModuleSpans(self._model)
-            with uncompiled(), hooked(self._model, spans), Observer(self._seen, spans, scale):
+            with uncompiled(), hooked(self._model, spans), RecordingMode(self._seen, spans, scale):
                 yield
         finally:
             self._is_recording = False

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from amp_core.training.errors import PeerError, TrainingError, one_line
+from amp_core.factory import one_line
+from amp_core.training.settings import PeerError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,13 +28,13 @@ _FIRST_TO_FAIL = "halfserve/first_to_fail"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Which of how many processes this is. Alone, every method is free and gives back what it was given.
+    """The rank of this process, and communication with the others. Alone, every method returns its argument.
 
     Attributes:
         rank: From 0; rank 0 alone writes files and prints.
-        size: How many processes train together.
+        size: The number of processes.
         local_rank: The process's number on its machine, which is the number of its GPU.
-        store: What the processes share besides their connections.
+        store: The key-value store that the processes share.
     """
 
     rank: int = 0
@@ -43,15 +44,15 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """Whether this process writes and prints."""
         return self.rank == 0
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all processes of a floating tensor, which is not changed."""
+        """The mean of a floating tensor over all processes; the tensor is not changed."""
         return self.sum(value) / self.size if self.size > 1 else value
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes of a tensor, which is not changed."""
+        """The sum of a tensor over all processes; the tensor is not changed."""
         if self.size == 1:
             return value
         total = value.clone()
@@ -59,7 +60,7 @@ class World:
         return total
 
     def gather(self, value: Value) -> list[Value]:
-        """What every process has, in the order of their ranks; pickled on the way."""
+        """The values of all processes, in the order of their ranks; pickled."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -67,7 +68,7 @@ class World:
         return gathered
 
     def from_first(self, value: Value) -> Value:
-        """What rank 0 has; pickled on the way."""
+        """The value of rank 0; pickled."""
         if self.size == 1:
             return value
         shared: list[Any] = [value]
@@ -76,32 +77,31 @@ class World:
         return first
 
     def share_buffers(self, module: torch.nn.Module) -> None:
-        """Overwrite a module's buffers with those of rank 0."""
         if self.size > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)
 
     def fails_first(self) -> bool:
-        """Say that this process fails; returns whether it is the first to say so, and should say why."""
+        """Announce that this process fails; returns whether it is the first, and should report why."""
         if self.store is None:
             return True
         try:
             first = self.store.compare_set(_FIRST_TO_FAIL, "", str(self.rank))
-        except RuntimeError:  # the store is gone, and with it whoever could have been first
+        except RuntimeError:  # the store is gone, and with it the process that failed first
             return False
         return bool(first == str(self.rank).encode())
 
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Join the processes that `torchrun` started together with this one, if it did; else this one is alone.
+    """Join the processes that `torchrun` started together with this one, if it did; else this process is alone.
 
-    They talk by gloo for what is on the CPU and by nccl for what is on CUDA. Of processes that fail, the first has the word: in
-    the others its failure shows as broken connections, of which nobody need hear.
+    Communicates by gloo for CPU tensors and by nccl for CUDA tensors. Only the first process that fails reports its error: in
+    the others it shows as broken connections.
 
     Raises:
         PeerError: In place of any exception, if another process failed first.
-        TrainingError: If the environment that torchrun sets is only there in part.
+        TrainingError: If torchrun's environment variables are incomplete.
     """
     world = _from_environment()
     if world.size == 1:
@@ -144,9 +144,9 @@ def _from_environment() -> World:
 
 
 def _connected(world: World) -> World:
-    # DistributedDataParallel imports this, whose functions take the group of the time as the default of a parameter: loaded
-    # after the group was made, it keeps that for ever, and gloo's threads with it. Such a thread that lets go of a tensor while
-    # the interpreter ends takes the process down (SIGABRT), after everything has gone well.
+    # DistributedDataParallel imports this module, whose functions have the current group as a default argument: imported after
+    # the group was made, it keeps the group and gloo's threads alive. A gloo thread that frees a tensor while the interpreter
+    # ends aborts the process (SIGABRT).
     import_module("torch.distributed.nn.functional")
     store, _, _ = next(rendezvous("env://", world.rank, world.size))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -155,12 +155,12 @@ def _connected(world: World) -> World:
 
 
 def _leave_group() -> None:
-    # What the model in parallel leaves behind lies in circles of references, and holds the group too.
+    # Reference cycles of DistributedDataParallel hold the group.
     gc.collect()
     dist.destroy_process_group()
 
 
 def is_broken_connection(error: Exception) -> bool:
     """Whether an exception says that another process of the run is gone."""
-    # Of gloo's errors only the text tells them from others.
+    # gloo's errors differ from others by their text only.
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))

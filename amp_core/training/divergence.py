@@ -1,34 +1,156 @@
-"""When to give up: a run whose numbers got out of hand is stopped, with what went wrong first."""
+"""When to stop a run with non-finite numbers, and the diagnosis of the first cause."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from amp_core.training.diagnosis import diagnose
-from amp_core.training.errors import TrainingError
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from amp_core.autocast.autocast import autocast
+from amp_core.calling import call
+from amp_core.random_state import preserved_random_state
+from amp_core.training.settings import TrainingError
+from amp_core.training.step import Batch, StepRecord, Training
 
-    from amp_core.training.log import StepRecord
-    from amp_core.training.step import Batch, Training
+_LISTED = 3
+
+
+def diagnose(training: Training, batches: Sequence[Batch]) -> str | None:
+    """Find the first non-finite values, in inputs, layers, loss and gradients, by running the batches again.
+
+    Weights, buffers and random generators are restored; gradients are cleared. Layers that draw random numbers (dropout) draw
+    others than in the step itself.
+
+    Returns:
+        The cause and the advice, for the middle of a sentence; None if all is finite at the smallest loss scale.
+    """
+    with preserved_random_state(training.device), _kept_buffers(training.model):
+        for batch in batches:
+            found = _in_forward(training, batch) or _in_backward(training, batch)
+            if found:
+                return found
+    return None
+
+
+@dataclass
+class _FirstNonFinite:
+    """Forward hooks on every module of a model; children finish before their parents."""
+
+    layer: str | None = None
+    handles: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        for name, module in model.named_modules():
+            self.handles.append(module.register_forward_hook(partial(self._look, name)))
+        try:
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+    def _look(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self.layer is None and not is_finite(output):
+            self.layer = _described(name, module)
+
+
+def _in_forward(training: Training, batch: Batch) -> str | None:
+    inputs, targets = batch
+    for name, values in (("inputs", inputs), ("targets", targets)):
+        if not is_finite(values):
+            return f"the {name} of the batch hold inf or NaN; look at the data"
+    watch = _FirstNonFinite()
+    with torch.no_grad(), watch.watching(training.model):
+        loss = _loss(training, batch, training.region)
+    if watch.layer is not None:
+        return f"in forward {watch.layer} is the first that is not finite; {_advice(training, batch)}"
+    if not is_finite(loss):
+        return f"all layers' outputs are finite, and the loss function returns {loss.item():g}; {_advice(training, batch)}"
+    return None
+
+
+def _in_backward(training: Training, batch: Batch) -> str | None:
+    scaler, model = training.scaler, training.model
+    loss = _loss(training, batch, training.region)
+    model.zero_grad()
+    (loss * scaler.min_scale if scaler.is_enabled() else loss).backward()  # type: ignore[no-untyped-call]
+    names = [name for name, parameter in model.named_parameters() if not is_finite(parameter.grad)]
+    model.zero_grad()
+    if not names:
+        return None
+    listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+    scale = f" even at the smallest scale, {scaler.min_scale:g}" if scaler.is_enabled() else ""
+    return (
+        f"forward is finite, but the gradients of {listed} are not{scale}; try a lower learning rate, another loss function"
+        + ("" if training.dtype is torch.float32 else ", or float32 for the operations that overflow, by a policy")
+    )
+
+
+def _advice(training: Training, batch: Batch) -> str:
+    if training.dtype is torch.float32:
+        return "try a lower learning rate"
+    full = autocast(training.device.type, enabled=False)
+    watch = _FirstNonFinite()
+    with torch.no_grad(), watch.watching(training.model):
+        loss = _loss(training, batch, full)
+    if watch.layer is None and is_finite(loss):
+        return "in float32 it is finite: try bfloat16, or a policy that keeps the operation in float32"
+    return "it is not finite in float32 either: try a lower learning rate"
+
+
+def _loss(training: Training, batch: Batch, region: AbstractContextManager[Any]) -> Tensor:
+    inputs, targets = batch
+    loss: Callable[[Any, Any], Tensor] = training.loss
+    with region:
+        return loss(call(training.model, inputs), targets)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no tensor in a value, also in tuples, lists and dicts, contains an infinity or a NaN."""
+    if isinstance(value, Tensor):
+        has_fractions = value.is_floating_point() or value.is_complex()
+        return not has_fractions or bool(torch.isfinite(value.coalesce().values() if value.is_sparse else value).all())
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    return not isinstance(value, (tuple, list)) or all(map(is_finite, value))
+
+
+def _described(name: str, module: nn.Module) -> str:
+    largest = max(
+        (parameter.detach().abs().max().item() for parameter in module.parameters(recurse=False) if parameter.numel()),
+        default=0.0,
+    )
+    weights = f", whose weights reach {largest:.3g}," if largest > 1e3 else ""
+    return f"the output of {name or 'the model itself'} ({type(module).__name__}){weights}"
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    before = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(model.buffers(), before, strict=True):
+                buffer.copy_(value)
 
 
 _UNKNOWN = "gradients are not finite; try a lower learning rate"
 
 
 class DivergenceWatch:
-    """Looks at every step's outcome, which costs nothing, and at the model itself only when something is wrong.
+    """Checks every step's record, at no cost, and diagnoses the model only after bad steps.
 
-    A step is bad if it was skipped or its loss is not finite. Skipped steps are part of finding the loss scale, so they are
-    borne until there are `patience` in a row. Then the last batch is run once more: if its forward pass or its loss is not
-    finite, or its gradients are not even at the smallest scale, then no scale can help and the run ends; else it goes on, and
-    is looked at again after as many bad steps more. Without a scale a gradient that is not finite ends the run at once.
-
-    Args:
-        training: What is trained.
-        patience: In steps.
+    A step is bad if it was skipped or its loss is not finite. Skipped steps are part of finding the loss scale, so the watch
+    waits for `patience` of them in a row. Then the last batch is diagnosed: if its forward pass or its loss is not finite, or
+    its gradients are not even at the smallest scale, no scale can help and the run ends; else the run continues, with another
+    diagnosis after as many further bad steps. Without a scale a gradient that is not finite ends the run at once.
     """
 
     def __init__(self, training: Training, patience: int) -> None:
@@ -37,14 +159,10 @@ class DivergenceWatch:
         self._last_bad: tuple[StepRecord, Sequence[Batch]] | None = None
 
     def look(self, record: StepRecord, batches: Sequence[Batch]) -> None:
-        """Look at a step.
-
-        Args:
-            record: Of the step.
-            batches: That it was made with.
+        """Check a step.
 
         Raises:
-            TrainingError: If going on is useless; names the layer or the parameters.
+            TrainingError: If the run has diverged; names the layer or the parameters.
         """
         if not is_bad(record):
             self._bad_in_a_row, self._last_bad = 0, None
@@ -56,17 +174,17 @@ class DivergenceWatch:
             self._stop_if_hopeless(record, batches, otherwise=_UNKNOWN if must_stop else None)
 
     def look_at_evaluation(self, metrics: dict[str, float]) -> None:
-        """Look at an evaluation: one without a finite loss, right after a bad step, is of a model that is lost.
+        """Check an evaluation: a non-finite loss right after a bad step means that the model is lost.
 
         Raises:
-            TrainingError: If it is.
+            TrainingError: If the model is lost.
         """
         if self._last_bad is not None and not math.isfinite(metrics["loss"]):
             otherwise = f"the loss on held-out data is {metrics['loss']:g} too; try a lower learning rate"
             self._stop_if_hopeless(*self._last_bad, otherwise=otherwise)
 
     def _stop_if_hopeless(self, record: StepRecord, batches: Sequence[Batch], *, otherwise: str | None) -> None:
-        # The cause may be in one process's batch alone; all of them must come to the same end.
+        # The cause may be in one process's batch alone; all processes must come to the same verdict.
         found = self._training.world.gather(diagnose(self._training, batches))
         cause = next((verdict for verdict in found if verdict is not None), otherwise)
         if cause is not None:

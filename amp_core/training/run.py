@@ -1,45 +1,94 @@
-"""A run's state: what is trained, how far it is, and how that goes into a checkpoint and comes out again."""
+"""A training run: its state, its progress from step to step, and the way into a checkpoint and back."""
 
 from __future__ import annotations
 
 import math
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 
-from amp_core.casting.autocast import autocast
+from amp_core.autocast.autocast import autocast
+from amp_core.calling import described_call
 from amp_core.checkpoint import Checkpoint, build_data, require_readable
 from amp_core.data import Batches, DataError, until_one_ends
-from amp_core.scaling.grad_scaler import GradScaler
+from amp_core.factory import one_line, place_of
+from amp_core.grad_scaler.grad_scaler import GradScaler
+from amp_core.random_state import random_state, seed_everything
+from amp_core.recorder import Recorder
+from amp_core.training.components import (
+    build_model,
+    build_optimizer,
+    in_parallel,
+    load_loss,
+    require_same_data,
+    restore,
+    restore_random_state,
+    warmup_and_cosine,
+)
+from amp_core.training.distributed import World, is_broken_connection
 from amp_core.training.divergence import DivergenceWatch, is_bad
-from amp_core.training.errors import TrainingError
-from amp_core.training.evaluation import evaluate
-from amp_core.training.misfits import misfits
-from amp_core.training.model import build_model, build_optimizer, load_loss
-from amp_core.training.parallel import in_parallel, require_same_data
-from amp_core.training.random_state import random_state, seed_everything
-from amp_core.training.recording import Recording
-from amp_core.training.restore import restore, restore_random_state
-from amp_core.training.schedule import warmup_and_cosine
-from amp_core.training.settings import DTYPES, TrainingSettings
-from amp_core.training.statistics import RunningStatistics
-from amp_core.training.step import Batch, Training, train_step
+from amp_core.training.settings import DTYPES, TrainingError, TrainingSettings
+from amp_core.training.step import Batch, RunningStatistics, StepRecord, Training, evaluate, train_step
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-    from types import TracebackType
-    from typing import Self
 
-    from torch.utils.data import Dataset
+@contextmanager
+def first_error_in_one_line(told: str, *, is_first: bool, model: nn.Module | None = None, inputs: Any = None) -> Iterator[None]:
+    """Report in one line, which begins with `told`, the first exception of the user's model, data and functions together.
 
-    from amp_core.training.distributed import World
-    from amp_core.training.log import StepRecord
+    Later exceptions are bugs, and keep their traceback. With a model, its `forward` and its inputs are described, too.
+
+    Raises:
+        TrainingError: In place of the block's exception, if `is_first`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_first or isinstance(error, (TrainingError, DataError)) or is_broken_connection(error):
+            raise
+        call = "" if model is None else described_call(model, inputs)
+        raise TrainingError(f"{told} raised {one_line(error)}{place_of(error)}{call}") from error
+
+
+class Recording:
+    """Records the operations of a run's steps if that is wanted, else does nothing.
+
+    Raises:
+        TrainingError: If `before` is no record.
+    """
+
+    def __init__(self, model: nn.Module, *, every: int, before: dict[str, Any]) -> None:
+        self._before = before
+        self._recorder: Recorder | None = None
+        if every or before:
+            recorder = Recorder(model, every=max(1, every))
+            try:
+                if before:  # loaded also without recording: the run's end writes it again
+                    recorder.load_dict(before)
+            except ValueError as error:
+                raise TrainingError(f"cannot go on with the checkpoint's record: {error}") from error
+            self._recorder = recorder if every else None
+
+    def of_step(self, step: int) -> Callable[[float], AbstractContextManager[None]]:
+        """From a step's loss scale to the context of its forward, loss and backward."""
+        return partial(self._around, step)
+
+    def _around(self, step: int, scale: float) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.step(step, scale=scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record, for a checkpoint; empty if nothing was ever recorded."""
+        return self._before if self._recorder is None else self._recorder.to_dict()
+
 
 Item = TypeVar("Item")
 
@@ -50,7 +99,7 @@ class Evaluation:
 
     Attributes:
         epoch: Counted from 1.
-        step: How many steps were attempted until then.
+        step: The number of attempted steps until then.
         metrics: `loss` on held-out data, and `accuracy` for a classifier.
     """
 
@@ -60,13 +109,7 @@ class Evaluation:
 
 
 class TrainingRun:
-    """The state that moves on from step to step; to be used in a `with`, which ends the data's workers.
-
-    Args:
-        settings: What to train, and how.
-        device: Where.
-        world: With which other processes.
-        before: Where to go on from.
+    """The state that moves from step to step; to be used in a `with`, which ends the data's workers.
 
     Raises:
         FactoryError: If the model, data, loss or optimizer cannot be imported or built.
@@ -102,17 +145,16 @@ class TrainingRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to train."""
         return self.epochs_done >= self.settings.epochs
 
     @property
     def skipped_steps(self) -> int:
-        """How many of the steps were skipped: the scheduler has counted the others."""
+        """The number of skipped steps: the scheduler has counted the others."""
         return self.steps_done - int(self.training.scheduler.last_epoch)
 
     @property
     def record(self) -> dict[str, Any]:
-        """Which operation ran in which dtype and range, as this process has seen it; empty if nothing was ever recorded."""
+        """The operations that this process has recorded; empty if nothing was ever recorded."""
         return self._recording.to_dict()
 
     def _training(self, before: Checkpoint | None) -> Training:
@@ -166,7 +208,7 @@ class TrainingRun:
         if before is not None:
             restore_random_state(before, self.world.rank, self.device)
         elif self.world.rank > 0:
-            # The weights are the same on all ranks, what dropout draws is not.
+            # The weights are equal on all ranks; the random draws of dropout are not.
             seed_everything((self.settings.seed + self.world.rank * 0x9E3779B97F4A7C15) % 2**63)
 
     def events(self) -> Iterator[StepRecord | Evaluation]:
@@ -176,7 +218,7 @@ class TrainingRun:
             A record of each step, and after the last of each epoch an evaluation.
 
         Raises:
-            TrainingError: If model, data and loss do not fit together, or the numbers got out of hand.
+            TrainingError: If model, data and loss do not fit together, or the run has diverged.
             DataError: If the data cannot be read.
         """
         while not self.is_complete:
@@ -213,7 +255,9 @@ class TrainingRun:
     def _step(self, batches: list[Batch]) -> StepRecord:
         step, names = self.steps_done + 1, self.settings
         told = f"{names.model}, {names.data}, {names.loss} and {names.optimizer} do not fit together: the first step"
-        with misfits(told, is_first=step == self._steps_before + 1, model=self.training.model, inputs=batches[0][0]):
+        with first_error_in_one_line(
+            told, is_first=step == self._steps_before + 1, model=self.training.model, inputs=batches[0][0]
+        ):
             return train_step(
                 self.training, batches, step=step, epoch=self.epochs_done + 1, recording=self._recording.of_step(step)
             )
@@ -221,11 +265,11 @@ class TrainingRun:
     def _evaluate(self) -> dict[str, float]:
         training = self.training
         self.world.share_buffers(training.model)
-        # Always the first epoch: whatever the items draw is the same in each evaluation.
+        # Always the first epoch, so that the items draw the same random numbers in each evaluation.
         batches = self._held_out_batches.epoch(0)
         names = self.settings
         told = f"{names.model}, {names.data} and {names.loss} do not fit together: the first evaluation"
-        with misfits(told, is_first=self.epochs_done == self._epochs_before + 1):
+        with first_error_in_one_line(told, is_first=self.epochs_done == self._epochs_before + 1):
             metrics = evaluate(training.model, training.loss, batches, training.region, world=self.world)
         if not metrics:
             raise DataError(f"the held-out set of {self.settings.data} has no items")
@@ -238,7 +282,7 @@ class TrainingRun:
         return metrics
 
     def require_savable(self) -> None:
-        """Find out, before an epoch is spent, whether a checkpoint can hold what model and optimizer keep.
+        """Check, before an epoch is spent, that a checkpoint can hold the states of model and optimizer.
 
         Raises:
             CheckpointError: If it cannot.
@@ -247,7 +291,7 @@ class TrainingRun:
         require_readable({"weights": training.model.state_dict(), "optimizer": training.optimizer.state_dict()})
 
     def checkpoint(self) -> Checkpoint:
-        """Freeze everything. All processes must call this; rank 0's is the one to save."""
+        """Make a checkpoint. All processes must call this; rank 0 saves its own."""
         training, settings = self.training, self.settings
         first_rng, *other_rngs = self.world.gather(random_state(self.device))
         return Checkpoint(
@@ -272,7 +316,7 @@ class TrainingRun:
 
 
 def _frozen(value: Any) -> Any:
-    # What a module keeps by `get_extra_state` may be anything.
+    # The result of a module's `get_extra_state` may be anything.
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
@@ -283,7 +327,7 @@ def _groups(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def _announcing_failure(batches: Iterator[Item], world: World) -> Iterator[Item]:
-    # Ranks that read a stream in step all fail when one does; the one whose data it is must be the one to say so.
+    # Ranks that read a stream in step all fail when one does; the rank with the broken data must report it.
     try:
         yield from batches
     except Exception:

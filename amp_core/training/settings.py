@@ -1,4 +1,4 @@
-"""What a training run is told."""
+"""The settings of a training run, and the errors that end one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import Any
 import torch
 
 from amp_core.policy import Policy
-from amp_core.training.errors import TrainingError
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot start or continue, for a reason that its user can fix."""
+
+
+class PeerError(TrainingError):
+    """Another process of the run failed first, and reports why."""
+
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-# What must be the same for a resumed run to give the result of an uninterrupted one; the rest may change.
+# A resumed run gives the result of an uninterrupted one only if these are equal; the others may change.
 _PART_OF_THE_RESULT = (
     "loss", "epochs", "batch_size", "accumulate", "steps_per_epoch", "optimizer", "learning_rate", "clip", "seed"
 )  # fmt: skip
@@ -26,23 +34,23 @@ class TrainingSettings:
     Attributes:
         model: `MODULE:FACTORY` of the model.
         data: `MODULE:FACTORY` of the pair (training set, held-out set); their items are pairs (input, target).
-        out: The folder for `checkpoint.pt`, `train.jsonl` and what else is asked for.
-        loss: `MODULE:FACTORY` of a function (output, target) -> scalar tensor, or of a module class that is one.
+        out: The folder for `checkpoint.pt`, `train.jsonl` and the other files.
+        loss: `MODULE:FACTORY` of a function (output, target) -> scalar tensor, or of a module class.
         optimizer: `MODULE:FACTORY` of a function or class (parameters, lr=...) -> optimizer.
         dtype: `float16` (the loss is scaled), `bfloat16` or `float32` (neither autocast nor scaled).
-        epochs: How often the training set is gone through.
-        steps_per_epoch: Where an epoch ends at the latest, in optimizer steps; 0 ends it with the training set. A training set
-            without a length needs it, because the learning rate's way depends on the number of all steps.
+        epochs: The number of passes over the training set.
+        steps_per_epoch: The largest number of optimizer steps of an epoch; 0 ends it with the training set. A training set
+            without a length needs it, because the learning-rate schedule depends on the number of all steps.
         batch_size: In items, of each process.
-        accumulate: How many batches make one optimizer step, which follows the mean of their losses.
-        learning_rate: At its highest; it warms up over a twentieth of the steps and then falls like a cosine.
+        accumulate: The number of batches of one optimizer step, which follows the mean of their losses.
+        learning_rate: The highest; it warms up over a twentieth of the steps and then falls like a cosine.
         clip: The largest norm of all gradients together; 0 does not clip.
-        seed: Of the weights, the order of the items and whatever the model draws.
+        seed: Of the weights, the order of the items and all random draws of the model.
         device: `auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, ...
         policy: The autocast policy's string form.
         workers: Processes that make the batches; 0 makes them in this one.
         checkpoint_every: In steps; 0 writes a checkpoint at the end of each epoch only.
-        patience: After how many steps in a row that are skipped, or whose loss is not finite, to look for the cause.
+        patience: The number of steps in a row, skipped or with a non-finite loss, after which the cause is diagnosed.
         record_every: In steps: how often the dtypes and ranges of all operations are recorded; 0 never.
         tensorboard: Whether to write the scalars for TensorBoard.
 
@@ -89,7 +97,7 @@ class TrainingSettings:
         Policy.parse(self.policy)
 
     def to_checkpoint(self) -> dict[str, str | int | float]:
-        """Those settings that shape the result and have no place of their own in a checkpoint."""
+        """The settings that shape the result and have no field of their own in a checkpoint."""
         values: dict[str, Any] = asdict(self)
         return {name: values[name] for name in _PART_OF_THE_RESULT}
 

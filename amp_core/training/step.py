@@ -1,50 +1,126 @@
-"""One optimizer step: forward and loss in autocast, scaled backward, clipping, a step that may be skipped."""
+"""One optimizer step (autocast, scaled backward, clipping, perhaps skipped) and one evaluation."""
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from amp_core.calling import call
-from amp_core.scaling.parameter_names import parameters_of
-from amp_core.training.clipping import clip_gradients
-from amp_core.training.log import StepRecord
+from amp_core.autocast.autocast import autocast
+from amp_core.calling import call, without_fast_path
+from amp_core.grad_scaler.grad_scaler import GradScaler
+from amp_core.grad_scaler.optimizers import dense, parameters_of
+from amp_core.training.distributed import World
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+Batch = tuple[Any, Any]  # (inputs, targets)
+ALONE = World()
 
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
-    from amp_core.casting.autocast import autocast
-    from amp_core.scaling.grad_scaler import GradScaler
-    from amp_core.training.distributed import World
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step.
 
-Batch = tuple[Any, Any]
+    Attributes:
+        step: Counted from 1 over the whole run, skipped steps included.
+        epoch: Counted from 1.
+        loss: Of the batch, unscaled.
+        scale: The loss scale; 1.0 without scaling.
+        skipped: Whether the gradients overflowed, so that the parameters stayed as they were.
+        gradient_norm: Of all gradients of the optimizer together, unscaled, before clipping.
+        learning_rate: Of the step.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    scale: float
+    skipped: bool
+    gradient_norm: float
+    learning_rate: float
+
+
+def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
+    """Scale all gradients down so that their total norm does not exceed a limit.
+
+    Args:
+        parameters: With gradients; those of embeddings may be sparse, which torch's `clip_grad_norm_` does not take.
+        largest: The limit; infinity leaves the gradients unchanged.
+
+    Returns:
+        The norm before, a scalar.
+    """
+    with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
+    if not any(parameter.grad.is_sparse for parameter in with_gradients):  # type: ignore[union-attr]  # (see the line above)
+        return clip_grad_norm_(with_gradients, largest)
+    values = [_coalesced(parameter) for parameter in with_gradients]
+    norm = get_total_norm(values)
+    torch._foreach_mul_(values, torch.clamp(largest / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _coalesced(parameter: Tensor) -> Tensor:
+    # Duplicate rows count as their sum, as in a dense gradient.
+    gradient = parameter.grad
+    assert gradient is not None  # noqa: S101  (for the type checker: only those with gradients are asked)
+    if gradient.is_sparse and not gradient.is_coalesced():
+        gradient = parameter.grad = gradient.coalesce()
+    return dense(gradient)
+
+
+_LAYERS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+)  # fmt: skip
+
+
+class RunningStatistics:
+    """Restores the running statistics of normalization layers after a step that overflowed in forward.
+
+    BatchNorm writes its averages in forward, even where the step is then skipped, and an infinity never leaves a mean.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+        self._kept: list[Tensor] = []
+
+    def keep(self) -> None:
+        """Remember the statistics, before a step."""
+        self._kept = [buffer.clone() for buffer in self._buffers()]
+
+    def undo_if_not_finite(self) -> None:
+        """Restore the statistics if one is not finite, after a bad step."""
+        now = self._buffers()
+        if any(not torch.isfinite(buffer).all() for buffer in now):
+            for buffer, before in zip(now, self._kept, strict=True):
+                buffer.copy_(before)
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What one step needs.
+    """The components of a step.
 
     Attributes:
         model: On the training device, its parameters in float32.
-        parallel: The model itself, or what runs it so that gradients become the mean over all processes.
+        parallel: The model itself, or a wrapper that averages the gradients over all processes.
         loss: (output, target) -> scalar loss.
         optimizer: Of the model's parameters, all or some.
         scheduler: Of the optimizer; stepped once per step that was not skipped.
         scaler: Enabled for float16 only.
-        device: Where the model is.
-        dtype: That autocast runs in; float32 where there is none.
+        device: Of the model.
+        dtype: Of autocast; float32 without autocast.
         region: The autocast region of forward and loss.
         clip: The largest gradient norm; 0 does not clip.
-        world: Which processes train together.
+        world: The processes that train together.
     """
 
     model: nn.Module
@@ -68,16 +144,16 @@ def train_step(
     epoch: int,
     recording: Callable[[float], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> StepRecord:
-    """Make one step that follows the mean of the batches' losses.
+    """Make one step along the mean of the batches' losses.
 
-    Where the gradients are not finite the parameters and the learning rate stay as they are.
+    If the gradients are not finite, the parameters and the learning rate stay as they are.
 
     Args:
-        training: What is trained, with what.
+        training: The components.
         batches: Pairs (inputs, targets) on the model's device, at least one; each is run and backpropagated on its own.
         step: The number of this step, from 1.
         epoch: The number of its epoch, from 1.
-        recording: Is given the scale, and returns what forward, loss and backward run in.
+        recording: From the scale to the context of forward, loss and backward.
     """
     optimizer, scaler = training.optimizer, training.scaler
     optimizer.zero_grad()
@@ -85,7 +161,7 @@ def train_step(
     with recording(scale):
         loss = _accumulate_gradients(training, batches)
     scaler.unscale_(optimizer)
-    # Not the model's: what the optimizer leaves out keeps its gradients, which nobody unscales or clears.
+    # Only the optimizer's parameters: those outside of it keep gradients that are neither unscaled nor cleared.
     norm = clip_gradients(parameters_of(optimizer), training.clip or math.inf).item()
     skipped = not _step_and_update(training, norm)
     if not skipped:
@@ -121,7 +197,7 @@ def _without_reduction(parallel: nn.Module) -> AbstractContextManager[None]:
 
 
 def _step_and_update(training: Training, norm: float) -> bool:
-    """Step unless a gradient is not finite; returns whether it was done."""
+    """Step unless a gradient is not finite; returns whether the step was made."""
     optimizer, scaler = training.optimizer, training.scaler
     if not scaler.is_enabled():
         if math.isfinite(norm):
@@ -130,3 +206,74 @@ def _step_and_update(training: Training, norm: float) -> bool:
     scaler.step(optimizer)
     scaler.update()
     return not scaler.step_was_skipped
+
+
+def evaluate(
+    model: nn.Module,
+    loss_function: Callable[[Any, Any], Tensor],
+    batches: Iterable[tuple[Any, Any]],
+    region: AbstractContextManager[Any],
+    *,
+    world: World = ALONE,
+) -> dict[str, float]:
+    """Run a model over held-out data, without gradients; its mode is restored.
+
+    Attention layers compute what they compute in training (see `without_fast_path`).
+
+    Args:
+        model: In any mode.
+        loss_function: (output, target) -> mean loss of the batch.
+        batches: Pairs (inputs, targets) on the model's device; the first dimension of all tensors is the batch.
+        region: The context of forward and loss, such as an `autocast`; entered once per batch.
+        world: Processes that have a share of the data each.
+
+    Returns:
+        `loss`, the mean over all processes' items; and for a classifier (outputs of shape (n, classes), integer targets of
+        shape
+        (n,)) `accuracy`, the share of items whose largest output is the target's. Empty if there are no items.
+    """
+    was_training = model.training
+    model.eval()
+    items, correct, others, loss_sum = 0, 0, 0, 0.0
+    with torch.no_grad(), without_fast_path():
+        for inputs, targets in batches:
+            with region:
+                outputs = call(model, inputs)
+                loss = loss_function(outputs, targets)
+            count = _count((targets, inputs))
+            if count is None:
+                raise ValueError("no tensor among targets and inputs has a dimension, to count the items by")
+            items += count
+            loss_sum += loss.item() * count
+            if _is_classification(outputs, targets):
+                correct += int((outputs.argmax(1) == targets).sum())
+            else:
+                others += 1
+    model.train(was_training)
+    return _metrics(world.sum(torch.tensor([items, correct, others, loss_sum], dtype=torch.float64)).tolist())
+
+
+def _metrics(sums: list[float]) -> dict[str, float]:
+    items, correct, others, loss = sums
+    if items == 0:
+        return {}
+    metrics = {"loss": loss / items}
+    return metrics if others else metrics | {"accuracy": correct / items}
+
+
+def _count(value: Any) -> int | None:
+    """The number of items of a batch, by the first of its tensors that has a dimension; None if none has."""
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.ndim else None
+    parts = value.values() if isinstance(value, dict) else value
+    return next((count for part in parts if (count := _count(part)) is not None), None)
+
+
+def _is_classification(outputs: Any, targets: Any) -> bool:
+    return (
+        isinstance(outputs, torch.Tensor)
+        and isinstance(targets, torch.Tensor)
+        and outputs.ndim == 2
+        and targets.ndim == 1
+        and not targets.is_floating_point()
+    )

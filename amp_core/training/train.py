@@ -5,44 +5,38 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
 from amp_core.checkpoint import Checkpoint, load_checkpoint
-from amp_core.training.device import training_device
+from amp_core.random_state import preserved_random_state, seed_everything
+from amp_core.training.components import training_device
 from amp_core.training.distributed import World
-from amp_core.training.errors import TrainingError
-from amp_core.training.folder import CHECKPOINT, own_folder
-from amp_core.training.log import StepRecord
-from amp_core.training.output import Output, rewrite_record
-from amp_core.training.random_state import kept_random_state, seed_everything
 from amp_core.training.run import Evaluation, TrainingRun
-from amp_core.training.settings import TrainingSettings
-from amp_core.training.tensorboard import require_tensorboard
+from amp_core.training.run_folder import CHECKPOINT, RunOutputs, locked_folder, require_tensorboard, rewrite_record
+from amp_core.training.settings import TrainingError, TrainingSettings
+from amp_core.training.step import ALONE, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-ALONE = World()
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         checkpoint: The file.
         metrics: Of the last evaluation: `loss`, and `accuracy` for a classifier.
         epochs: Complete ones, those before a resumption included.
         steps: Attempted ones, likewise.
-        skipped_steps: Of those, the ones whose gradients overflowed.
-        scale: The loss scale at the end; 1.0 where nothing was scaled.
-        device: That was trained on.
-        seconds: That this call took.
+        skipped_steps: The steps whose gradients overflowed.
+        scale: The loss scale at the end; 1.0 without scaling.
+        device: The device of the training.
+        seconds: The duration of this call.
     """
 
     checkpoint: Path
@@ -57,7 +51,7 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         steps_in_total: Of the whole run; fewer are made if a training set without a length ends early.
@@ -78,15 +72,15 @@ def train(
     on_step: Callable[[Progress], None] = lambda _: None,
     on_epoch: Callable[[Evaluation], None] = lambda _: None,
 ) -> TrainingResult:
-    """Train a model, writing a line per step and evaluation to `train.jsonl`, and now and then `checkpoint.pt`.
+    """Train a model; write a line per step and evaluation to `train.jsonl`, and checkpoints to `checkpoint.pt`.
 
-    The same settings on the same machine give the same result, bit for bit, whether a run was killed and resumed or not.
-    The process's own random state is left as it was. Nothing in the folder changes before the first step has worked; then a
-    checkpoint of an earlier run becomes `checkpoint.previous.pt`, unless it is resumed from.
+    Equal settings on the same machine give equal results, bit for bit, also if a run was killed and resumed. The process's own
+    random state is restored. Nothing in the folder changes before the first step has worked; then a checkpoint of an earlier
+    run becomes `checkpoint.previous.pt`, unless the run resumes from it.
 
     Args:
-        settings: What to train, and how.
-        resume: Go on from `checkpoint.pt`, if there is one.
+        settings: The settings.
+        resume: Continue from `checkpoint.pt`, if there is one.
         world: The processes that train together, inside of `joined_world`. Rank 0 writes the files.
         on_step: Called after each step.
         on_epoch: Called after each epoch.
@@ -95,7 +89,7 @@ def train(
         FactoryError: If the model, data, loss or optimizer cannot be imported or built.
         CheckpointError: If a checkpoint cannot be read or written, or is of another model.
         DataError: If the data cannot be split, read or batched.
-        TrainingError: If the run cannot start or go on.
+        TrainingError: If the run cannot start or continue.
     """
     started = time.monotonic()
     device = training_device(settings.device, world)
@@ -103,15 +97,13 @@ def train(
         require_tensorboard()
     path = settings.out / CHECKPOINT
     with (
-        own_folder(settings.out) if world.is_first else nullcontext(),
-        kept_random_state(device),
+        locked_folder(settings.out) if world.is_first else nullcontext(),
+        preserved_random_state(device),
         torch.backends.cudnn.flags(deterministic=True, benchmark=False),
     ):
         before = world.from_first(load_checkpoint(path) if resume and world.is_first and path.exists() else None)
         if before is not None:
             _check_same_run(settings, before, world)
-        if settings.record_every:
-            import_module("amp_core.recorder")  # before the seed: the first import of what it prints with draws a number
         seed_everything(settings.seed)
         with TrainingRun(settings, device, world, before) as run:
             _go_through(run, is_new=before is None, on_step=on_step, on_epoch=on_epoch)
@@ -134,11 +126,13 @@ def _go_through(
     steps_before, skipped_before, epochs_before = run.steps_done, run.skipped_steps, run.epochs_done
     events = run.events()
     first = next(events, None)
-    if first is None:  # whoever ended the run before may have been stopped between the checkpoint and the record
+    if first is None:  # the earlier run may have stopped between the checkpoint and the record
         rewrite_record(run)
         return
     run.require_savable()
-    with Output(run, is_new=is_new, steps_done=steps_before, skipped_steps=skipped_before, epochs_done=epochs_before) as output:
+    with RunOutputs(
+        run, is_new=is_new, steps_done=steps_before, skipped_steps=skipped_before, epochs_done=epochs_before
+    ) as output:
         for event in chain([first], events):
             if isinstance(event, StepRecord):
                 output.write_step(event)
@@ -152,7 +146,7 @@ def _check_same_run(settings: TrainingSettings, checkpoint: Checkpoint, world: W
     names = ("model", "data", "dtype", "policy")
     then = checkpoint.settings | {name: getattr(checkpoint, name) for name in names}
     now = settings.to_checkpoint() | {name: getattr(settings, name) for name in names}
-    # What an older checkpoint does not mention could not be chosen then.
+    # The defaults of settings that older checkpoints do not contain.
     defaults = {"accumulate": 1, "steps_per_epoch": 0, "optimizer": "torch.optim:AdamW"}
     for name, value in now.items():
         if then.get(name, defaults.get(name)) != value:

@@ -1,4 +1,4 @@
-"""One training from the same start, in the precision asked for."""
+"""A network of 1x1 convolutions learns a checkerboard from its pixels' coordinates, in one precision."""
 
 from __future__ import annotations
 
@@ -6,31 +6,129 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from amp_core import GradScaler, autocast
-from examples.checkerboard.image import checkerboard, coordinate_grid
-from examples.checkerboard.network import network
-from examples.checkerboard.settings import Settings
+from amp_core import GradScaler, Policy, autocast
+from amp_core.policy import PolicyError
+
+SIZE_ON_CPU, SIZE_ON_ACCELERATOR = 32, 512
+
+
+class CheckerboardError(Exception):
+    """A setting that cannot be used, for a reason that its user can fix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckerboardSettings:
+    """The settings of one training, the same for each precision.
+
+    Attributes:
+        device: That is trained on.
+        steps: Of the optimizer, skipped ones included.
+        size: Height and width of the image, in pixels.
+        squares: Along each side of the image.
+        width: Channels of the hidden layers.
+        learning_rate: Of Adam.
+        policy: Of autocast, in its string form.
+        seed: Of the weights.
+
+    Raises:
+        CheckerboardError: If a value is out of its range.
+    """
+
+    device: torch.device
+    steps: int = 120
+    size: int = SIZE_ON_CPU
+    squares: int = 4
+    width: int = 256
+    learning_rate: float = 1e-2
+    policy: str = "native"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "squares", "width"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(self.size >= 2, f"size must be at least 2 pixels, got {self.size}")
+        _require(self.squares <= self.size, f"an image of {self.size} pixels has no room for {self.squares} squares a side")
+        _require(0 < self.learning_rate < 1, f"learning_rate must be between 0 and 1, got {self.learning_rate}")
+        _require(0 <= self.seed < 2**63, f"seed must be between 0 and 2**63 - 1, got {self.seed}")
+        try:
+            Policy.parse(self.policy)
+        except PolicyError as error:
+            raise CheckerboardError(str(error)) from error
+
+
+def device_named(name: str) -> torch.device:
+    """The device of that name; `auto` is the accelerator if there is one, else the CPU.
+
+    Raises:
+        CheckerboardError: If the device cannot be used here.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # `meta` makes tensors, but has no numbers for them
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckerboardError(f"device {name!r} cannot be used here ({reason}); try 'cpu' or 'auto'") from error
+    return device
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise CheckerboardError(otherwise)
+
+
+def coordinate_grid(size: int) -> Tensor:
+    """The coordinates (x, y) of each pixel, from -1 at the left and the top to 1; float32 of shape (1, 2, size, size)."""
+    along = torch.linspace(-1.0, 1.0, size)
+    return torch.stack(torch.meshgrid(along, along, indexing="xy"))[None]
+
+
+def checkerboard(size: int, squares: int) -> Tensor:
+    """A board of `squares` x `squares` fields, 0.0 (top left) and 1.0 in turn; float32 of shape (1, 1, size, size)."""
+    field = torch.arange(size) * squares // size
+    return ((field[:, None] + field) % 2).float()[None, None]
+
+
+HIDDEN_LAYERS = 3
+
+
+def network(width: int = 256) -> nn.Sequential:
+    """2 -> width -> width -> width -> 1 channels, with BatchNorm and ReLU between; its weights depend on torch's random state.
+
+    In mixed precision the convolutions run in float16 or bfloat16; BatchNorm computes its statistics in float32 either way.
+    """
+    channels = (2, *[width] * HIDDEN_LAYERS)
+    hidden = [layer for pair in pairwise(channels) for layer in _layer(*pair)]
+    return nn.Sequential(*hidden, nn.Conv2d(width, 1, kernel_size=1))
+
+
+def _layer(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
+    # BatchNorm has a bias.
+    return nn.Conv2d(channels_in, channels_out, kernel_size=1, bias=False), nn.BatchNorm2d(channels_out), nn.ReLU()
+
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a training came to.
+class CheckerboardResult:
+    """The result of a training.
 
     Attributes:
         dtype: The name of the dtype trained in.
         loss: Mean squared error of the whole image after the last step.
-        seconds: That all steps took together.
+        seconds: The duration of all steps.
         milliseconds_per_step: The median.
-        skipped_steps: Those whose gradients overflowed.
-        scale: The loss scale at the end; 1.0 where nothing was scaled.
-        peak_bytes: The most memory of the CUDA device in use at a time; None elsewhere.
-        image: What the network draws, float32 of shape (size, size), on the CPU.
+        skipped_steps: Steps whose gradients overflowed.
+        scale: The loss scale at the end; 1.0 without scaling.
+        peak_bytes: The peak memory of the CUDA device; None elsewhere.
+        image: The network's output, float32 of shape (size, size), on the CPU.
     """
 
     dtype: str
@@ -43,7 +141,7 @@ class Outcome:
     image: Tensor
 
 
-def train(settings: Settings, dtype: str, on_step: Callable[[], None] = lambda: None) -> Outcome:
+def train(settings: CheckerboardSettings, dtype: str, on_step: Callable[[], None] = lambda: None) -> CheckerboardResult:
     """Train the network.
 
     Args:
@@ -54,7 +152,7 @@ def train(settings: Settings, dtype: str, on_step: Callable[[], None] = lambda: 
     device = settings.device
     _reset_peak_memory(device)
     model, skipped, durations = _Trained(settings, dtype), 0, list[float]()
-    # Without TF32, which rounds to 10 bits where float32 is asked for.
+    # Without TF32, which rounds float32 products to 10 bits.
     with torch.backends.cudnn.flags(benchmark=True, allow_tf32=False):
         for _ in range(settings.steps):
             started = time.monotonic()
@@ -64,7 +162,7 @@ def train(settings: Settings, dtype: str, on_step: Callable[[], None] = lambda: 
             on_step()
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         image = model.image()
-    return Outcome(
+    return CheckerboardResult(
         dtype=dtype,
         loss=nn.functional.mse_loss(image, model.target).item(),
         seconds=sum(durations),
@@ -77,9 +175,9 @@ def train(settings: Settings, dtype: str, on_step: Callable[[], None] = lambda: 
 
 
 class _Trained:
-    """The network with what trains it; the only difference between the precisions is in `scaler` and `region`."""
+    """The network and its training; the precisions differ only in `scaler` and `region`."""
 
-    def __init__(self, settings: Settings, dtype: str) -> None:
+    def __init__(self, settings: CheckerboardSettings, dtype: str) -> None:
         device, low = settings.device, dtype != "float32"
         self.network = _fresh_network(settings)
         self.coordinates = coordinate_grid(settings.size).to(device, memory_format=torch.channels_last)
@@ -89,7 +187,6 @@ class _Trained:
         self.region = autocast(device.type, DTYPES[dtype] if low else None, enabled=low, policy=settings.policy)
 
     def step(self) -> bool:
-        """Make one step; False if it was skipped because a gradient overflowed."""
         self.optimizer.zero_grad()
         with self.region:
             loss = nn.functional.mse_loss(self.network(self.coordinates), self.target)
@@ -100,14 +197,14 @@ class _Trained:
         return not skipped
 
     def image(self) -> Tensor:
-        """What the network draws now, float32 of shape (1, 1, size, size)."""
-        # In training mode still: the batch is the whole image, and so are its statistics.
+        """The network's current output, float32 of shape (1, 1, size, size)."""
+        # In training mode: the batch is the whole image, with the statistics of the training.
         with torch.no_grad(), self.region:
             drawn: Tensor = self.network(self.coordinates)
         return drawn.float()
 
 
-def _fresh_network(settings: Settings) -> nn.Module:
+def _fresh_network(settings: CheckerboardSettings) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         made: nn.Module = network(settings.width)

@@ -1,4 +1,4 @@
-"""1,797 scanned handwritten digits of 8x8 pixels: those that scikit-learn ships, so that nothing is downloaded.
+"""1,797 scanned handwritten digits of 8x8 pixels: scikit-learn ships them, so nothing is downloaded.
 
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """

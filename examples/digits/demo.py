@@ -1,4 +1,4 @@
-"""`halfserve demo`: the whole way on handwritten digits, by the commands that a user would type, each in its own process."""
+"""`halfserve demo`: the whole pipeline on handwritten digits, each command in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
@@ -21,45 +20,49 @@ from serve.benchmark.errors import BenchmarkArgumentError
 from serve.benchmark.loads import parse_concurrencies
 
 MODEL, DATA, NAME = "examples.digits.model:model", "examples.digits.data:data", "digits"
+ROWS_PER_REQUEST = 16
+
+
+def ask_held_out(address: str, model: str, data: str) -> float:
+    """Accuracy (a fraction) of the served model on the held-out images, requested over gRPC.
+
+    Args:
+        address: "host:port" of the server.
+        model: the served model's name; one input [batch, 1, 8, 8], one output [batch, 10].
+        data: MODULE:FACTORY of the images.
+    """
+    # Imported late: torch takes seconds to load, and `--help` and usage errors do not need it.
+    import numpy as np  # noqa: PLC0415  (see above)
+
+    from amp_core.factory import call_factory  # noqa: PLC0415  (see above)
+    from serve.client import InferenceClient  # noqa: PLC0415  (see above)
+
+    _, held_out = call_factory(data)
+    images = np.stack([np.asarray(image) for image, _ in held_out])
+    labels = np.array([int(label) for _, label in held_out])
+    with InferenceClient(address) as client:
+        (taken,) = client.model_metadata(model).inputs
+        answers = [
+            next(iter(client.infer(model, {taken.name: images[start : start + ROWS_PER_REQUEST].astype(np.float16)}).values()))
+            for start in range(0, len(images), ROWS_PER_REQUEST)
+        ]
+    return float((np.concatenate(answers).argmax(axis=1) == labels).mean())
 
 
 class DemoError(Exception):
-    """A step of the demo failed; what it said itself stands above this line."""
+    """A step of the demo failed; its own message is above this line."""
 
 
 EXIT_CODES: dict[type[Exception], int] = {BenchmarkArgumentError: 2, DemoError: 1, OSError: 1}
 
 
-@dataclass(frozen=True)
-class Files:
-    """What the demo writes, below one folder."""
+class DemoFiles:
+    """The files of the demo, below one folder."""
 
-    folder: Path
-
-    @property
-    def training(self) -> Path:
-        """checkpoint.pt and train.jsonl."""
-        return self.folder / "training"
-
-    @property
-    def repository(self) -> Path:
-        """The model repository that is served."""
-        return self.folder / "repository"
-
-    @property
-    def bench(self) -> Path:
-        """The load test's figures."""
-        return self.folder / "bench.json"
-
-    @property
-    def bench_plot(self) -> Path:
-        """The same as a picture."""
-        return self.folder / "bench.png"
-
-    @property
-    def report(self) -> Path:
-        """The page that shows it all."""
-        return self.folder / "report.html"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.training, self.repository = folder / "training", folder / "repository"
+        self.bench, self.bench_plot, self.report = folder / "bench.json", folder / "bench.png", folder / "report.html"
 
 
 def demo(
@@ -76,15 +79,14 @@ def demo(
 
     Example: halfserve demo --out runs/demo
     """
-    # Soft wrap: a command that is printed can be copied.
+    # Soft wrap, so that printed commands can be copied.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     started = time.monotonic()
     parse_concurrencies(concurrency)  # before the work, not after it
-    # These bring torch, which takes seconds: who asks for help, or is told of wrong usage, need not wait for it.
-    from examples.digits.ask import ask_held_out  # noqa: PLC0415  (see above)
+    # Imported late: torch and matplotlib take seconds to load, and `--help` and usage errors do not need them.
     from examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
 
-    files = Files(out)
+    files = DemoFiles(out)
     files.folder.mkdir(parents=True, exist_ok=True)
     _step(console, "1/4", "train in fp16", _train(files, epochs))
     _step(console, "2/4", "convert to fp16, compare with fp32, write the repository", _export(files))
@@ -108,11 +110,11 @@ def demo(
     console.print(f"report: {files.report} ({time.monotonic() - started:.0f} s in all)")
 
 
-def _train(files: Files, epochs: int) -> list[str]:
+def _train(files: DemoFiles, epochs: int) -> list[str]:
     return ["train", MODEL, "--data", DATA, "--out", str(files.training), "--dtype", "float16", "--epochs", str(epochs)]
 
 
-def _export(files: Files) -> list[str]:
+def _export(files: DemoFiles) -> list[str]:
     return ["export", str(files.training / "checkpoint.pt"), "--repository", str(files.repository), "--name", NAME]
 
 
@@ -123,13 +125,13 @@ def _certificate(repository: Path) -> Path:
 
 def _step(console: Console, number: str, what: str, arguments: Sequence[str]) -> None:
     console.print(f"\n[bold]\\[{number}] {what}[/bold]\n$ halfserve {shlex.join(arguments)}")
-    # What the step prints is for the person who watches; standard output stays free for the demo's own result.
+    # The step prints to standard error; standard output is for the demo's own result.
     if subprocess.run(_command(arguments), stdout=sys.stderr, check=False, env=_environment()).returncode != 0:
         raise DemoError(f"'halfserve {arguments[0]}' failed; its message is above")
 
 
 @contextmanager
-def _server(console: Console, files: Files) -> Iterator[str]:
+def _server(console: Console, files: DemoFiles) -> Iterator[str]:
     arguments = ["serve", str(files.repository), "--grpc-port", "0", "--json"]
     console.print(f"\n[bold]\\[3/4] serve and ask[/bold]\n$ halfserve {shlex.join(arguments)}")
     with subprocess.Popen(_command(arguments), stdout=subprocess.PIPE, text=True, env=_environment()) as process:
@@ -155,6 +157,6 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    # The steps import this package from wherever it was imported here, installed or not.
+    # The steps import the same copy of this package, installed or not.
     root = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

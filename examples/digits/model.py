@@ -1,4 +1,4 @@
-"""A small convolutional classifier that makes tensors in `forward`, the way that is right in every dtype."""
+"""A small convolutional classifier that creates tensors in `forward` in the dtype of its input."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from export.inheritance.dtype_inheritance import new_linspace, new_ones
 
 
 class DigitsNet(nn.Module):
-    """Three convolutions, the first of which knows where it is, and a linear layer.
+    """Three convolutions, the first with coordinates as input channels, and a linear layer.
 
     The coordinates are two more input channels (Liu et al., "An intriguing failing of convolutional neural networks and the
-    CoordConv solution", 2018). They are made in the dtype and on the device of the image: bare `torch.linspace` would make
-    float32 ones, which pull a half model back up or fail in it.
+    CoordConv solution", 2018). They have the dtype and device of the image: bare `torch.linspace` would make float32 ones,
+    which cast a half model's activations up or fail in it.
     """
 
     def __init__(self, width: int = 16) -> None:

@@ -1,25 +1,79 @@
-"""The demo's result: read from the files that the stages wrote, shown as a table and as one page that stands alone."""
+"""The demo's result: read from the files that the stages wrote, shown as a table and as one HTML page."""
 
 from __future__ import annotations
 
 import base64
+import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from rich import box
 from rich.console import Group
 from rich.table import Table
 
 from amp_core.atomic_file import atomic_file
-from examples.digits.training_plot import training_plot
+
+# From Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+DOTS_PER_INCH = 150
+
+
+def training_plot(steps: Sequence[dict[str, Any]], epochs: Sequence[dict[str, Any]]) -> bytes:
+    """Draw a PNG with three panels over the optimizer steps.
+
+    Args:
+        steps: lines of train.jsonl, one per step: "step", "loss", "scale", "skipped".
+        epochs: lines of train.jsonl, one per epoch: "evaluation_loss", "accuracy".
+    """
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, accuracy, scale = figure.subplots(3, 1, sharex=True)
+    numbers = [step["step"] for step in steps]
+    ends = [round((i + 1) * len(steps) / max(1, len(epochs))) for i in range(len(epochs))]
+
+    loss.plot(numbers, [_finite(step["loss"]) for step in steps], color=BLUE, alpha=0.55, linewidth=1, label="training")
+    loss.plot(ends, [epoch["evaluation_loss"] for epoch in epochs], "o-", color=ORANGE, linewidth=2, label="held out")
+    loss.set_yscale("log")
+    loss.set_ylabel("loss")
+    loss.legend(frameon=False)
+
+    accuracy.plot(ends, [epoch["accuracy"] for epoch in epochs], "o-", color=GREEN, linewidth=2)
+    accuracy.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    accuracy.set_ylabel("held-out accuracy")
+
+    scale.step(numbers, [step["scale"] for step in steps], where="post", color=BLUE, linewidth=2, label="loss scale")
+    skipped = [step for step in steps if step["skipped"]]
+    scale.plot(
+        [s["step"] for s in skipped], [s["scale"] for s in skipped], "x", color=ORANGE, markersize=9, label="skipped step"
+    )
+    scale.set_yscale("log", base=2)
+    scale.set_ylabel("loss scale")
+    scale.set_xlabel("optimizer step")
+    scale.legend(frameon=False)
+
+    for axes in (loss, accuracy, scale):
+        axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=DOTS_PER_INCH)
+    return picture.getvalue()
+
+
+def _finite(value: Any) -> float:
+    """The loss as a number; NaN leaves a gap in the line for an overflowed loss, which is written as null."""
+    return float(value) if isinstance(value, int | float) else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Everything the report shows.
+    """The figures of the report.
 
     Attributes:
         steps: lines of train.jsonl, one per optimizer step.
@@ -39,7 +93,7 @@ class DemoResult:
 
     @classmethod
     def read(cls, *, training: Path, certificate: Path, bench: Path, bench_plot: Path, served_accuracy: float) -> DemoResult:
-        """Read what the stages wrote."""
+        """Read the files of the stages."""
         lines = [json.loads(line) for line in (training / "train.jsonl").read_text().splitlines()]
         return cls(
             steps=[line for line in lines if "step" in line],
@@ -69,7 +123,7 @@ class DemoResult:
 
 
 def precision_rows(result: DemoResult) -> list[tuple[str, str]]:
-    """How good the model is and how far fp16 is from fp32, a line each."""
+    """Accuracy, and the error of fp16 against fp32, a row each."""
     s = result.summary()
     accuracy, sizes = s["accuracy"], s["model_bytes"]
     return [
@@ -88,7 +142,7 @@ LEVEL_HEADINGS = ("in flight", "requests/s", "p50 ms", "p99 ms", "mean batch")
 
 
 def level_rows(result: DemoResult) -> list[tuple[str, ...]]:
-    """What the server did at each concurrency, in the order of LEVEL_HEADINGS."""
+    """The server's figures at each concurrency, in the order of LEVEL_HEADINGS."""
     return [
         (
             str(level["concurrency"]),
@@ -115,10 +169,10 @@ def result_tables(result: DemoResult) -> Group:
 
 
 def write_report(path: Path, result: DemoResult) -> None:
-    """Write the page: one HTML file with its pictures inside.
+    """Write the page: one HTML file that contains its pictures.
 
     Raises:
-        OSError: the file cannot be written; what stood there stays.
+        OSError: If the file cannot be written; an existing file stays.
     """
     templates = Environment(loader=PackageLoader("examples.digits", "."), autoescape=select_autoescape(["html", "j2"]))
     page = templates.get_template("report.html.j2").render(

@@ -8,11 +8,11 @@ from torch.nn.functional import cross_entropy
 
 from amp_core.integrations.accelerate import HalfserveAccelerator
 from examples.digits.model import DigitsNet
-from examples.integrations.digits import LEARNING_RATE, POLICY, Outcome, accuracy, batches
+from examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
 
 
-def main(epochs: int = 3) -> Outcome:
-    """Train, and print what became of it."""
+def main(epochs: int = 3) -> TrainingOutcome:
+    """Train, and print the outcome."""
     torch.manual_seed(0)
     accelerator = HalfserveAccelerator(mixed_precision="fp16", policy=POLICY)
     net = DigitsNet()
@@ -26,7 +26,7 @@ def main(epochs: int = 3) -> Outcome:
             optimizer.step()
             skipped += accelerator.optimizer_step_was_skipped
     scaler = accelerator.scaler
-    outcome = Outcome(accuracy=accuracy(net), skipped=skipped, scale=scaler.get_scale() if scaler else 1.0)
+    outcome = TrainingOutcome(accuracy=accuracy(net), skipped=skipped, scale=scaler.get_scale() if scaler else 1.0)
     show(str(outcome))
     return outcome
 

@@ -1,4 +1,8 @@
-"""What the three examples share: the batches, the test, and the line that each prints."""
+"""The digits classifier in other frameworks, with our autocast, policy and GradScaler in them: what the examples share.
+
+`python -m examples.integrations.lightning_trainer`, `.lightning_fabric` and `.accelerate_loop` each print the accuracy on the
+held-out digits, the number of skipped steps, and the scale at the end.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,12 @@ LEARNING_RATE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of a training.
+class TrainingOutcome:
+    """The result of a training.
 
     Attributes:
         accuracy: The share of the held-out digits that are recognized.
-        skipped: How many steps were skipped because a gradient was not finite.
+        skipped: The number of steps skipped because a gradient was not finite.
         scale: The loss scale at the end.
     """
 
@@ -41,7 +45,7 @@ def batches() -> DataLoader[Any]:
 
 
 def accuracy(model: nn.Module) -> float:
-    """The share of the held-out digits that a model, on whatever device, recognizes."""
+    """The share of the held-out digits that a model, on any device, recognizes."""
     device = next(model.parameters()).device
     images, digits = (tensor.to(device) for tensor in data()[1].tensors)
     with torch.inference_mode():

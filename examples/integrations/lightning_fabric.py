@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy
 
 from amp_core.integrations.lightning import FabricPrecision
 from examples.digits.model import DigitsNet
-from examples.integrations.digits import LEARNING_RATE, POLICY, Outcome, accuracy, batches
+from examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
 
 
-def main(epochs: int = 3) -> Outcome:
-    """Train, and print what became of it."""
+def main(epochs: int = 3) -> TrainingOutcome:
+    """Train, and print the outcome."""
     torch.manual_seed(0)
     plugin = FabricPrecision("16-mixed", policy=POLICY)
     fabric = Fabric(devices=1, plugins=[plugin])
@@ -30,7 +30,9 @@ def main(epochs: int = 3) -> Outcome:
             optimizer.step()
             if plugin.scaler is not None:
                 skipped += plugin.scaler.step_was_skipped
-    outcome = Outcome(accuracy=accuracy(net), skipped=skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0)
+    outcome = TrainingOutcome(
+        accuracy=accuracy(net), skipped=skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0
+    )
     show(str(outcome))
     return outcome
 

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from amp_core.integrations.lightning import TrainerPrecision
 from examples.digits.model import DigitsNet
-from examples.integrations.digits import LEARNING_RATE, POLICY, Outcome, accuracy, batches
+from examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
 
 
 class Classifier(pl.LightningModule):
-    """Nothing here knows of mixed precision, but for the count of skipped steps."""
+    """A plain LightningModule, except for the count of skipped steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Classifier(pl.LightningModule):
             self.skipped += plugin.scaler.step_was_skipped
 
 
-def main(epochs: int = 3) -> Outcome:
-    """Train, and print what became of it."""
+def main(epochs: int = 3) -> TrainingOutcome:
+    """Train, and print the outcome."""
     torch.manual_seed(0)
     plugin, classifier = TrainerPrecision("16-mixed", policy=POLICY), Classifier()
     trainer = pl.Trainer(
@@ -54,7 +54,7 @@ def main(epochs: int = 3) -> Outcome:
         enable_model_summary=False,
     )
     trainer.fit(classifier, batches())
-    outcome = Outcome(
+    outcome = TrainingOutcome(
         accuracy=accuracy(classifier.net), skipped=classifier.skipped, scale=plugin.scaler.get_scale() if plugin.scaler else 1.0
     )
     show(str(outcome))

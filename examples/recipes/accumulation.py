@@ -17,8 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from examples.recipes.precision import Figures, Precision, report
-from examples.recipes.task import network, regression
+from examples.recipes.precision import Figures, Precision, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

@@ -18,8 +18,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from examples.recipes.precision import Figures, Precision, report
-from examples.recipes.task import network, regression
+from examples.recipes.precision import Figures, Precision, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -51,7 +50,7 @@ def backward_with_penalty(
 
 
 def train(dtype: torch.dtype, steps: int, weight: float) -> Figures:
-    """Fit the regression; the penalty is the mean over the samples of the squared gradient of their error by their input."""
+    """Fit the regression; the penalty is the mean squared gradient of each sample's error by its input."""
     inputs, targets = regression()
     inputs.requires_grad_()
     model, precision = network(), Precision.of(dtype)

@@ -1,4 +1,12 @@
-"""The two precisions that the recipes compare: what they take from amp_core, and how they print what came out."""
+"""What the recipes share: a regression task, the precisions that they compare, and the report.
+
+    python -m examples.recipes.accumulation         one step for the gradients of many small batches
+    python -m examples.recipes.gradient_penalty     a loss that contains its own gradient: backward twice
+    python -m examples.recipes.several_optimizers   two losses, two optimizers, one GradScaler
+
+Each recipe is one file to copy from. It trains a small network in float32 and in float16, on the accelerator if there is one,
+and prints how the two compare.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +20,39 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 
 from amp_core import GradScaler, autocast
-from examples.recipes.task import device_in_use
+
+INPUTS = 8
+
+
+def device_in_use() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def regression(count: int = 256) -> tuple[Tensor, Tensor]:
+    """Inputs of shape (count, 8) and targets of shape (count, 1), float32, always the same."""
+    inputs = torch.randn(count, INPUTS, generator=torch.Generator().manual_seed(0))
+    targets = torch.sin(inputs[:, :4].sum(1)) + inputs[:, 4] * inputs[:, 5]
+    return inputs.to(device_in_use()), targets[:, None].to(device_in_use())
+
+
+def network(outputs: int = 1, width: int = 64) -> nn.Sequential:
+    """8 -> width -> width -> outputs, with equal weights each time; smooth, so that its gradient is differentiable."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(INPUTS, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, outputs)
+    return nn.Sequential(*layers).to(device_in_use())
+
 
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """An autocast region for forward and loss, and a scaler for what comes after; both do nothing in float32."""
+    """An autocast region for forward and loss, and a scaler for backward and step; both do nothing in float32."""
 
     region: autocast
     scaler: GradScaler
@@ -35,7 +66,7 @@ class Precision:
 
 
 def report(figures: Mapping[str, Figures], *, as_json: bool) -> None:
-    """Print figures by precision and name, as a table or as one JSON object, where what is not finite is null."""
+    """Print figures by precision and name, as a table or as one JSON object with null for non-finite figures."""
     if as_json:
         typer.echo(json.dumps({p: {n: v if math.isfinite(v) else None for n, v in row.items()} for p, row in figures.items()}))
         return

@@ -16,7 +16,39 @@ import math
 import torch
 from torch import Tensor
 
-from examples.stable_softmax.checks import check_logits, check_targets
+
+def check_logits(logits: Tensor, mask: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless the logits are floating point and the mask fits them."""
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating point, got {logits.dtype}")
+    if mask is None:
+        return
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"mask must be bool, True where an entry is allowed, got {mask.dtype}")
+    if not _broadcasts(mask, logits):
+        raise ValueError(f"a mask of shape {tuple(mask.shape)} does not fit logits of shape {tuple(logits.shape)}")
+
+
+def check_targets(logits: Tensor, targets: Tensor, label_smoothing: float) -> None:
+    """Raise TypeError or ValueError unless there is one class number per row, and the smoothing is a share."""
+    if logits.ndim != 2:
+        raise ValueError(f"logits must have the shape (n, classes), got {tuple(logits.shape)}")
+    if targets.dtype is not torch.int64:
+        raise TypeError(f"targets must be int64 class numbers, got {targets.dtype}")
+    n, classes = logits.shape
+    if targets.shape != (n,):
+        raise ValueError(f"targets must have the shape ({n},), one for each row of the logits, got {tuple(targets.shape)}")
+    if n and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
+        raise ValueError(f"targets must be between 0 and {classes - 1}, got {int(targets.min())} to {int(targets.max())}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+
+
+def _broadcasts(mask: Tensor, logits: Tensor) -> bool:
+    try:
+        return mask.expand_as(logits).shape == logits.shape
+    except RuntimeError:
+        return False
 
 
 def softmax(logits: Tensor, dim: int = -1, *, mask: Tensor | None = None, compute: torch.dtype | None = None) -> Tensor:
@@ -85,7 +117,7 @@ def cross_entropy(
     of_target = surprise.gather(1, targets[:, None])[:, 0]
     losses = of_target
     if label_smoothing > 0:
-        # Chosen, not multiplied with 0: 0 times infinity is NaN, in the gradient too.
+        # torch.where, not a product with 0: 0 times infinity is NaN, in the gradient too.
         of_all = torch.where(allowed, surprise, 0.0).sum(1) / allowed.sum(1).clamp_min(1)
         losses = of_all if label_smoothing == 1 else (1 - label_smoothing) * of_target + label_smoothing * of_all
     return torch.where(counts, losses, 0.0).sum() / counts.sum().clamp_min(1)
@@ -101,7 +133,7 @@ def _below_largest(logits: Tensor, dim: int, mask: Tensor | None, compute: torch
     allowed = logits.to(compute or torch.promote_types(logits.dtype, torch.float32))
     if mask is not None:
         allowed = allowed.masked_fill(~mask, -math.inf)
-    # No gradient through the largest: it cancels. A row with nothing in it has none, and 0 will do.
+    # No gradient through the largest: it cancels. A fully masked row has no largest logit; 0 replaces it.
     largest = allowed.detach().amax(dim, keepdim=True)
     return allowed - largest.masked_fill(largest == -math.inf, 0.0)
 

@@ -1,10 +1,12 @@
-"""Sequences of random digits of several lengths, padded to one, and the same digits in ascending order."""
+"""Padded sequences of random digits, their sorted targets, and the loss and accuracy that leave padding out."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 LENGTH = 8
 SHORTEST = 3
@@ -36,3 +38,28 @@ def ascending(digits: Tensor, present: Tensor) -> Tensor:
     last = 10  # padding sorts behind every digit
     in_order = torch.where(present, digits, last).sort(1).values
     return torch.where(in_order == last, NO_TARGET, in_order)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy over all places that have a digit.
+
+    Args:
+        logits: Shape (n, length, 10).
+        targets: int64, shape (n, length); -100 does not count.
+    """
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+
+
+def accuracy(model: nn.Module, pairs: Dataset[Any]) -> float:
+    """The share of places with a digit whose largest logit is that digit's.
+
+    Args:
+        model: From tokens to logits, on the CPU; called in the mode and dtype that it is in.
+        pairs: Of tokens and targets, as `data` makes them.
+    """
+    right, places = 0, 0
+    with torch.no_grad():
+        for tokens, targets in DataLoader(pairs, batch_size=256):
+            right += int((model(tokens).argmax(-1) == targets).sum())  # padding is never right: its target is no digit
+            places += int((targets != NO_TARGET).sum())
+    return right / places

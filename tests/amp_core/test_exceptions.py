@@ -19,7 +19,7 @@ from amp_core.factory import call_factory
 from amp_core.recorder import Recorder
 from amp_core.training.settings import TrainingSettings
 from amp_core.training.train import train
-from tests.amp_core.scaling.iteration import model_and_optimizer, parameter_with, ready
+from tests.amp_core.grad_scaler.iteration import model_and_optimizer, parameter_with, ready
 
 ANYTHING: Any = 3
 MISSING = Path("/nonexistent/folder/file")

@@ -1,20 +1,33 @@
-"""The digits example keeps its promise: it learns in float16, the same way each time, and runs and exports in every dtype."""
+"""The digits example: data, model, training, the demo's errors, and the other frameworks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import matplotlib.image
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from amp_core.checkpoint import load_checkpoint
 from amp_core.training.settings import TrainingSettings
 from amp_core.training.train import train
+from examples.digits import demo
 from examples.digits.data import data
+from examples.digits.demo import DemoError
 from examples.digits.model import DigitsNet, model, with_coordinates
+from examples.digits.report import training_plot
+from examples.integrations import accelerate_loop, lightning_fabric, lightning_trainer
+from serve.benchmark.errors import BenchmarkArgumentError
+from tests.amp_core.integrations.plain import LIGHTNING, silence_loggers
 
-if TYPE_CHECKING:
-    from pathlib import Path
+pytestmark = LIGHTNING
+silence_loggers()
 
 
 def settings(out: Path, epochs: int) -> TrainingSettings:
@@ -69,6 +82,7 @@ def test_the_same_few_epochs_twice_are_the_same_bit_for_bit(tmp_path: Path) -> N
     assert results[0].metrics == results[1].metrics
 
 
+@pytest.mark.long
 def test_trained_in_float16_it_reads_digits_it_has_never_seen(tmp_path: Path) -> None:
     result = train(settings(tmp_path, epochs=12))
     assert result.metrics["accuracy"] >= 0.98
@@ -77,3 +91,60 @@ def test_trained_in_float16_it_reads_digits_it_has_never_seen(tmp_path: Path) ->
     with torch.no_grad():
         in_float32 = checkpoint.build_model()(images).argmax(1)
     assert (in_float32 == digits).float().mean().item() >= 0.98
+
+
+@pytest.mark.parametrize("loss", [0.5, None, "inf"])
+def test_the_picture_is_a_png_whatever_the_loss_was(loss: object) -> None:
+    steps = [{"step": i, "loss": loss if i == 2 else 1.0 / (i + 1), "scale": 65536.0, "skipped": i == 2} for i in range(6)]
+    epochs = [{"evaluation_loss": 0.3, "accuracy": 0.9}, {"evaluation_loss": 0.2, "accuracy": 0.95}]
+    picture = matplotlib.image.imread(io.BytesIO(training_plot(steps, epochs)), format="png")
+    assert picture.shape[:2] == (1050, 1200)
+    assert picture[..., :3].std() > 0.05, "something is drawn"
+
+
+@pytest.mark.long
+def test_a_step_that_fails_ends_the_demo_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where a folder must go")
+    command = [sys.executable, "-m", "halfserve", "demo", "--out", str(tmp_path / "runs" / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("halfserve demo: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_option_is_found_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkArgumentError, match="expected numbers above 0 with commas between"):
+        demo.demo(out=tmp_path / "demo", concurrency="1,none")
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.long
+def test_a_failing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing = ["train", "no.such.module:model", "--data", "x:y", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(demo, "_train", lambda files, epochs: failing)
+    with pytest.raises(DemoError, match="'halfserve train' failed; its message is above"):
+        demo.demo(out=tmp_path / "demo", epochs=1)
+
+
+@pytest.fixture
+def _fresh_process_state() -> Iterator[None]:
+    """accelerate settles the precision once per process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_fresh_process_state")
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(lightning_trainer, marks=pytest.mark.long),
+        lightning_fabric,
+        pytest.param(accelerate_loop, marks=pytest.mark.long),
+    ],
+)
+def test_it_learns_and_says_so(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = example.main(epochs=2)
+    assert outcome.accuracy > 0.8
+    assert outcome.scale == 2.0 ** (16 - outcome.skipped)
+    assert " ".join(capsys.readouterr().out.split()) == str(outcome)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from amp_core.data import DataError
-from amp_core.data import loader as loader_module
+from amp_core.data import batches as loader_module
 from amp_core.data.errors import SHARED_MEMORY, WorkerTraceback
 from tests.amp_core.data.sets import Numbers, Stream, assert_same, batches, read
 
@@ -222,6 +222,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_when_the_main_process_is_killed_or_interrupted(kind: signal.Signals) -> None:
     with subprocess.Popen(

@@ -1,20 +1,36 @@
-"""The task that every framework trains, and the loop without a framework that each must equal bit for bit."""
+"""x"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_core import GradScaler, autocast
+from amp_core import GradScaler, Policy, autocast
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+LIGHTNING = [
+    # Lightning on torch 2.13: its own use of torch's pytrees.
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec. is deprecated:DeprecationWarning"),
+    # Advice for speed, where the data is a dozen rows.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    # Advice to set the logging interval, where there is no logger.
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    # The tests train on the CPU on any machine.
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+]
 
-    from amp_core import Policy
+
+def silence_loggers() -> None:
+    """Keep the banners out of the tests' output."""
+    for name in ("lightning.pytorch", "lightning.fabric", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
 
 BATCHES = 12
 OVERFLOWS = (3, 4, 8)  # the batches whose loss is infinite

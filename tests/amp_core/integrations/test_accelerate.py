@@ -29,8 +29,8 @@ from tests.amp_core.integrations.plain import (
     result,
     scaler_for_test,
     scheduler_of,
+    silence_loggers,
 )
-from tests.amp_core.integrations.quiet import silence_loggers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

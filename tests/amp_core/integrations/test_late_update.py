@@ -1,9 +1,11 @@
-"""A scale that changes between iterations only, whatever the order in which a framework steps and updates."""
+"""LateUpdate, and the message for a framework that is not installed."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amp_core import GradScaler
+from amp_core.integrations import not_installed
 from amp_core.integrations.late_update import LateUpdate
 
 Nets = list[nn.Linear]
@@ -157,3 +160,29 @@ def test_what_it_does_not_change_is_the_scalers_own() -> None:
     assert (scaler.min_scale, scaler.is_enabled(), scaler.get_backoff_factor()) == (8.0, False, 0.5)
     with pytest.raises(AttributeError, match="'GradScaler' object has no attribute 'unknown'"):
         _ = scaler.unknown
+
+
+OURS = "amp_core.integrations"
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "minimum"), [("lightning", "lightning", "2.6"), ("accelerate", "accelerate", "1.15")]
+)
+def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch, module: str, package: str, minimum: str) -> None:
+    for name in [name for name in sys.modules if name.startswith(f"{OURS}.") or name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"needs {package}, which is not installed: pip install '{package}>={minimum}'"):
+        importlib.import_module(f"{OURS}.{module}")
+
+
+def test_another_missing_module_is_left_as_it_is() -> None:
+    error = ModuleNotFoundError("No module named 'yaml'", name="yaml")
+    assert not_installed(error, "lightning", "2.6") is error
+
+
+def test_the_folder_itself_imports_no_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("lightning", "accelerate"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, OURS)
+    importlib.import_module(OURS)

@@ -1,17 +1,25 @@
-"""A record can be stored, read back, merged and asked."""
+"""Records: merged, stored, read back, and shown as a table and a picture."""
 
 from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from rich.console import Console
 
-from amp_core.recorder import Entry, Magnitudes, Record, Recorder
+from amp_core.recorder import Entry, Magnitudes, Record, Recorder, plot, table
+from amp_core.recorder.report import _draw
 from tests.amp_core.recorder.recording import Block, entry
 
 counts = st.integers(0, 9)
@@ -137,3 +145,120 @@ def test_what_is_no_record_is_refused(change: dict[str, Any], text: str) -> None
 def test_what_is_not_even_near_is_refused(values: Any) -> None:
     with pytest.raises(ValueError, match="not a record: expected a dict"):
         Record.from_dict(values)
+
+
+def rows(record: Record, **options: int) -> list[list[str]]:
+    console = Console(file=StringIO(), width=160)
+    console.print(table(record, **options))
+    assert isinstance(console.file, StringIO)
+    return [line.split() for line in console.file.getvalue().splitlines() if " fwd " in line or " bwd " in line]
+
+
+def test_what_ran_where_in_which_dtype_and_range() -> None:
+    found = entry("encoder.0", calls=1234, largest=2.5, smallest=0.001, dtype="bfloat16", inputs=("bfloat16", "bfloat16"))
+    assert rows(Record(entries=(found,))) == [["encoder.0", "mm", "fwd", "bf16", "1,234", "1.0e-03", "2.5e+00", "-", "-"]]
+
+
+def test_dtypes_outputs_and_places() -> None:
+    norm = entry("", op="aten.native_layer_norm.default", output=2, inputs=("float16", "float32"), dtype="float32")
+    made = entry(".", op="mine.made.default", inputs=(), dtype="float64")
+    first, second = rows(Record(entries=(norm, made)))
+    assert first[:6] == ["(outside)", "native_layer_norm", "[2]", "fwd", "fp16", "fp32>fp32"]
+    assert second[:4] == ["(model)", "mine.made", "fwd", ">fp64"]
+
+
+def test_what_is_risky_comes_first_and_the_rest_as_it_ran() -> None:
+    fine = [entry(f"layer{i}") for i in range(60)]
+    small = entry("small", elements=10**6, underflow=1)
+    huge = entry("huge", direction="backward", elements=4, overflow=1)
+    found = rows(Record(entries=(*fine, small, huge)), limit=4)
+    assert [row[0] for row in found] == ["huge", "small", "layer0", "layer1"]
+    assert found[0][-2:] == ["25.00", "-"]
+    assert found[1][-2:] == ["-", "<0.01"]
+
+
+def layers_record(layers: int, **values: Any) -> Record:
+    found = []
+    for i in range(layers):
+        name = f"model.encoder.layers.{i}.self_attention.output_projection"
+        found.append(entry(name, largest=2.0**i, smallest=2.0**-i, **values))
+        gradients: dict[str, Any] = {"largest": 2.0**-i, "smallest": 2.0 ** (-i - 8)}
+        unscaled: dict[str, Any] = {"unscaled_largest": 2.0 ** (-i - 4), "unscaled_smallest": 2.0 ** (-i - 12)}
+        found.append(entry(name, direction="backward", **gradients, **unscaled))
+    return Record(entries=tuple(found), steps=2)
+
+
+@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_the_ending_chooses_the_format(tmp_path: Path, ending: str, start: bytes) -> None:
+    plot(layers_record(3), tmp_path / f"range.{ending}")
+    assert (tmp_path / f"range.{ending}").read_bytes().startswith(start)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["range.bmp", "range"])
+def test_another_ending_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="expected a file name that ends in .png, .svg or .pdf"):
+        plot(layers_record(3), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_figure: Figure, file: Any, **_options: Any) -> None:
+        file.write(b"half a picture")
+        raise OSError("disk full")
+
+    (tmp_path / "range.png").write_bytes(b"old")
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        plot(layers_record(1), tmp_path / "range.png")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("range.png", b"old")]
+
+
+@pytest.mark.parametrize("layers", [1, 3, 60])
+def test_names_neither_overlap_nor_leave_the_picture(layers: int) -> None:
+    figure = _draw(layers_record(layers), 120)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    assert len(boxes) == layers
+    assert all(upper.y0 >= lower.y1 for upper, lower in pairwise(boxes))
+    assert min(box.x0 for box in boxes) >= 0
+    limits = [text.get_window_extent() for text in axes.texts]
+    assert len(limits) == 3
+    assert all(left.x1 < right.x0 for left, right in pairwise(limits))
+    title = figure.get_suptitle()
+    assert title == "Ranges in 2 recorded steps, against float16"
+
+
+def test_bars_show_the_ranges_and_the_axis_holds_them() -> None:
+    figure = _draw(layers_record(40, non_finite=1), 120)
+    (axes,) = figure.axes
+    forward, backward = axes.containers
+    assert [bar.get_x() for bar in forward][2] == 0.25
+    assert [bar.get_x() + bar.get_width() for bar in backward][1] == 0.5
+    low, high = axes.get_xlim()
+    assert low < 2.0**-51  # of the gradients without their scale
+    assert high > 2.0**39
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {
+        *("forward", "backward, as it ran", "backward without the loss scale", "forward: infinite or NaN too")
+    }
+
+
+def test_of_many_modules_those_nearest_the_limits_are_drawn() -> None:
+    figure = _draw(layers_record(16), 4)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [label.partition("…")[0].split(".")[3] for label in labels] == ["12", "13", "14", "15"]
+    assert figure.get_suptitle().endswith("the 4 of 16 modules nearest its limits")
+
+
+def test_an_empty_record_says_so(tmp_path: Path) -> None:
+    (text,) = (text.get_text() for text in _draw(Record(), 120).axes[0].texts if "nothing" in text.get_text())
+    assert text == "nothing was recorded"
+    plot(Record(), tmp_path / "range.png")
+
+
+@pytest.mark.long
+def test_matplotlib_is_imported_only_to_draw() -> None:
+    code = "import sys, amp_core.recorder; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

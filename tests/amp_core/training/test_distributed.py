@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from amp_core.checkpoint import load_checkpoint
-from amp_core.training.device import training_device
+from amp_core.training.components import training_device
 from amp_core.training.distributed import World, joined_world
-from amp_core.training.errors import TrainingError
+from amp_core.training.settings import TrainingError
 from tests.amp_core.tiny_task import ANNOUNCEMENT, data
 from tests.amp_core.training.runs import Halfserve, command, steps, together
 
@@ -69,6 +69,7 @@ def assert_close(folder: Path) -> None:
     assert first.metrics == pytest.approx(second.metrics, rel=1e-5)
 
 
+@pytest.mark.long
 def test_torchrun_trains_as_one_process_with_the_batch_of_both(tmp_path: Path, free_port: int) -> None:
     words = command(tmp_path / "both", *HALVES, "--accumulate", "2", "--dtype", "float32", model="plain")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port)]
@@ -90,6 +91,7 @@ def test_an_overflow_in_one_process_is_skipped_in_both(tmp_path: Path) -> None:
     torch.testing.assert_close(first.weights, second.weights, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.long
 def test_streams_are_shared_out_and_end_together(tmp_path: Path) -> None:
     """Of nine batches one process has five and the other four."""
     options = (*OPTIONS, "--batch-size", "15", "--steps-per-epoch", "7")
@@ -105,8 +107,16 @@ def test_streams_are_shared_out_and_end_together(tmp_path: Path) -> None:
         ({"data": "broken"}, "the disk has a hole"),
         ({"model": "lost_in_the_middle"}, "training diverged: .* the output of divide"),
         ({"model": "modell"}, "did you mean 'model'"),
-        ({"model": f"{__name__}:width_known_later"}, "the model cannot be trained in 2 processes: .* uninitialized parameters"),
-        ({"model": f"{__name__}:width_by_rank"}, "the model cannot be trained in 2 processes: RuntimeError"),
+        pytest.param(
+            {"model": f"{__name__}:width_known_later"},
+            "the model cannot be trained in 2 processes: .* uninitialized parameters",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"model": f"{__name__}:width_by_rank"},
+            "the model cannot be trained in 2 processes: RuntimeError",
+            marks=pytest.mark.long,
+        ),
         (
             {"data": f"{__name__}:length_by_rank"},
             "rank 0 has 128 items to train on and 32 held out, rank 1 has 127 and 32; ret",
@@ -124,6 +134,7 @@ def test_an_error_in_one_process_ends_both_with_one_message(tmp_path: Path, chan
     assert not (tmp_path / "both" / "checkpoint.pt").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("reason", "code", "said"), [("no data at all", 1, "no data at all\n"), (None, 0, "")])
 def test_what_the_users_code_exits_with_is_said(tmp_path: Path, reason: str | None, code: int, said: str) -> None:
     data = f"{__name__}:{leaves_with_a_reason.__name__ if reason else leaves.__name__}"
@@ -131,6 +142,7 @@ def test_what_the_users_code_exits_with_is_said(tmp_path: Path, reason: str | No
     assert [(run.code, run.err) for run in ended] == [(code, said)] * 2
 
 
+@pytest.mark.long
 def test_resuming_in_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     assert both(tmp_path, *HALVES)[0].code == 0
     ended = Halfserve(tmp_path / "process", command(tmp_path / "both", *HALVES, "--resume", model="plain")).ended()
@@ -220,6 +232,7 @@ halfserve.main(sys.argv[1:])
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of a process's threads")
 def test_gloo_has_ended_when_the_interpreter_ends(tmp_path: Path, free_port: int) -> None:
     """One of its threads that lets go of a tensor meanwhile takes the process down, once in some thousand runs."""
@@ -229,6 +242,7 @@ def test_gloo_has_ended_when_the_interpreter_ends(tmp_path: Path, free_port: int
     assert all(run.stdout.endswith("the interpreter ends, and gloo has []\n") for run in ended), ended
 
 
+@pytest.mark.long
 def test_after_an_error_nobody_waits_for_gloo_and_the_interpreter_does_not_end(tmp_path: Path, free_port: int) -> None:
     words = command(tmp_path / "out", "--epochs", "1", "--json", model="plain", data="broken")
     ended = fresh_pair(free_port, HALFSERVE, *words)

@@ -61,9 +61,9 @@ def whole(folder: Path, *more: str, model: str = "announcing") -> Path:
 @pytest.mark.parametrize(
     ("passes_and_seed", "more"),
     [
-        ((range(1, 9), 1), ()),
-        ((range(3, 14), 2), ("--tensorboard",)),
         ((range(8, 16), 3), ("--workers", "2")),
+        pytest.param((range(1, 9), 1), (), marks=pytest.mark.long),
+        pytest.param((range(3, 14), 2), ("--tensorboard",), marks=pytest.mark.long),
     ],
 )
 def test_killed_again_and_again_at_random_moments(
@@ -88,6 +88,7 @@ def changed(out: Path) -> int:
     return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
 
 
+@pytest.mark.long
 def test_killed_while_it_writes_a_checkpoint(tmp_path: Path, passes: ForwardPasses) -> None:
     out, torn = tmp_path / "killed", 0
     words = command(out, *OPTIONS, "--checkpoint-every", "1", "--resume", model="announcing_bulky")
@@ -107,6 +108,7 @@ def test_killed_while_it_writes_a_checkpoint(tmp_path: Path, passes: ForwardPass
     assert_same_run(whole(tmp_path / "whole", model="announcing_bulky"), out)
 
 
+@pytest.mark.long
 def test_a_new_run_killed_before_its_first_checkpoint_does_not_pass_for_the_old_one(
     tmp_path: Path, passes: ForwardPasses
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_new_run_killed_before_its_first_checkpoint_does_not_pass_for_the_old_
     assert_same_run(whole(tmp_path / "whole"), out)
 
 
+@pytest.mark.long
 def test_the_command_itself_killed(tmp_path: Path, passes: ForwardPasses) -> None:
     out = tmp_path / "out"
     words = command(out, *OPTIONS, "--checkpoint-every", "3", "--resume", model="announcing")
@@ -135,6 +138,7 @@ def test_the_command_itself_killed(tmp_path: Path, passes: ForwardPasses) -> Non
     assert_same_run(whole(tmp_path / "whole"), out)
 
 
+@pytest.mark.long
 def test_two_processes_killed(tmp_path: Path, passes: ForwardPasses) -> None:
     words = command(tmp_path / "whole", *OPTIONS, model="announcing")
     assert [run.ended().code for run in together(tmp_path / "a", words)] == [0, 0]

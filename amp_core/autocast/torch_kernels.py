@@ -1,0 +1,142 @@
+"""Kernels that repair torch's own autocast: mixed dtypes, float16 LSTMs on the CPU, overwritten weights."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from amp_core.autocast.policy_kernels import cast_all, eligible_tensors, widest_dtype
+from amp_core.autocast.policy_state import untraced
+from amp_core.policy.operations import autocast_key, qualified_name
+
+# If the inputs include the low-precision dtype that is not the region's, torch's promotion step raises "Unexpected floating
+# ScalarType". Operations that promote by themselves give the same dtypes without that step: let them fall through. The others
+# get a promotion step of ours. Both are installed once per process rather than per region.
+
+_C = torch._C  # noqa: SLF001  (dispatch keys have no public face)
+_SELF_PROMOTING = {"cpu": ("cat", "stack"), "cuda": ("addcdiv", "addcmul", "atan2")}
+_PROMOTED = {"cuda": ("bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot", "vdot")}
+_promotion_lock = threading.Lock()
+_promotion_libraries: dict[str, Any] = {}
+
+
+def repair_promotion(device_type: str) -> None:
+    """Replace torch's own promotion step of a device's operations, once per process."""
+    if device_type in _promotion_libraries or device_type not in _SELF_PROMOTING:
+        return
+    with _promotion_lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        if device_type not in _promotion_libraries:
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            key = autocast_key(device_type)
+            for name in _SELF_PROMOTING[device_type]:
+                library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+            for name in _PROMOTED.get(device_type, ()):
+                library.impl(name, _widest(name, device_type), key)  # type: ignore[no-untyped-call]
+            _promotion_libraries[device_type] = library
+
+
+def _widest(name: str, device_type: str) -> Callable[..., Any]:
+    overload = getattr(torch.ops.aten, name).default
+    key = _C.DispatchKeySet(getattr(_C.DispatchKey, autocast_key(device_type)))
+
+    @untraced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        eligible = eligible_tensors((*args, *kwargs.values()), device_type)
+        with _C._ExcludeDispatchKeyGuard(key):  # noqa: SLF001  (no public form; torch's own casts use it)
+            if len({tensor.dtype for tensor in eligible}) > 1:
+                dtype = widest_dtype(eligible)
+                args = tuple(cast_all(value, device_type, dtype) for value in args)
+                kwargs = {name: cast_all(value, device_type, dtype) for name, value in kwargs.items()}
+            return overload(*args, **kwargs)
+
+    return kernel
+
+
+# torch passes a float32 LSTM to oneDNN, which casts it to the region's dtype. torch checks whether oneDNN supports the layer's
+# dtype, but not the region's: "could not create a primitive descriptor" on CPUs without float16 instructions. There the layer
+# computes in float32 here, and returns float16, as on CPUs with the instructions.
+
+_OURS = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
+CASTABLE = {torch.float16, torch.bfloat16, torch.float32}
+_lstm_lock = threading.Lock()
+_lstm_library: Any = None
+
+
+def repair_lstm() -> None:
+    """Replace torch's kernel for CPU LSTMs, once, unless oneDNN supports float16 here or is missing."""
+    global _lstm_library  # noqa: PLW0603  (registrations are one set per process)
+    if _lstm_library is not None or not _is_needed():
+        return
+    with _lstm_lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        if _lstm_library is None:
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            library.impl("mkldnn_rnn_layer", _layer, "AutocastCPU")  # type: ignore[no-untyped-call]
+            _lstm_library = library
+
+
+def _is_needed() -> bool:
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_onednn and not torch.ops.mkldnn._is_mkldnn_fp16_supported())  # noqa: SLF001  (no public way to ask)
+
+
+@untraced
+def _layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    dtype = torch.get_autocast_dtype("cpu")
+    computed = torch.float32 if dtype is torch.float16 else dtype
+    with _C._ExcludeDispatchKeyGuard(_OURS):  # noqa: SLF001  (no public form; torch's own casts use it)
+        output, hidden, cell, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*(_cast(arg, computed) for arg in args))
+    return output.to(dtype), hidden.to(dtype), cell.to(dtype), workspace
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in CASTABLE and value.is_cpu else value
+
+
+# torch keeps a weight's low-precision copy until the region ends, even if the weight changes. Optimizers report their steps
+# (see `region`); averaged or loaded weights arrive through `copy_`. torch has no kernel for `copy_` at the autocast keys, so a
+# kernel there sees every copy inside a region, at a cost of 2 us each. A weight that is written through `.data` looks like any
+# other tensor, so any copy into a float32 tensor empties the cache.
+
+_WRITES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+_writes_lock = threading.Lock()
+_watched: set[str] = set()
+_writes_library: Any = None
+
+
+def watch_weight_writes(device_type: str) -> None:
+    """Install the kernels for a device, once."""
+    global _writes_library  # noqa: PLW0603  (registrations are one set per process)
+    with _writes_lock:
+        if device_type in _watched:
+            return
+        if _writes_library is None:
+            _writes_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for write in _WRITES:
+            # Straight to the dispatcher: Library.impl would warn about overriding a kernel that does not exist.
+            name = qualified_name(write).removeprefix("aten::")
+            _writes_library.m.impl(name, autocast_key(device_type), _copy_kernel(write, device_type), True)
+        _watched.add(device_type)
+
+
+def _copy_kernel(write: Any, device_type: str) -> Callable[..., Any]:
+    key = torch._C._dispatch_key_parse(autocast_key(device_type))  # noqa: SLF001  (dispatch keys have no public face)
+    below, this_key = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)  # noqa: SLF001  (see above)
+
+    @untraced
+    def kernel(keyset: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+        first = target[0] if isinstance(target, list) else target
+        if first.dtype is torch.float32:
+            torch.clear_autocast_cache()
+        if isinstance(source, (torch.Tensor, list)):
+            return write.redispatch(keyset & below, target, source, non_blocking)
+        # A redispatch does not accept a number in place of a 0-dimensional tensor.
+        with torch._C._ExcludeDispatchKeyGuard(this_key):  # noqa: SLF001  (no public form; torch's own casts use it)
+            return write(target, source, non_blocking)
+
+    return kernel

@@ -1,1 +1,0 @@
-"""Autocast regions on torch's own thread-local state, and the kernels that a policy adds."""

@@ -1,1 +1,0 @@
-"""The loss scale: scale, unscale, check, skip, grow."""

@@ -1,1 +1,0 @@
-"""Handwritten digits, from training to a served answer."""
