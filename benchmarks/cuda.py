@@ -34,9 +34,9 @@ from benchmarks.converters.runtime import Session
 from benchmarks.cuda_device.alone import Alone, locked
 from benchmarks.cuda_device.in_process import rows_per_second
 from benchmarks.cuda_device.networks import FP16, FP32, Network, write_networks
-from export.certificate.figures import Figures
+from export.certificate.budget import Figures
 from export.verification.metrics import compare
-from export.verification.simulate import round_every_node
+from export.verification.simulation import round_every_node
 from serve.benchmark.contestant import RequestOptions
 from serve.benchmark.loads import Load
 from serve.benchmark.measurement import Measurement, measure

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from export.certificate.budget import Budget
 from export.onnx_fp16.settings import Settings
-from export.search.limits import SearchLimits
+from export.search.narrowing import SearchLimits
 from export.search.searched_model import SearchedModel, searched_model
 from export.search.smallest_fp32_set import find_fp32_nodes
 from export.search.trials import Trials
-from export.verification.children import Children
+from export.verification.sandbox import Sandbox
 from tests.export.search.nets import planted, samples
 
 BUDGET = Budget(max_scaled_error=0.02, min_agreement=0)
@@ -51,7 +51,7 @@ def main() -> None:
 def bisected(searched: SearchedModel) -> tuple[int, int]:
     """The shortest run of nodes that passes, cut from the end first, then from the front: its length, and the runs it took."""
     names = list(searched.nodes)
-    with Children() as children:
+    with Sandbox() as children:
         trials = Trials(
             searched,
             samples(),

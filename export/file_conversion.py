@@ -20,7 +20,7 @@ from export.onnx_fp16.model_files import StagedConversion, staged_conversion
 from export.onnx_fp16.report import ConversionReport
 from export.onnx_fp16.upgrade_opset import upgrade_opset
 from export.placement.audit import Placement, audit_placement
-from export.search.limits import SearchLimits
+from export.search.narrowing import SearchLimits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amp_core.recorder.record import Record
     from export.certificate.budget import Budget
     from export.search.result import SearchResult
-    from export.verification.metrics import Array
+    from export.verification.samples import Array
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]

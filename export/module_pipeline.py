@@ -28,13 +28,13 @@ from export.file_conversion import (
 from export.float32_parts import float32_parts, mark_float32
 from export.samples import Samples
 from export.scripted import require_python
-from export.search.limits import MAX_RUNS, SearchLimits
+from export.search.narrowing import MAX_RUNS, SearchLimits
 from export.to_onnx.call import Call, call_of
 from export.to_onnx.capture import FlatModel, run
 from export.to_onnx.dimensions import BATCH
 from export.to_onnx.traced import traced_model
 from export.to_onnx.write_onnx import write_onnx
-from export.verification.own_rows import require_own_rows
+from export.verification.torch_reference import require_batch_invariance
 
 if TYPE_CHECKING:
     from amp_core.recorder import Record
@@ -193,7 +193,7 @@ def export_verified(
         write_onnx(traced, source)
         reference = FlatModel(module, call).eval()
         if target.max_batch_size > 1:
-            require_own_rows(reference, call.names, call.tensors)
+            require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
             samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
             budget=wishes.budget,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from export.errors import ExportError
-from export.verification.interface import Input, inputs_of
+from export.verification.samples import Input, inputs_of
 
 if TYPE_CHECKING:
     from export.files.model_file import ModelFile

@@ -1,22 +1,121 @@
-"""How much an fp16 model may differ from its reference, and where it differs by more."""
+"""The error figures of an output, and the budget that they must stay within."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from export.errors import UsageError
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
-if TYPE_CHECKING:
-    from export.certificate.figures import Figures, Vanished
-
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
-# Of fewer rows, the one that may differ is too large a share of what was looked at.
+# With fewer rows, a single differing row is too large a share.
 FEWEST_ROWS = 10
 NO_HEADROOM = "headroom was not measured, as no floating input could be made larger: give other samples, or ask for none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnKind:
+    """Columns of an output with magnitudes of one order, and the largest error in them.
+
+    Attributes:
+        columns: Indices along the axis that separates the kinds, as ranges (first, last), both inclusive.
+        scale: The reference's largest finite magnitude in these columns.
+        unit: Divisor of their errors (see `export.verification.error_units`).
+        max_abs_error: Largest |candidate - reference|; NaN where nothing was compared.
+        worst: The column with that error.
+    """
+
+    columns: tuple[tuple[int, int], ...]
+    scale: float
+    unit: float
+    max_abs_error: float = float("nan")
+    worst: int = 0
+
+    @property
+    def max_scaled_error(self) -> float:
+        return self.max_abs_error / self.unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vanished:
+    """Part of an output that is 0 on every sample in the candidate and not in the reference.
+
+    Attributes:
+        axis: The axis of the vanished columns; None where the whole output vanishes.
+        columns: Number of vanished columns; 1 where the whole output vanishes.
+        first: The first vanished column.
+        largest: The reference's largest magnitude in the vanished part.
+    """
+
+    axis: int | None
+    columns: int
+    first: int
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Error metrics of one output. Errors are taken where both models are finite, and are NaN where no place is.
+
+    Attributes:
+        elements: Count of compared numbers, non-finite ones included.
+        scale: The largest finite magnitude in the reference.
+        max_abs_error: Largest |candidate - reference|.
+        mean_abs_error: Mean |candidate - reference|.
+        max_rel_error: Largest |candidate - reference| / max(|reference|, 2**-14); 2**-14 is float16's smallest normal number.
+        mean_rel_error: Mean of that quotient.
+        max_scaled_error: Largest error divided by the unit of the output, or of its kind of columns (see
+            `export.verification.error_units`).
+        max_ulp: Largest distance in float16 steps after both are rounded to float16.
+        cosine: Cosine similarity of the flattened arrays; 1 for two zero vectors.
+        non_finite: Places where exactly one model is NaN or infinite, or both are with another kind or sign.
+        agreement: Share of rows with the same argmax (see `argmax_agreement`), or of equal elements in an output of integers,
+            booleans or text; None where no row has a choice.
+        floating: Whether the output holds floating-point numbers. Any other output is judged by `agreement` alone.
+        rows: Count that `agreement` is a share of: rows, or elements of an output that is not floating.
+        differing: How many of `rows` disagree.
+        margin: Over the disagreeing rows, the largest lead of the reference's choice over the candidate's choice; infinite
+            where one of the two is not finite, or the output is not floating.
+        unit: Divisor of errors where the output is one kind; otherwise the unit of the columns that `margin` is about.
+            0 in certificates before version 3, where the divisor is max(scale, 2**-14).
+        axis: The axis that separates kinds of columns; None where the output is one kind.
+        kinds: The kinds, largest scale first; empty where the output is one kind.
+        vanished: The part that is 0 in the candidate only; None where no part is.
+        constant_rows: Rows left out of `rows` because agreement there is no evidence: after rounding to float16 the reference
+            gives all classes one number, or answers all samples alike.
+        noise: Change of the reference's own answers when its inputs change in the last float32 bit. Errors up to twice that
+            are allowed. 0 where it was not measured.
+    """
+
+    elements: int
+    scale: float
+    max_abs_error: float
+    mean_abs_error: float
+    max_rel_error: float
+    mean_rel_error: float
+    max_scaled_error: float
+    max_ulp: float
+    cosine: float
+    non_finite: int
+    agreement: float | None
+    floating: bool = True
+    rows: int = 0
+    differing: int = 0
+    margin: float = 0.0
+    unit: float = 0.0
+    axis: int | None = None
+    kinds: tuple[ColumnKind, ...] = ()
+    vanished: Vanished | None = None
+    constant_rows: int = 0
+    noise: float = 0.0
+
+    @property
+    def worst_kind(self) -> ColumnKind | None:
+        return max(
+            self.kinds, key=lambda kind: (kind.max_scaled_error == kind.max_scaled_error, kind.max_scaled_error), default=None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +123,16 @@ class Budget:
     """Limits for every output. A figure that is NaN is over its limit.
 
     Attributes:
-        max_scaled_error: Largest error in units of the reference's largest magnitude, in each kind of column for itself (see
-            `export.verification.columns`). The default, 0.01, is twenty float16 roundings (2**-11 each) of that magnitude;
-            sound conversions measure 0.0004 to 0.0015.
-        max_abs_error: Largest error in the output's own unit; when given, it replaces `max_scaled_error`.
-        min_agreement: Least share of rows with the reference's argmax (of equal elements for integer outputs), 0 to 1. Below 1,
-            one row may differ however few they are, from ten on, if it is a near-tie (see `lone_near_tie`).
-        max_non_finite: How many NaN or infinite values may appear that the reference does not have.
-        adversarial_factor: How many times `max_scaled_error` or `max_abs_error` is allowed on the samples of
-            `export.verification.adversarial`, which lie at the edge of what the user's samples are, or beyond.
-        min_headroom: How many times larger than the user's samples inputs must be able to grow; 1 asks for nothing.
+        max_scaled_error: Largest error divided by the reference's largest magnitude, per kind of columns (see
+            `export.verification.error_units`). The default, 0.01, is twenty float16 roundings (2**-11 each) of that
+            magnitude; sound conversions measure 0.0004 to 0.0015.
+        max_abs_error: Largest absolute error; replaces `max_scaled_error` when given.
+        min_agreement: Least share of rows with the reference's argmax (of equal elements in integer outputs), 0 to 1. Below 1,
+            a single differing row among ten or more is allowed where it is a near-tie (see `lone_near_tie`).
+        max_non_finite: How many values may be NaN or infinite where the reference's are not.
+        adversarial_factor: Multiplies `max_scaled_error` and `max_abs_error` on the adversarial samples (see
+            `export.verification.generated_samples`).
+        min_headroom: Factor by which inputs must be able to exceed the user's samples; 1 asks for nothing.
     """
 
     max_scaled_error: float = 0.01
@@ -53,18 +152,16 @@ class Budget:
 
 
 def violations(figures: Figures, budget: Budget) -> list[str]:
-    """What is over budget, each in words with its value and its limit; empty when all is within.
+    """Describe each figure that is over budget, with its value and its limit.
 
-    Of integers, booleans and texts only the agreement is judged, unless `max_abs_error` is given. An output without elements is
-    within every budget; that some output has elements is asked of the certificate.
+    Integers, booleans and texts are judged by their agreement only, unless `max_abs_error` is given. An output without
+    elements is within every budget; the certificate requires that some output has elements.
     """
-    broken: list[str] = []
     if figures.elements == 0:
-        return broken
-    if not figures.non_finite <= budget.max_non_finite:
-        broken.append(f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})")
+        return []
+    broken = _non_finite(figures, budget)
     if math.isnan(figures.max_abs_error):
-        if not broken:  # else it is the candidate that is not finite, and other samples would not help
+        if not broken:  # otherwise the candidate is not finite, and other samples would not help
             broken.append(NOTHING_FINITE)
     elif budget.max_abs_error is not None:
         if not figures.max_abs_error <= budget.max_abs_error:
@@ -80,82 +177,77 @@ def violations(figures: Figures, budget: Budget) -> list[str]:
 
 
 def _scaled_errors(figures: Figures, limit: float) -> Iterator[str]:
-    """What vanishes, and the largest scaled error where it is something else."""
-    gone = figures.vanished
-    if gone is not None:
-        what = "the output is" if gone.axis is None else f"column {gone.first}{_beside(gone)} is"
-        yield f"{what} 0 throughout and up to {gone.largest:.3g} in float32: it vanishes in float16"
-    if figures.max_scaled_error <= limit or (gone is not None and gone.axis is None):
+    vanished = figures.vanished
+    if vanished is not None:
+        more = f" and {vanished.columns - 1} more" if vanished.columns > 1 else ""
+        what = "the output is" if vanished.axis is None else f"column {vanished.first}{more} on axis {vanished.axis} is"
+        yield f"{what} 0 throughout and up to {vanished.largest:.3g} in float32: it vanishes in float16"
+    if figures.max_scaled_error <= limit or (vanished is not None and vanished.axis is None):
         return
     error, kind = f"max error {figures.max_scaled_error:.3g}", figures.worst_kind
     if kind is None:
         yield f"{error} of the output's scale {figures.unit or figures.scale:.3g} (limit {limit:.3g})"
-    elif gone is None or kind.worst != gone.first:
+    elif vanished is None or kind.worst != vanished.first:
         yield f"{error} of the scale {kind.unit:.3g} of column {kind.worst} on axis {figures.axis} (limit {limit:.3g})"
 
 
-def _beside(gone: Vanished) -> str:
-    more = f" and {gone.columns - 1} more" if gone.columns > 1 else ""
-    return f"{more} on axis {gone.axis}"
+def _non_finite(figures: Figures, budget: Budget) -> list[str]:
+    if figures.non_finite <= budget.max_non_finite:
+        return []
+    return [f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})"]
 
 
 def disagrees(figures: Figures, budget: Budget) -> bool:
-    """Whether fewer rows than `min_agreement` asks for have the reference's choice."""
+    """Whether fewer rows agree than `min_agreement` requires."""
     return figures.agreement is not None and not figures.agreement >= budget.min_agreement
 
 
 def lone_near_tie(figures: Figures, budget: Budget) -> bool:
-    """Whether one row alone differs, and the reference's two numbers there are closer than the error that is allowed.
+    """Whether exactly one row differs, and there the reference's two numbers are closer than the allowed error.
 
-    Fewer than 1 / (1 - min_agreement) rows, 200 by default, cannot show a share of `min_agreement`: one row is more than what
-    may differ, whatever the model's share is. More of them than that one, or one that the reference is sure of, say that
-    choices are lost.
+    With fewer than 1 / (1 - min_agreement) rows, 200 by default, one differing row already exceeds the limit, so a single
+    near-tie proves nothing. Two differing rows, or one with a clear lead, do.
     """
     alone = figures.differing == 1 and figures.rows >= FEWEST_ROWS
     return alone and budget.min_agreement < 1 and figures.margin <= error_limit(figures, budget)
 
 
 def error_limit(figures: Figures, budget: Budget) -> float:
-    """The largest error that an output may have, in its own unit."""
+    """The largest absolute error that an output may have."""
     if budget.max_abs_error is not None:
         return budget.max_abs_error
     return budget.max_scaled_error * unit_of(figures)
 
 
 def unit_of(figures: Figures) -> float:
-    """What the output's errors are divided by as a whole; of certificates that do not say it, as it was then."""
+    """The divisor of the output's errors; computed for certificates before version 3, which do not hold it."""
     return figures.unit or max(figures.scale, FP16_SMALLEST_NORMAL)
 
 
 def adversarial_violations(figures: Figures, usual_scale: float, budget: Budget) -> list[str]:
-    """What is over budget on an adversarial sample, in words.
+    """Describe what is over budget on an adversarial sample.
 
-    Judged are non-finite values that the reference does not have, and errors, `adversarial_factor` times larger ones allowed.
-    Agreement is not: classes of such samples mean nothing.
+    Non-finite values count as usual, and errors up to `adversarial_factor` times the limit are allowed. Agreement is not
+    judged: the classes of such samples mean nothing.
 
     Args:
         figures: The figures on that sample.
-        usual_scale: The output's unit on the user's samples. Errors count in units of the larger of the two scales: where
-            an input makes the reference's answer vanish, any rounding would be large beside it. Where kinds of columns are
-            told apart, their units hold that already.
+        usual_scale: The output's unit on the user's samples. Errors are divided by the larger of the two scales, since every
+            rounding is large beside an answer that vanishes. The units of kinds of columns include that already.
         budget: The limits.
     """
-    broken: list[str] = []
-    if not figures.non_finite <= budget.max_non_finite:
-        broken.append(f"{figures.non_finite} of {figures.elements} values are NaN or infinite (limit {budget.max_non_finite})")
+    broken = _non_finite(figures, budget)
     if not figures.floating or not math.isfinite(figures.max_abs_error):
         return broken
     if budget.max_abs_error is not None:
         limit = budget.max_abs_error * budget.adversarial_factor
-        if figures.max_abs_error > limit:
-            broken.append(f"max abs error {figures.max_abs_error:.3g} (limit {limit:.3g})")
-        return broken
+        over = figures.max_abs_error > limit
+        return broken + ([f"max abs error {figures.max_abs_error:.3g} (limit {limit:.3g})"] if over else [])
     limit = budget.max_scaled_error * budget.adversarial_factor
-    kind = figures.worst_kind
-    if kind is not None and kind.max_scaled_error > limit:
-        place = f"column {kind.worst} on axis {figures.axis}"
-        broken.append(f"max error {kind.max_abs_error:.3g} in {place}, of scale {kind.unit:.3g} (limit {limit:.3g} of it)")
-    if kind is not None:
+    if (kind := figures.worst_kind) is not None:
+        if kind.max_scaled_error > limit:
+            place = f"column {kind.worst} on axis {figures.axis}"
+            broken.append(f"max error {kind.max_abs_error:.3g} in {place}, of scale {kind.unit:.3g} (limit {limit:.3g} of it)")
         return broken
     scale = max(s for s in (FP16_SMALLEST_NORMAL, figures.scale, usual_scale) if math.isfinite(s))
     if figures.max_abs_error > limit * scale:

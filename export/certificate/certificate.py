@@ -1,4 +1,4 @@
-"""The proof that travels with a model: what was compared, how far apart it was, and what was allowed."""
+"""The certificate of a converted model: what was compared, the figures, the limits and the verdict, as JSON."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import repeat
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from export.certificate.budget import NO_HEADROOM, Budget
-from export.certificate.figures import Figures, Kind, Vanished
-from export.certificate.probe import Probe
-from export.certificate.risk import Risk
-from export.certificate.verdicts import AdversarialVerdict, LevelVerdict, Plot
+from export.certificate.budget import NO_HEADROOM, Budget, Figures
 from export.errors import ExportError, UsageError
+from export.weight_ledger import FP16_MAX
 
 SCHEMA = "halfserve.certificate"
 SCHEMA_VERSION = 3
@@ -22,16 +21,112 @@ READABLE_VERSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
+class LevelVerdict:
+    """The result of running the model at one graph optimisation level.
+
+    Attributes:
+        provider: The execution provider, such as "CPUExecutionProvider".
+        level: The level, a name in `onnxruntime.GraphOptimizationLevel`.
+        trouble: "killed by SIGSEGV", a refusal, or the first violation of the budget; None for a sound level.
+        max_scaled_error: The largest over all outputs; None where nothing could be compared.
+    """
+
+    provider: str
+    level: str
+    trouble: str | None = None
+    max_scaled_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdversarialVerdict:
+    """One output on one adversarial batch (see `export.verification.generated_samples`).
+
+    Attributes:
+        case: The batch's name, such as "zeros".
+        execution: As in `OutputVerdict`.
+        output: The output's name; empty where the whole batch failed or was not judged.
+        figures: Error figures, where the output could be compared.
+        violations: What is over the adversarial budget.
+        note: Why the case was not judged, such as a reference whose own answer exceeds float16's range.
+        factor: How many times the batch's floats exceed the user's; set for cases that measure headroom.
+    """
+
+    case: str
+    execution: str
+    output: str
+    figures: Figures | None = None
+    violations: tuple[str, ...] = ()
+    note: str | None = None
+    factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Data of an output's scatter plot and error histogram.
+
+    Attributes:
+        reference: At most 300 finite values of the reference: those with the largest errors, the largest magnitudes, and an
+            even selection of the others.
+        candidate: The fp16 model's values at the same places.
+        edges: Edges of the histogram's bins: log10(error / unit of the output).
+        counts: Values per bin, one fewer than edges. Errors below the first edge count in the first bin.
+    """
+
+    reference: tuple[float, ...]
+    candidate: tuple[float, ...]
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """At which graph optimisation level ONNX Runtime runs the model soundly.
+
+    Attributes:
+        level: The highest sound level, a name in `onnxruntime.GraphOptimizationLevel`.
+        crashes: What happened at higher levels, such as "ORT_ENABLE_ALL: killed by SIGSEGV".
+    """
+
+    level: str
+    crashes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Risk:
+    """A node whose inner sum can exceed float16's range.
+
+    Attributes:
+        node: Name of the node.
+        op_type: Operator of the node.
+        what: What is summed, such as "sum of squares".
+        reach: Upper bound of every partial sum on the samples.
+        module: The torch module that the node comes from, where known.
+    """
+
+    node: str
+    op_type: str
+    what: str
+    reach: float
+    module: str | None = None
+
+    def __str__(self) -> str:
+        place = f" ({self.module})" if self.module else ""
+        return (
+            f"{self.op_type} {self.node!r}{place}: its {self.what} reaches {self.reach:.3g} inside, over float16's {FP16_MAX:g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutputVerdict:
-    """One output under one way of execution.
+    """One output in one execution of the model.
 
     Attributes:
         name: The output's name in the ONNX model.
-        execution: "rounded": float16 after every node, as a GPU computes. "runtime": as ONNX Runtime's CPU provider computes.
-            "cuda": as its CUDA provider does, where there is a GPU.
-        figures: Its distance from the reference.
-        violations: What is over budget, in words.
-        plot: What its plots are drawn from.
+        execution: "rounded" (float16 rounding after every node, which simulates a GPU), "runtime" (ONNX Runtime's CPU
+            provider) or "cuda" (its CUDA provider, where there is a GPU).
+        figures: Error figures against the reference.
+        violations: What is over budget.
+        plot: Data of the plots.
     """
 
     name: str
@@ -43,7 +138,7 @@ class OutputVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Share of labels that the argmax meets: the reference's, and the fp16 model's under the two ways of execution."""
+    """Share of labels that equal the argmax, for the reference and for the fp16 model in two executions."""
 
     reference: float
     rounded: float
@@ -56,29 +151,27 @@ class Certificate:
 
     Attributes:
         model: The model's name.
-        onnx_sha256: SHA-256 of the file, in hexadecimal: the certificate holds for these bytes only. For a model with data
+        onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
             files, see `export.files.model_file.ModelFile.sha256`.
         onnx_bytes: Size of the file and its data files in bytes.
-        graph_sha256: SHA-256 of the model however it is stored, without the entries of its metadata that name a certificate
-            (see `export.certificate.embed.graph_sha256`).
+        graph_sha256: SHA-256 of the model's content, independent of its storage (see `export.certificate.embed.graph_sha256`).
         reference_bytes: Size of the float32 model as ONNX, where known.
-        samples: How many samples were compared.
+        samples: Count of compared samples.
         budget: The limits.
-        outputs: Figures for every output, under both ways of execution.
-        accuracy: Where labels were given.
-        probe: At which optimisation level ONNX Runtime opens the file, and which levels crash it.
+        outputs: Verdicts on every output in every execution.
+        accuracy: Present where labels were given.
+        probe: The optimisation level at which ONNX Runtime runs the file.
         versions: Versions of the libraries, by name.
-        created_utc: When, in ISO 8601.
-        conversion: What the conversion did (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
-        levels: How each optimisation level takes the model.
-        adversarial: Figures on samples at the edge of the user's.
-        headroom: How many times larger than the user's samples inputs may grow before something breaks, as far as was tried;
-            None where it was not measured: nothing floating goes in, or no larger input could be judged.
-        accumulators: In which type the runtime that the certificate is for sums: "float32", or "float16", and then `risks`
-            are over budget.
-        risks: Nodes in which a sum outgrows float16 although the result does not.
+        created_utc: Time of the verification in ISO 8601.
+        conversion: The conversion's report (`HalfReport.to_json` or `ConversionReport.to_json`), where known.
+        levels: Verdicts on the optimisation levels.
+        adversarial: Verdicts on the adversarial samples.
+        headroom: Largest tested factor by which inputs may exceed the user's samples; None where it was not measured: the
+            model has no floating input, or no larger input could be judged.
+        accumulators: Accumulator type of the target runtime: "float32", or "float16", where `risks` are over budget.
+        risks: Nodes whose inner sums exceed float16's range although their results do not.
         notes: What could not be compared, and why.
-        placement: Which provider runs what (`Placement.to_json`), where known.
+        placement: Which provider runs which node (`Placement.to_json`), where known.
     """
 
     model: str
@@ -104,7 +197,7 @@ class Certificate:
 
     @property
     def violations(self) -> list[str]:
-        """Everything that is over budget, each with its output and way of execution."""
+        """Everything that is over budget, with output and execution."""
         found = [f"output {o.name!r} ({o.execution}): {text}" for o in self.outputs for text in o.violations]
         for line in self.adversarial:
             if line.factor is None:
@@ -119,20 +212,20 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether outputs were compared, and all of them are within the budget."""
+        """Whether outputs were compared and all are within the budget."""
         return anything_compared(self.outputs) and not self.violations
 
     def to_json(self) -> dict[str, Any]:
-        """The certificate as JSON's own types; NaN and infinities are strings, which JSON's numbers cannot be."""
+        """The certificate as JSON types; NaN and infinities become strings."""
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "passed": self.passed, **asdict(self)}
-        plain: dict[str, Any] = _plain(content)
+        plain: dict[str, Any] = json_values(content)
         return plain
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the certificate without `onnx_sha256` and `onnx_bytes`, in hexadecimal: what the model's metadata holds.
+        """SHA-256 in hexadecimal of the certificate without `onnx_sha256` and `onnx_bytes`; the model's metadata holds it.
 
-        The file that holds this number has another hash than before, so the number cannot depend on that hash.
+        Writing this hash into the model file changes the file's hash, so it cannot depend on the latter.
         """
         content = {name: value for name, value in self.to_json().items() if name not in ("onnx_sha256", "onnx_bytes")}
         return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
@@ -143,7 +236,7 @@ class Certificate:
 
 
 def anything_compared(outputs: Sequence[OutputVerdict]) -> bool:
-    """Whether outputs hold an element that was compared; where some are floating, one of those, which float16 can harm."""
+    """Whether any element was compared; where there are floating outputs, whether one of their elements was."""
     floating = [verdict for verdict in outputs if verdict.figures.floating]
     return any(verdict.figures.elements for verdict in floating or outputs)
 
@@ -152,11 +245,14 @@ class BudgetExceeded(ExportError):  # noqa: N818  (named by what happened; the b
     """The fp16 model differs from its reference by more than the budget allows.
 
     Attributes:
-        certificate: All figures, the ones within their limits included; its `passed` is False.
+        certificate: The certificate with all figures; its `passed` is False.
+        violation: The worst violation and the count of others.
+        cause: The cause, where it is known, and its remedy; otherwise the message ends in the general remedy.
     """
 
-    def __init__(self, message: str, certificate: Certificate) -> None:
-        super().__init__(message)
+    def __init__(self, violation: str, certificate: Certificate, *, cause: str = "", remedy: str = "") -> None:
+        super().__init__("; ".join(part for part in (violation, cause or remedy) if part))
+        self.violation, self.cause = violation, cause
         self.certificate = certificate
 
 
@@ -164,80 +260,48 @@ def read_certificate(content: bytes | str) -> Certificate:
     """Read what `Certificate.to_bytes` wrote.
 
     Raises:
-        ExportError: It is no JSON, no certificate, one of a newer schema, or lacks a field.
+        ExportError: The content is not JSON, not a certificate, of a newer schema version, or lacks a field.
     """
     try:
         data = json.loads(content)
     except ValueError as error:
-        raise ExportError(f"the certificate is no JSON: {error}") from error
+        raise ExportError(f"the certificate is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ExportError("this is no halfserve certificate; expected a certificate.json that `halfserve export` wrote")
+        raise ExportError("this is not a halfserve certificate; expected a certificate.json that `halfserve export` wrote")
     if data.get("schema_version") not in READABLE_VERSIONS:
         raise ExportError(f"the certificate has schema version {data.get('schema_version')}, expected 1 to 3")
-    try:
-        return _from_json(data)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ExportError(f"the certificate is incomplete or damaged: {type(error).__name__} {error}") from error
-    except UsageError as error:  # a budget that nobody could have asked for
-        raise ExportError(f"the certificate is incomplete or damaged: {error}") from error
-
-
-def _from_json(data: dict[str, Any]) -> Certificate:
     values = {name: value for name, value in data.items() if name not in ("schema", "schema_version", "passed")}
-    values["outputs"] = tuple(_output(entry) for entry in data["outputs"])
-    values["budget"] = Budget(**data["budget"])
-    values["accuracy"] = data["accuracy"] and Accuracy(**_numbers(data["accuracy"]))
-    values["probe"] = Probe(level=data["probe"]["level"], crashes=tuple(data["probe"]["crashes"]))
-    levels = (("max_scaled_error", entry) for entry in data.get("levels", ()))
-    values["levels"] = tuple(LevelVerdict(**{**entry, name: _number(entry[name])}) for name, entry in levels)
-    values["adversarial"] = tuple(_adversarial(entry) for entry in data.get("adversarial", ()))
-    values["risks"] = tuple(Risk(**{**entry, "reach": _number(entry["reach"])}) for entry in data.get("risks", ()))
-    values["notes"] = tuple(data.get("notes", ()))
-    return Certificate(**values)
+    try:
+        certificate: Certificate = _decoded(Certificate, values)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ExportError(f"the certificate is incomplete or damaged: {type(error).__name__} {error}") from error
+    except UsageError as error:  # the budget's limits are out of range
+        raise ExportError(f"the certificate is incomplete or damaged: {error}") from error
+    return certificate
 
 
-def _output(entry: dict[str, Any]) -> OutputVerdict:
-    plot = entry.get("plot")
-    return OutputVerdict(
-        name=entry["name"],
-        execution=entry["execution"],
-        figures=_figures(entry["figures"]),
-        violations=tuple(entry["violations"]),
-        plot=plot and Plot(**{name: tuple(values) for name, values in plot.items()}),
-    )
+def _decoded(kind: Any, value: Any) -> Any:
+    """Rebuild a value of a type from JSON: dataclasses, tuples, optional values, and floats that are written as strings."""
+    arguments = get_args(kind)
+    if value is None:
+        return None
+    if get_origin(kind) is UnionType:
+        return _decoded(next(entry for entry in arguments if entry is not NoneType), value)
+    if get_origin(kind) is tuple:
+        each = repeat(arguments[0], len(value)) if arguments[-1] is Ellipsis else arguments
+        return tuple(_decoded(*pair) for pair in zip(each, value, strict=True))
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _decoded(hints.get(name), entry) for name, entry in value.items()})
+    return float(value) if kind is float and isinstance(value, str) else value
 
 
-def _adversarial(entry: dict[str, Any]) -> AdversarialVerdict:
-    figures = entry["figures"] and _figures(entry["figures"])
-    return AdversarialVerdict(**{**entry, "figures": figures, "violations": tuple(entry["violations"])})
-
-
-def _figures(entry: dict[str, Any]) -> Figures:
-    gone = entry.get("vanished")
-    return Figures(
-        **_numbers({name: value for name, value in entry.items() if name not in ("kinds", "vanished")}),
-        kinds=tuple(_kind(kind) for kind in entry.get("kinds", ())),
-        vanished=gone and Vanished(**_numbers(gone)),
-    )
-
-
-def _kind(entry: dict[str, Any]) -> Kind:
-    return Kind(**{**_numbers(entry), "columns": tuple((first, last) for first, last in entry["columns"])})
-
-
-def _plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
+    """A nested value as JSON types: tuples become lists, NaN and infinities strings."""
     if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: json_values(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [json_values(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) for name, value in entry.items()}
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value

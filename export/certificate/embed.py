@@ -1,9 +1,9 @@
-"""The bond between a model and its certificate, from both sides.
+"""Mutual hashes that bind a model file and its certificate.
 
-The certificate holds the file's hash, and the model's metadata the certificate's: a circle, if each covered all of the other.
-So the number in the model covers all of the certificate but `onnx_sha256` and `onnx_bytes` (`Certificate.sha256`), and what it
-says about the model's content is `graph_sha256`, which covers all of the model but its metadata about certificates. Whoever
-changes a weight, a figure or a limit breaks one of the two; `onnx_sha256` still is what `sha256sum model.onnx` prints.
+The certificate holds a hash of the model, and the model's metadata a hash of the certificate. To avoid a cycle, the hash in the
+model omits the certificate's `onnx_sha256` and `onnx_bytes` (`Certificate.sha256`), and the certificate's `graph_sha256` omits
+the model's metadata about certificates. A changed weight, figure or limit breaks one of the two. `onnx_sha256` remains the
+output of `sha256sum model.onnx`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY = "halfserve.certificate_sha256"
 
 
 def embed(model: onnx.ModelProto, certificate: Certificate) -> tuple[onnx.ModelProto, Certificate]:
-    """A copy of the model that names its certificate, and the certificate about that copy's bytes (see `serialize`).
+    """Return a copy of the model that names its certificate, and the certificate for that copy's bytes (see `serialize`).
 
     Raises:
         ExportError: The certificate is about another model.
@@ -38,41 +38,33 @@ def embed(model: onnx.ModelProto, certificate: Certificate) -> tuple[onnx.ModelP
     kept = [entry for entry in named.metadata_props if not entry.key.startswith(PREFIX)]
     del named.metadata_props[:]
     named.metadata_props.extend(kept)
-    for key, value in entries(certificate).items():
-        named.metadata_props.add(key=key, value=value)
+    named.metadata_props.add(key=KEY, value=certificate.sha256)
     content = serialize(named)
     digest = hashlib.sha256(content).hexdigest()
     return named, replace(certificate, onnx_sha256=digest, onnx_bytes=len(content))
 
 
 def embed_in_file(path: Path, certificate: Certificate) -> Certificate:
-    """Name the certificate in a model file, whose data files stay as they are; the certificate about the new file.
+    """Name the certificate in a model file and return the certificate for the new file. Data files stay untouched.
 
-    Metadata is appended to the file: of a message's repeated fields, protobuf reads all parts. A file that names a certificate
-    already is written anew.
+    The metadata is appended to the file, since protobuf concatenates the parts of a repeated field.
 
     Raises:
-        ExportError: The certificate is about another model, or the file cannot be written.
+        ExportError: The certificate is about another model, the file names a certificate already, or it cannot be written.
     """
     opened = open_model(path)
     _require_same_graph(opened, certificate)
     if any(entry.key.startswith(PREFIX) for entry in opened.outline.metadata_props):
-        raise ExportError(f"{path} names a certificate already; convert it anew, or remove its {KEY} from the metadata first")
+        raise ExportError(f"{path} names a certificate already; convert the model again, or remove {KEY} from its metadata")
     suffix = onnx.ModelProto()
-    for key, value in entries(certificate).items():
-        suffix.metadata_props.add(key=key, value=value)
+    suffix.metadata_props.add(key=KEY, value=certificate.sha256)
     _append(path, suffix.SerializeToString(deterministic=True))
     embedded = open_model(path)
     return replace(certificate, onnx_sha256=embedded.sha256, onnx_bytes=embedded.size_bytes)
 
 
-def entries(certificate: Certificate) -> dict[str, str]:
-    """What goes into the metadata of a model for its certificate."""
-    return {KEY: certificate.sha256}
-
-
 def check_embedded(model: ModelSource | ModelFile, certificate: Certificate) -> None:
-    """Check that a model and a certificate belong together, from both sides.
+    """Check that a model and a certificate name each other.
 
     Raises:
         ExportError: The model names no certificate or another one, or the certificate is about another model.
@@ -87,9 +79,9 @@ def check_embedded(model: ModelSource | ModelFile, certificate: Certificate) -> 
 
 
 def graph_sha256(model: ModelSource | ModelFile) -> str:
-    """SHA-256, in hexadecimal, of a model without its metadata about certificates, however and wherever weights are stored.
+    """SHA-256 in hexadecimal of a model's content: independent of how weights are stored, without metadata of certificates.
 
-    It covers the message without the bytes of initializers of 1 KiB and more, and then those, one after the other.
+    Covers the message without the bytes of initializers of 1 KiB and more, then those bytes in order.
     """
     opened = model if isinstance(model, ModelFile) else open_model(model)
     digest = hashlib.sha256()

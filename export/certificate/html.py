@@ -1,19 +1,19 @@
-"""A certificate as one HTML page that needs nothing else: no host, no script, no file beside it.
+"""A certificate as one self-contained HTML page with inline SVG plots: no host, no script, no other file.
 
-It is well-formed XML too. Names come from models, which anybody may have made: all text is escaped.
+The page is also well-formed XML. Names come from untrusted models, so all text is escaped.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from xml.sax.saxutils import escape, quoteattr
 
 from export.certificate.budget import unit_of
-from export.certificate.certificate import Certificate, OutputVerdict
-from export.certificate.escaping import escaped
-from export.certificate.svg import histogram, scatter
-from export.certificate.table import agreement_cell, kind_line
-from export.certificate.worst_lines import worst_lines
+from export.certificate.certificate import Certificate, OutputVerdict, Plot
+from export.certificate.table import accuracy_text, agreement_cell, kind_lines, worst_verdicts
 
 TENSORS_SHOWN = 50
 _BROKEN = ' class="broken"'
@@ -33,10 +33,14 @@ svg text { font-size: 11px; fill: #5a6878; } .axis { stroke: #9aa7b5; } .bar { f
 .equal { stroke: #9aa7b5; stroke-dasharray: 4 3; } .limit { stroke: #c8372d; stroke-dasharray: 4 3; }
 code { font-size: 0.82rem; overflow-wrap: anywhere; }
 """
+WIDTH, HEIGHT = 360, 220
+LEFT, RIGHT, TOP, BOTTOM = 60, 22, 12, 36
+# Characters that XML 1.0 forbids: control characters, lone surrogates and two non-characters.
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def certificate_page(certificate: Certificate) -> str:
-    """The page: verdict, figures and plots of every output, edge cases, levels, what stayed float32, the ledger, versions."""
+    """Render the page: verdict, figures and plots of outputs, adversarial samples, levels, conversion, versions."""
     title = escaped(f"{certificate.model}: fp16 certificate")
     body = "\n".join(part for part in _sections(certificate) if part)
     return (
@@ -51,7 +55,7 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield f"<p>fp16 against its float32 reference, {certificate.samples} samples, {escaped(certificate.created_utc)}</p>"
     yield _verdict(certificate)
     yield _section("Outputs", _outputs(certificate.outputs))
-    yield _section("Kinds of columns", _list([*_kinds(certificate.outputs)]))
+    yield _section("Kinds of columns", _list([*kind_lines(certificate)]))
     yield _section("Errors", _plots(certificate))
     yield _section("At the edge", _edges(certificate))
     yield _section("Optimisation levels of ONNX Runtime", _levels(certificate))
@@ -78,11 +82,6 @@ def _outputs(outputs: Sequence[OutputVerdict]) -> str:
     return _table(names, rows, text_columns=2)
 
 
-def _kinds(outputs: Sequence[OutputVerdict]) -> Iterator[str]:
-    for verdict in outputs:
-        yield from (f"{verdict.name} ({verdict.execution}): {kind_line(verdict.figures, k)}" for k in verdict.figures.kinds)
-
-
 def _plots(certificate: Certificate) -> str:
     figures = []
     for verdict in certificate.outputs:
@@ -99,7 +98,7 @@ def _plots(certificate: Certificate) -> str:
 
 def _edges(certificate: Certificate) -> str:
     rows = []
-    for line in worst_lines(certificate):
+    for line in worst_verdicts(certificate):
         error = "" if line.figures is None else f"{line.figures.max_abs_error:.3g}"
         outcome = line.note or "; ".join(line.violations) or "within budget"
         rows.append(((line.case, line.execution, line.output, outcome, error), bool(line.violations) and line.factor is None))
@@ -164,7 +163,7 @@ def _facts(certificate: Certificate) -> str:
     if certificate.reference_bytes:
         facts["size"] += f", {certificate.onnx_bytes / certificate.reference_bytes:.0%} of float32's"
     if certificate.accuracy is not None:
-        facts["accuracy"] = f"{certificate.accuracy.rounded:.2%}, float32 {certificate.accuracy.reference:.2%}"
+        facts["accuracy"] = accuracy_text(certificate.accuracy)
     limits = vars(certificate.budget).items()
     facts["budget"] = ", ".join(f"{name} {value:g}" for name, value in limits if value is not None)
     facts["sums"] = f"{certificate.accumulators} accumulators"
@@ -177,7 +176,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _table(names: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]], *, text_columns: int) -> str:
-    """A table; columns after the first `text_columns` are numbers, and rows marked True are over budget."""
+    """Render a table whose columns after the first `text_columns` are numbers; rows marked True are over budget."""
     lines = [_line("td", cells, text_columns, broken=broken) for cells, broken in rows]
     if not lines:
         return ""
@@ -198,3 +197,91 @@ def _list(texts: Sequence[str]) -> str:
 
 def _text(value: object) -> str:
     return "" if value is None else str(value)
+
+
+def histogram(plot: Plot, limit: float | None, title: str) -> str:
+    """Histogram of errors in units of the output's scale, both axes logarithmic, with a line at the limit.
+
+    Args:
+        plot: The data.
+        limit: The largest allowed error in the same units; None for no line.
+        title: Accessible name and tooltip.
+    """
+    low, high = plot.edges[0], plot.edges[-1]
+    tallest = math.log10(max(plot.counts) + 1) or 1.0
+    bars = []
+    for start, end, count in zip(plot.edges, plot.edges[1:], plot.counts, strict=False):
+        height = math.log10(count + 1) / tallest * (HEIGHT - TOP - BOTTOM)
+        x, right = _x(start, low, high), _x(end, low, high)
+        if count:
+            bars.append(
+                f'<rect class="bar" x="{x:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" width="{right - x - 1:.1f}" '
+                f'height="{height:.1f}"><title>{count} values</title></rect>'
+            )
+    ticks = [(value, f"1e{value}") for value in range(math.ceil(low), math.floor(high) + 1, 2)]
+    marks = [_tick_x(_x(value, low, high), text) for value, text in ticks]
+    if limit is not None and limit > 0 and low <= math.log10(limit) <= high:
+        x = _x(math.log10(limit), low, high)
+        marks.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+    top = f'<text x="{LEFT - 6}" y="{TOP + 8}" text-anchor="end">{max(plot.counts)}</text>'
+    return _svg(title, [*bars, *marks, top, _label("error / output's scale")])
+
+
+def scatter(plot: Plot, title: str) -> str:
+    """Scatter plot of the fp16 model's values over the reference's, with the line of equality."""
+    values = [*plot.reference, *plot.candidate]
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - 1, high + 1
+    diagonal = (
+        f'<line class="equal" x1="{_x(low, low, high):.1f}" y1="{_y(low, low, high):.1f}" '
+        f'x2="{_x(high, low, high):.1f}" y2="{_y(high, low, high):.1f}"/>'
+    )
+    dots = [
+        f'<circle class="dot" cx="{_x(x, low, high):.1f}" cy="{_y(y, low, high):.1f}" r="2"/>'
+        for x, y in zip(plot.reference, plot.candidate, strict=True)
+    ]
+    ticks = [_tick_x(_x(value, low, high), f"{value:.2g}") for value in (low, high)]
+    sides = [
+        f'<text x="{LEFT - 6}" y="{_y(value, low, high) + 4:.1f}" text-anchor="end">{value:.2g}</text>' for value in (low, high)
+    ]
+    return _svg(title, [diagonal, *dots, *ticks, *sides, _label("float32 (across) and fp16 (up)")])
+
+
+def _svg(title: str, parts: Sequence[str]) -> str:
+    axes = (
+        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
+        f'<line class="axis" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+    )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label={quoted(title)}>'
+        f"<title>{escaped(title)}</title>{axes}{''.join(parts)}</svg>"
+    )
+
+
+def _tick_x(x: float, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{escaped(text)}</text>'
+
+
+def _label(text: str) -> str:
+    return (
+        f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escaped(text)}</text>'
+    )
+
+
+def _x(value: float, low: float, high: float) -> float:
+    return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+
+def _y(value: float, low: float, high: float) -> float:
+    return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def escaped(text: str) -> str:
+    """Escape text for an element's content; forbidden characters become U+FFFD."""
+    return escape(_FORBIDDEN.sub("\ufffd", text))
+
+
+def quoted(text: str) -> str:
+    """Escape text as an attribute's value, including the quotes."""
+    return quoteattr(_FORBIDDEN.sub("\ufffd", text))

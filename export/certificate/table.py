@@ -1,7 +1,8 @@
-"""A certificate as people read it: one table and a verdict."""
+"""A certificate as a terminal table with a verdict, and the texts that it shares with the HTML page."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from export.certificate.worst_lines import worst_lines
-
 if TYPE_CHECKING:
-    from export.certificate.certificate import Certificate, OutputVerdict
-    from export.certificate.figures import Figures, Kind
+    from export.certificate.budget import ColumnKind, Figures
+    from export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, OutputVerdict
 
 KEPT_SHOWN = 5
 RANGES_SHOWN = 4
@@ -22,7 +21,7 @@ RISKS_SHOWN = 3
 
 
 def certificate_table(certificate: Certificate) -> Group:
-    """The figures of every output, and below them sizes, accuracy, edge cases, what stayed float32 and the verdict."""
+    """Render the figures of every output, and below them sizes, accuracy, conversion, adversarial samples and the verdict."""
     title = f"{certificate.model}: fp16 against its float32 reference, {certificate.samples} samples"
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
     table.add_column("output")
@@ -49,14 +48,24 @@ def _row(verdict: OutputVerdict) -> list[str]:
 
 
 def agreement_cell(figures: Figures) -> str:
-    """The share of rows that agree; "none" where no row is evidence, "" where there is nothing to choose between."""
+    """The share of rows that agree; "none" where no row is evidence, "" where no row has a choice."""
     if figures.agreement is None:
         return "none" if figures.constant_rows else ""
     return f"{figures.agreement:.2%}"
 
 
-def kind_line(figures: Figures, kind: Kind) -> str:
-    """One kind of columns in words: which they are, how large, and the largest error in them."""
+def accuracy_text(accuracy: Accuracy) -> str:
+    """The fp16 model's accuracy beside the reference's."""
+    return f"{accuracy.rounded:.2%}, float32 {accuracy.reference:.2%}"
+
+
+def kind_lines(certificate: Certificate) -> Iterator[str]:
+    """One line for each kind of columns: its columns, its scale and its largest error."""
+    for verdict in certificate.outputs:
+        yield from (f"{verdict.name} ({verdict.execution}): {_kind_line(verdict.figures, k)}" for k in verdict.figures.kinds)
+
+
+def _kind_line(figures: Figures, kind: ColumnKind) -> str:
     ranges = [f"{first}" if first == last else f"{first}-{last}" for first, last in kind.columns[:RANGES_SHOWN]]
     more = f" and {len(kind.columns) - RANGES_SHOWN} more ranges" if len(kind.columns) > RANGES_SHOWN else ""
     return (
@@ -70,11 +79,8 @@ def _facts(certificate: Certificate) -> Iterator[str]:
         share = certificate.onnx_bytes / certificate.reference_bytes
         yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
     if certificate.accuracy is not None:
-        yield f"accuracy  {certificate.accuracy.rounded:.2%}, float32 {certificate.accuracy.reference:.2%}"
-    for verdict in certificate.outputs:
-        yield from (
-            f"kinds     {verdict.name} ({verdict.execution}): {kind_line(verdict.figures, k)}" for k in verdict.figures.kinds
-        )
+        yield f"accuracy  {accuracy_text(certificate.accuracy)}"
+    yield from (f"kinds     {line}" for line in kind_lines(certificate))
     yield from _conversion(certificate)
     yield from _edges(certificate)
     for risk in certificate.risks[:RISKS_SHOWN]:
@@ -98,7 +104,7 @@ def _conversion(certificate: Certificate) -> Iterator[str]:
 
 
 def _edges(certificate: Certificate) -> Iterator[str]:
-    lines = worst_lines(certificate)
+    lines = worst_verdicts(certificate)
     within = [line for line in lines if line.factor is None and line.note is None]
     if within:
         broken = [line.case for line in within if line.violations]
@@ -113,3 +119,17 @@ def _verdict(certificate: Certificate) -> Text:
         return Text("verdict   within budget", style="green")
     texts = certificate.violations or ["nothing was compared"]
     return Text("\n".join(f"verdict   over budget: {text}" for text in texts), style="red")
+
+
+def worst_verdicts(certificate: Certificate) -> list[AdversarialVerdict]:
+    """For each adversarial case in order, the verdict that is over budget, or the one with the largest scaled error."""
+    worst: dict[str, AdversarialVerdict] = {}
+    for line in certificate.adversarial:
+        if line.case not in worst or _rank(line) > _rank(worst[line.case]):
+            worst[line.case] = line
+    return list(worst.values())
+
+
+def _rank(line: AdversarialVerdict) -> tuple[bool, float]:
+    error = line.figures.max_scaled_error if line.figures else 0.0
+    return bool(line.violations), error if math.isfinite(error) else -1.0

@@ -27,7 +27,7 @@ def explain(console: Console, error: BudgetExceeded) -> None:
 
 
 def _search_table(found: SearchResult) -> Group:
-    from export.search.table import search_table  # noqa: PLC0415  (needed only where float16 fails)
+    from export.search.result import search_table  # noqa: PLC0415  (needed only where float16 fails)
 
     return search_table(found)
 

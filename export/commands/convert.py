@@ -22,11 +22,11 @@ from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
 from export.files.model_writer import ExternalData
 from export.sample_files import load_samples
-from export.search.limits import MAX_RUNS, SearchLimits
+from export.search.narrowing import MAX_RUNS, SearchLimits
 
 if TYPE_CHECKING:
     from export.files.model_file import ModelFile
-    from export.verification.metrics import Array
+    from export.verification.samples import Array
 
 MAX_BATCH_SIZE = 32
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
@@ -213,7 +213,7 @@ def _require_verify(*, verify: bool, samples: Path | None, certificate: Path | N
 
 def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:
     def made_up(model: ModelFile) -> Sequence[Array]:
-        from export.verification.synthetic import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
+        from export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
 
         return synthesize(model, dims=sizes)
 

@@ -17,7 +17,7 @@ from export.commands.output_files import page_beside, require_output
 from export.commands.progress import progress_on
 from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators
-from export.search.limits import MAX_RUNS, SearchLimits
+from export.search.narrowing import MAX_RUNS, SearchLimits
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 

@@ -20,12 +20,12 @@ from export.errors import ExportError, UsageError
 from export.files.atomic_write import write_atomically
 from export.files.model_file import ModelFile, open_model
 from export.sample_files import load_samples
-from export.verification.labels_file import load_labels
-from export.verification.synthetic import synthesize
+from export.verification.generated_samples import synthesize
+from export.verification.samples import load_labels
 from export.verification.verify import verify as verify_models
 
 if TYPE_CHECKING:
-    from export.verification.metrics import Array
+    from export.verification.samples import Array
 
 EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
 

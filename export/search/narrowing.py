@@ -1,86 +1,132 @@
-"""Finds a small set that passes a test which costs much, from a ranking that is mostly right.
+"""Find a small set that passes an expensive test, from an approximate ranking, within limits on runs and time.
 
-Pure: nothing here knows what a node is. The test is assumed to be monotone, that is, more members never break what passes.
-Where that does not hold, the result still passed the test itself.
+The functions know nothing of nodes. They assume a monotone test: adding members never breaks a passing set. With any other
+test, the result still passed the test itself.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
 
+from export.errors import UsageError
+
+MAX_RUNS = 120
+FEWEST_RUNS = 2  # one with all nodes in float16, one with none
+
+Ending: TypeAlias = Literal["complete", "max_runs", "max_minutes", "interrupted"]
 T = TypeVar("T")
 Test: TypeAlias = Callable[[frozenset[T]], bool]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchLimits:
+    """Limits of a search. The first two runs are always made, since without them there is no result.
+
+    Attributes:
+        max_runs: Largest count of sets to try; at least 2.
+        max_minutes: Time after which no further set is tried; None for no limit. A run in progress is finished.
+
+    Raises:
+        UsageError: A limit is out of range.
+    """
+
+    max_runs: int = MAX_RUNS
+    max_minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_runs < FEWEST_RUNS:
+            raise UsageError(
+                f"max_runs is {self.max_runs}; expected at least {FEWEST_RUNS}: one with all nodes in float16, one with none"
+            )
+        if self.max_minutes is not None and not (self.max_minutes > 0 and math.isfinite(self.max_minutes)):
+            raise UsageError(f"max_minutes is {self.max_minutes}; expected a number above 0")
+
+
+@dataclass
+class Usage:
+    """Runs and time that a search has used, counted from construction."""
+
+    limits: SearchLimits
+    runs: int = 0
+    _began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def reached(self) -> Literal["max_runs", "max_minutes"] | None:
+        """The limit that forbids another run."""
+        if self.runs < FEWEST_RUNS:
+            return None
+        if self.runs >= self.limits.max_runs:
+            return "max_runs"
+        minutes = self.limits.max_minutes
+        return "max_minutes" if minutes is not None and self.seconds >= 60 * minutes else None
+
+
 class OutOfRunsError(Exception):
-    """The test must not be made once more."""
+    """A limit forbids another test."""
 
 
-def enough(rank: Callable[[list[T]], Sequence[Sequence[T]]], passes: Test[T]) -> list[T] | None:
-    """Members that pass together, the most needed first.
+def smallest_passing_prefix(rank: Callable[[list[T]], Sequence[Sequence[T]]], passes: Test[T]) -> list[T] | None:
+    """Find members that pass together, most needed first.
 
-    A first group is tried, then two more, then four more, and so on, until the set passes; then halving finds how many of the
-    last ones it needs. Before each stride the rest is ranked anew, since the worst member may hide the second. A ranking that
-    is right finds k groups in about 2*log2(k) tests, and no ranking takes more than 2*log2 of all groups.
+    Adds one group, then two more, then four more and so on until the set passes; bisection then finds how many of the last
+    groups it needs. The rest is ranked again before each stride, since the worst member may hide the second worst. A correct
+    ranking finds k groups in about 2*log2(k) tests; any ranking takes at most 2*log2 of the count of groups.
 
     Args:
-        rank: Groups of members to add to the given ones, the most needed first; empty where all are in.
+        rank: Returns the groups to add to the given members, most needed first; empty where all are in.
         passes: The test.
 
     Returns:
-        The members, or None where all together do not pass.
+        The members; None where all together do not pass.
     """
     members: list[T] = []
     stride = 1
     while groups := rank(members)[:stride]:
-        if passes(_joined(members, groups)):
-            return [*members, *_flat(groups[: _fewest(members, groups, passes)])]
+        if passes(frozenset([*members, *_flat(groups)])):
+            low, high = 0, len(groups)  # `low` groups do not pass, `high` groups do
+            while high - low > 1:
+                middle = (low + high) // 2
+                if passes(frozenset([*members, *_flat(groups[:middle])])):
+                    high = middle
+                else:
+                    low = middle
+            return [*members, *_flat(groups[:high])]
         members += _flat(groups)
         stride *= 2
     return None
-
-
-def _fewest(members: Sequence[T], groups: Sequence[Sequence[T]], passes: Test[T]) -> int:
-    """How many of the groups are enough, where all are known to be and none is not."""
-    low, high = 0, len(groups)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if passes(_joined(members, groups[:middle])):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _joined(members: Sequence[T], groups: Sequence[Sequence[T]]) -> frozenset[T]:
-    return frozenset([*members, *_flat(groups)])
 
 
 def _flat(groups: Sequence[Sequence[T]]) -> list[T]:
     return [member for group in groups for member in group]
 
 
-def without_the_needless(members: Sequence[T], passes: Test[T]) -> tuple[list[T], bool]:
-    """Leave out what can be left out, from the last member to the first, in strides that double while they succeed.
+def minimized(members: Sequence[T], passes: Test[T]) -> tuple[list[T], bool]:
+    """Remove unneeded members, from the last to the first, in strides that double while they succeed.
 
-    Every member that stays was left out alone, and the test failed. A ranking has what is needed in front, so most of these
-    tests are made when the set is final: k needed members among n take about k + 2*log2(n) tests, if they come first.
+    Each remaining member was removed alone, and the test failed. The ranking puts needed members first, so most of these tests
+    are made when the set is final: k needed members among n take about k + 2*log2(n) tests.
 
     Args:
-        members: A set that passes, the most needed first.
+        members: A set that passes, most needed first.
         passes: The test.
 
     Returns:
-        A set that passes, in the order given, and whether each of its members was left out alone and failed the test. That is
-        false where the tests ran out.
+        A passing set in the given order, and whether it is minimal: false where the tests ran out.
     """
     kept = list(members)
     try:
         while True:
             before = len(kept)
             kept = _thinned(kept, passes)
-            # What was needed beside others still is, if the test is monotone. If it is not, a second walk may find more.
+            # A monotone test needs one walk; with any other, a second walk may remove more.
             if len(kept) == before:
                 return kept, True
     except _StoppedError as stopped:
@@ -96,22 +142,19 @@ class _StoppedError(Exception):
 
 
 def _thinned(kept: list[T], passes: Test[T]) -> list[T]:
-    """One walk over a set, from its end."""
+    """Walk over the set once, from its end."""
     end, stride = len(kept), 1
     while end > 0:
         start = max(end - stride, 0)
         rest = kept[:start] + kept[end:]
-        if _passes(rest, kept, passes):
+        try:
+            passed = passes(frozenset(rest))
+        except OutOfRunsError:
+            raise _StoppedError(kept) from None
+        if passed:
             kept, end, stride = rest, start, 2 * stride
         elif end - start > 1:
             stride = (end - start) // 2
         else:
             end, stride = start, 1
     return kept
-
-
-def _passes(members: list[T], kept: list[T], passes: Test[T]) -> bool:
-    try:
-        return passes(frozenset(members))
-    except OutOfRunsError:
-        raise _StoppedError(kept) from None

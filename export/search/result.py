@@ -1,4 +1,4 @@
-"""What a search for float32 nodes found."""
+"""The result of a search for float32 nodes, and its terminal table."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from export.certificate.certificate import OutputVerdict
-from export.search.limits import Ending
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from export.certificate.certificate import OutputVerdict, json_values
+from export.search.narrowing import Ending
+
+SHOWN = 40  # entries of a list
+COLUMNS = ("operator", "alone", "at outputs", "casts", "bytes")
+NUMBERS = set(COLUMNS[1:])
+ALWAYS = {"operator"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What it costs to keep a node in float32, measured by converting with it and without it.
+    """Cost of keeping a node in float32, measured by converting the model with and without it.
 
     Attributes:
-        casts: Cast nodes that it adds to the model; negative where it saves some, between neighbours that stay float32 too;
-            None where the model was not converted without it.
-        weight_bytes: How much larger its weights are than in float16.
+        casts: Cast nodes that it adds; negative where it saves some between float32 neighbours; None where the model was not
+            converted without it.
+        weight_bytes: Additional size of its weights.
     """
 
     casts: int | None
@@ -26,20 +36,19 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptNodeCost:
-    """A node that has to stay float32, and what that costs.
+    """A node that must stay float32, with reason and cost.
 
     Attributes:
-        node: Its name in the repaired model.
-        op_type: Its operator.
-        module: The torch module that it comes from, where the model says so.
-        source: "package/file.py:42" of the line that it comes from, where the model says so.
-        reason: What float16 would do to it, in words.
-        local_error: Largest error of the node alone in units of its largest result, when float16 takes its true inputs and
-            rounds its result; infinite where something overflows; None where it was not measured.
-        propagated_error: Largest error that the outputs get when every other node of the set stays float32 and this one does
-            not, in units of the output's largest magnitude; infinite where something is NaN or infinite; None where it was not
-            measured.
-        cost: What keeping it costs.
+        node: Name in the repaired model.
+        op_type: Operator.
+        module: The torch module that it comes from, where the model's metadata says so.
+        source: Source line that it comes from, such as "package/file.py:42", where the model's metadata says so.
+        reason: The damage that float16 does, in words.
+        local_error: Largest error of the node on rounded true inputs, divided by its largest result; infinite on overflow,
+            None where it was not measured.
+        propagated_error: Largest error of the outputs when this node alone of the set becomes float16, divided by the output's
+            unit; infinite where a value is NaN or infinite, None where it was not measured.
+        cost: Cost of keeping it in float32.
     """
 
     node: str
@@ -57,20 +66,20 @@ class SearchResult:
     """The smallest set of float32 nodes that was found.
 
     Attributes:
-        node_block_list: Names of the nodes to keep; for `convert`, to be given with the lists that the search was given. A
-            set that was itself converted and found within the budget, simulated and on the real runtime; where `passed` is
-            false, all that could be kept.
-        kept: The same nodes with reason and cost, in the graph's order.
-        runs: How many sets were converted, run and compared.
-        seconds: How long the search took.
-        ending: What ended it: "complete" where nothing was left to try, or the limit or interrupt that came before.
-        measurements: How many instrumented runs there were beside them; each takes about as long as five of the model.
-        outputs: Figures and violations of every output with that set, in each way of execution that was tried.
-        violations: Everything that is over budget with that set, in words; empty where it passed.
-        passed: Whether that set meets the budget.
-        minimal: Whether it is proved that no member can be left out: each was left out alone, and the budget broke.
-        candidates: How many nodes could have been kept.
-        explanation: Why there is no set that is enough, or what the search could not do; empty where there is nothing to say.
+        node_block_list: Names of the nodes to keep, to be passed to `convert` in addition to the search's own lists. The set
+            was itself converted and met the budget, simulated and on the real runtime; where `passed` is false, it is the
+            set of all candidates.
+        kept: These nodes with reason and cost, in the graph's order.
+        runs: Count of sets that were converted, run and compared.
+        seconds: Duration of the search.
+        ending: "complete" where nothing was left to try, otherwise the limit or the interrupt that ended the search.
+        measurements: Count of additional instrumented runs, each about as long as five runs of the model.
+        outputs: Verdicts on every output with that set, in each execution that was tried.
+        violations: Everything that is over budget with that set; empty where it passed.
+        passed: Whether the set meets the budget.
+        minimal: Whether every member was left out alone and the budget broke each time.
+        candidates: Count of nodes that could have been kept.
+        explanation: Why no set meets the budget, or what limited the search; often empty.
     """
 
     node_block_list: tuple[str, ...]
@@ -87,20 +96,72 @@ class SearchResult:
     explanation: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON's own types; NaN and infinities are strings."""
-        plain: dict[str, Any] = _plain({**asdict(self), "outputs": [_without_plot(output) for output in self.outputs]})
+        """The result as JSON types, without plots; NaN and infinities become strings."""
+        plain: dict[str, Any] = json_values(asdict(self))
+        for output in plain["outputs"]:
+            del output["plot"]
         return plain
 
 
-def _without_plot(output: OutputVerdict) -> dict[str, Any]:
-    return {name: value for name, value in asdict(output).items() if name != "plot"}
+def search_table(result: SearchResult) -> Group:
+    """Render the nodes to keep where they meet the budget, the totals, and what is over budget."""
+    spent = f"{_counted(result.runs, 'run')}, {result.seconds / 60:.1f} min"
+    lines = [f"searched  {_counted(result.candidates, 'node')} in {spent}: {_verdict(result)}"]
+    lines += [f"over      {text}" for text in result.violations[:SHOWN]]
+    if result.explanation:
+        lines.append(f"note      {result.explanation}")
+    texts = [Text(line) for line in lines]
+    return Group(_table(result), *texts) if result.kept and result.passed else Group(*texts)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def _verdict(result: SearchResult) -> str:
+    count = len(result.node_block_list)
+    if not result.passed:
+        return f"none is enough, not even all {count} in float32"
+    if not count:
+        return "all can be float16"
+    return f"{count} must stay float32" if result.minimal else f"{count} in float32 are enough, perhaps fewer"
+
+
+def _table(result: SearchResult) -> Table:
+    table = Table(
+        title=Text(f"{_counted(len(result.kept), 'node')} to keep in float32"),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=(0, 1),
+        pad_edge=False,
+    )
+    rows = [_cells(kept) for kept in result.kept[:SHOWN]]
+    # A narrow terminal has no room for empty columns.
+    shown = [place for place, column in enumerate(COLUMNS) if column in ALWAYS or any(row[place] for row in rows)]
+    table.add_column("node and reason", overflow="fold")
+    for place in shown:
+        table.add_column(COLUMNS[place], justify="right" if COLUMNS[place] in NUMBERS else "left", no_wrap=True)
+    for kept, row in zip(result.kept, rows, strict=False):
+        where = " ".join(part for part in (kept.module, kept.source) if part)
+        story = "\n  ".join(part for part in (kept.node, where, kept.reason) if part)
+        table.add_row(Text(story), *(Text(row[place]) for place in shown))
+    if len(result.kept) > SHOWN:
+        table.caption = Text(f"and {len(result.kept) - SHOWN} more; --json lists all")
+        table.caption_justify = "left"
+    return table
+
+
+def _cells(kept: KeptNodeCost) -> tuple[str, ...]:
+    return (
+        kept.op_type,
+        _error(kept.local_error),
+        _error(kept.propagated_error),
+        f"{kept.cost.casts:+d}" if kept.cost.casts else "",
+        f"{kept.cost.weight_bytes:,}" if kept.cost.weight_bytes else "",
+    )
+
+
+def _error(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f"{error:.1e}" if math.isfinite(error) else "NaN or inf"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

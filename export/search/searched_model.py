@@ -1,4 +1,4 @@
-"""The model that is searched: repaired, every node named and every type known, as the converter sees it."""
+"""The model that a search works on: repaired, with named nodes and known types, as the converter sees it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from export.onnx_fp16.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedNode:
-    """A node of the main graph that computes on floats; with the bodies that it may hold it counts as one.
+    """A node of the main graph, including its bodies, that computes on floats.
 
     Attributes:
-        name: Its name.
-        op_type: Its operator, with its domain unless that is ONNX's own.
-        module: The torch module that it comes from, where the model says so.
-        source: The source line that it comes from, where the model says so.
-        op: The torch operation that it comes from, such as "aten::linear", where the model says so.
-        weight_bytes: How much smaller its float32 weights would be in float16.
+        name: Name of the node.
+        op_type: Operator, with its domain unless that is ONNX's own.
+        module: The torch module that it comes from, from the model's metadata.
+        source: The source line that it comes from, from the model's metadata.
+        op: The torch operation that it comes from, such as "aten::linear", from the model's metadata.
+        weight_bytes: Bytes that its weights save in float16.
     """
 
     name: str
@@ -42,11 +42,11 @@ class SearchedModel:
     """A float32 model, ready to be searched.
 
     Attributes:
-        original: The model as it was given; conversions start from it.
-        prepared: The repaired model, whose nodes the search speaks of.
-        floats: Names of all float32 tensors in `prepared`, those in bodies included.
-        nodes: The main graph's float nodes by name, in its order.
-        settings: What the user asked for.
+        original: The given model, from which conversions start.
+        prepared: The repaired model, whose nodes are searched.
+        floats: Names of all float32 tensors in `prepared`, including bodies.
+        nodes: The main graph's float nodes by name, in the graph's order.
+        settings: Settings of the conversion.
         made: Names of the nodes in `prepared` that repairs made.
     """
 
@@ -58,9 +58,9 @@ class SearchedModel:
     made: frozenset[str] = frozenset()
 
     def present(self, names: Collection[str]) -> list[str]:
-        """Those of the names that a conversion finds in the model where it is to keep all of them.
+        """The names that exist in the model when a conversion keeps all of them.
 
-        A repair leaves alone what is to be kept, so what it makes elsewhere, such as a Clip before a cube, is not there then.
+        A repair skips kept nodes, so a node that it would have made, such as a Clip before a cube, is then absent.
         """
         if not self.made.intersection(names):
             return sorted(names)
@@ -71,10 +71,10 @@ class SearchedModel:
 
 
 def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -> SearchedModel:
-    """Prepare a model as `convert` does before it converts; what was given stays as it is.
+    """Prepare a copy of a model as `convert` does before it converts.
 
     Raises:
-        ExportError: It is no sound ONNX model, too large for one message, or cannot be prepared.
+        ExportError: The model is invalid, too large for one message, or cannot be prepared.
     """
     original = onnx.ModelProto()
     original.CopyFrom(open_model(model if isinstance(model, onnx.ModelProto) else onnx_ir.to_proto(model)).proto)
@@ -85,20 +85,16 @@ def searched_model(model: onnx.ModelProto | onnx_ir.Model, settings: Settings) -
     if settings.repair:
         repair_model(prepared, settings)
     main = {node.name for node in prepared.graph}
-    nodes = [_searched(node) for node in float_nodes(prepared) if node.name in main]
-    nodes += [_searched(node) for node in prepared.graph if any(bodies(node)) and node.name not in {n.name for n in nodes}]
+    found = {node.name: _searched(node) for node in float_nodes(prepared) if node.name in main}
+    found |= {node.name: _searched(node) for node in prepared.graph if any(bodies(node)) and node.name not in found}
     return SearchedModel(
         original=original,
         prepared=onnx_ir.to_proto(prepared),
         floats=frozenset(_float_names(prepared)),
-        nodes=_in_order({node.name: node for node in nodes}, [node.name or "" for node in prepared.graph]),
+        nodes={node.name or "": found[node.name] for node in prepared.graph if node.name in found},
         settings=settings,
         made=frozenset(node.name or "" for node in all_nodes(prepared) if node.name not in own),
     )
-
-
-def _in_order(nodes: dict[str, SearchedNode], order: Collection[str]) -> dict[str, SearchedNode]:
-    return {name: nodes[name] for name in order if name in nodes}
 
 
 def _searched(node: onnx_ir.Node) -> SearchedNode:

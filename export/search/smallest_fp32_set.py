@@ -1,17 +1,17 @@
-"""The smallest set of nodes that must stay float32 for an fp16 model to meet its budget.
+"""Find the smallest set of nodes that must stay float32 for an fp16 model to meet its budget.
 
-A node either bears float16 or does not, and its operator's name says little about which. So this is measured: an instrumented
-run tells what rounding does at every node, and how the errors reach the outputs (`export.search.blame`). That gives a ranking,
-whose shortest prefix that meets the budget is looked for by doubling and halving; then everything that is not needed is left
-out of it. Every set is judged as `verify` judges: what the simulation accepts, the real runtime runs too.
+An operator's name says little about whether a node tolerates float16, so this is measured: an instrumented run yields the
+rounding errors at every node and their path to the outputs (`export.search.error_attribution`), which rank the nodes. The
+search takes the shortest prefix of the ranking that meets the budget, then removes every node that is not needed. Each set is
+judged as `verify` judges: simulated, then on the real runtime.
 
-The search starts from all nodes in float32. Where that is over budget, no choice of nodes can help. Otherwise there is a set
-within the budget from then on, and the smallest one that was found is returned however the search ends.
+The search starts with all nodes in float32. Where that is over budget, no choice of nodes helps. Otherwise a set within the
+budget is known from then on, and the smallest known one is returned however the search ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import onnx
@@ -20,25 +20,23 @@ import onnx_ir
 from export.certificate.budget import Budget
 from export.errors import ExportError
 from export.files.model_file import ModelFile, ModelSource
-from export.onnx_fp16.settings import settings_of
-from export.search.blame import Edge, blamed_edges
-from export.search.explanation import explained
-from export.search.limits import MAX_RUNS, Ending, SearchLimits
-from export.search.measurement import Measurement, measure
-from export.search.narrowing import OutOfRunsError, enough, without_the_needless
-from export.search.ranking import ranked_steps
-from export.search.reasons import Reasons, scalar_constants
+from export.onnx_fp16.settings import Settings, settings_of
+from export.search.error_attribution import Edge, Reasons, RoundingErrors, blamed_edges, measure, ranked_steps, scalar_constants
+from export.search.narrowing import MAX_RUNS, Ending, OutOfRunsError, SearchLimits, minimized, smallest_passing_prefix
 from export.search.result import Cost, KeptNodeCost, SearchResult
 from export.search.searched_model import SearchedModel, searched_model
-from export.search.seeds import seeds_of
 from export.search.trials import Trial, Trials
-from export.verification.children import Children
-from export.verification.feeds import Inputs
+from export.verification.samples import Inputs
+from export.verification.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from torch import nn
 
     from amp_core.recorder import Record
+
+# Autocast runs these in float16. Where one of them ran in float32 beside others in float16, its module was pinned.
+_LOWERED = frozenset({"addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "linear", "matmul", "mm"})
+_HALF = frozenset({"float16", "bfloat16"})
 
 
 def find_fp32_nodes(
@@ -61,42 +59,41 @@ def find_fp32_nodes(
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
-    A set of k among n nodes takes about 2*log2(n) + 3*k conversions. The same model and samples give the same set every time,
-    unless `max_minutes` or an interrupt ends the search. On KeyboardInterrupt the best set so far is returned, as at a limit,
-    once all nodes in float32 were found within the budget.
+    A set of k among n nodes takes about 2*log2(n) + 3*k conversions. The result is deterministic unless `max_minutes` or an
+    interrupt ends the search. After KeyboardInterrupt the best set so far is returned, once a set within the budget is known.
 
     Args:
-        model: The float32 model, as it is before conversion; at most 2 GiB. It is not changed.
-        inputs: Samples, as `export.verification.verify.verify` takes them.
+        model: The float32 model before conversion, at most 2 GiB; not changed.
+        inputs: Samples, as in `export.verification.verify.verify`.
         budget: The limits that the set must meet.
         reference: The float32 torch module or ONNX model to compare with; by default the model itself.
-        keep_io_types: As `convert` takes it.
-        op_block_list: Operators that stay float32 whatever is found.
-        node_block_list: Nodes that stay float32 whatever is found.
-        repair: Whether the conversion repairs first.
-        record: What was recorded while the model was trained. What is to blame in modules that left float16's range there, or
-            were pinned to float32, is tried first and at once.
-        max_runs: How many sets may be tried at most; at least 2. With few the set is good, but not proved minimal.
-        max_minutes: After how many minutes no further set is tried; the first two are in any case.
-        batch_size: How many samples run at once.
-        adversarial: Whether the budget must hold on samples at the edge of the given ones too.
-        accumulators: In which type the target runtime sums; with "float16", sums that outgrow it are over budget.
-        progress: Is told each step before it begins.
+        keep_io_types: As in `convert`.
+        op_block_list: Operators that stay float32 in any case.
+        node_block_list: Nodes that stay float32 in any case.
+        repair: Whether the conversion repairs the model first.
+        record: A recording of the training. Nodes of modules that left float16's range there, or that were pinned to float32,
+            are tried first where errors are attributed to them.
+        max_runs: Largest count of sets to try, at least 2. With few runs the set may not be proved minimal.
+        max_minutes: Time after which no further set is tried; the first two always are.
+        batch_size: Samples per run.
+        adversarial: Whether the budget must hold on adversarial samples too.
+        accumulators: Accumulator type of the target runtime; with "float16", sums that exceed its range are over budget.
+        progress: Called with a text before each step.
 
     Raises:
-        ExportError: The model cannot be read, converted or run on the samples, or a list names what is not there.
+        ExportError: The model cannot be read, converted or run on the samples, or a list names a missing operator or node.
         UsageError: A limit is out of range.
-        KeyboardInterrupt: It came before a set was found within the budget.
+        KeyboardInterrupt: The interrupt came before a set within the budget was known.
     """
     limits = SearchLimits(max_runs=max_runs, max_minutes=max_minutes)
-    tell = progress or _silent
+    tell = progress or (lambda _: None)
     tell("searching: preparing the model")
     searched = searched_model(model, settings_of(keep_io_types, op_block_list, node_block_list, repair))
-    with Children() as children:
+    with Sandbox() as sandbox:
         trials = Trials(
             searched,
             inputs,
-            children,
+            sandbox,
             reference=reference,
             budget=budget,
             batch_size=batch_size,
@@ -114,11 +111,10 @@ class _Search:
         self._seeds = frozenset(seeds_of(record, searched)) if record is not None else frozenset()
         self._forced: frozenset[str] = frozenset()
         self._candidates: list[str] = []
-        self._measured: list[Measurement] = []
+        self._measured: list[RoundingErrors] = []
         self._unmeasured, self._untried = "", ""
 
     def result(self) -> SearchResult:
-        """Search."""
         nothing = self._trials.run(())
         if nothing.passed:
             return self._result(nothing, "complete", minimal=True)
@@ -131,10 +127,10 @@ class _Search:
         return self._result(self._trials.best or everything, ending, minimal=minimal)
 
     def _narrow(self) -> tuple[Ending, bool]:
-        """Try smaller and smaller sets: what ended that, and whether each member of the best set is known to be needed."""
+        """Try smaller sets; returns what ended the search and whether the best set is proved minimal."""
         try:
-            members = enough(self._ranked, self._passes)
-            _, minimal = without_the_needless(members or self._candidates, self._passes)
+            members = smallest_passing_prefix(self._ranked, self._passes)
+            _, minimal = minimized(members or self._candidates, self._passes)
         except OutOfRunsError:
             minimal = False
         except KeyboardInterrupt:
@@ -142,7 +138,7 @@ class _Search:
         return ("complete", True) if minimal else (self._trials.usage.reached or "complete", False)
 
     def _passes(self, names: frozenset[str]) -> bool:
-        """Whether a set is within budget. One that cannot be tried is not: what was found before it must not be lost."""
+        """Whether a set is within budget; a set that cannot be converted is not, so that earlier results are kept."""
         try:
             return self._trials.run(names).passed
         except ExportError as error:
@@ -150,7 +146,7 @@ class _Search:
             return False
 
     def _ranked(self, members: list[str]) -> list[tuple[str, ...]]:
-        """The candidates that are not in a set, by what is to blame when that set stays float32."""
+        """The candidates outside a set, ranked by the errors that remain when the set stays float32."""
         if self._trials.usage.reached == "max_minutes":  # a measurement takes as long as several runs
             raise OutOfRunsError
         rest = [name for name in self._candidates if name not in set(members)]
@@ -159,31 +155,31 @@ class _Search:
             return []
         measured = self._measure(members)
         edges = self._edges(measured, trial, breaking=_breaks(measured, trial))
-        remembered: list[str] = []
+        recorded: list[str] = []
         for edge in edges if self._seeds and not members else ():
-            ends = {edge.maker, edge.taker} & set(rest)
+            ends = {edge.producer, edge.consumer} & set(rest)
             if edge.is_heavy and ends <= self._seeds:
-                remembered += sorted(ends)
-        return ranked_steps(self._searched, rest, edges, measured, [remembered, trial.risky])
+                recorded += sorted(ends)
+        return ranked_steps(self._searched, rest, edges, measured, [recorded, trial.risky])
 
-    def _measure(self, members: list[str]) -> Measurement:
+    def _measure(self, members: list[str]) -> RoundingErrors:
         if self._unmeasured:
-            return Measurement()
+            return RoundingErrors()
         self._tell(f"searching: measuring {len(self._searched.nodes)} nodes")
         try:
             self._measured.append(measure(self._searched, self._forced.union(members), self._trials.feeds))
         except ExportError as error:
             self._unmeasured = f"the nodes could not be measured one by one ({error}), so they were tried in the graph's order"
-            return Measurement()
+            return RoundingErrors()
         return self._measured[-1]
 
-    def _edges(self, measured: Measurement, trial: Trial, *, breaking: bool) -> list[Edge]:
+    def _edges(self, measured: RoundingErrors, trial: Trial, *, breaking: bool) -> list[Edge]:
         return blamed_edges(self._searched, measured, dict.fromkeys(trial.over, 1.0), breaking=breaking)
 
     def _result(self, trial: Trial, ending: Ending, *, minimal: bool) -> SearchResult:
         present = set(self._searched.present(trial.blocked))
         names = [name for name in self._searched.nodes if name in present]
-        measured = self._measured[0] if self._measured else Measurement()
+        measured = self._measured[0] if self._measured else RoundingErrors()
         edges = self._edges(measured, self._trials.run(()), breaking=False)
         note = "; ".join(text for text in (self._unmeasured, self._untried) if text)
         reasons = Reasons(self._searched, measured, edges, scalar_constants(self._searched.prepared))
@@ -199,10 +195,10 @@ class _Search:
             passed=trial.passed,
             minimal=minimal and trial.passed and not self._untried,
             candidates=len(self._candidates or self._searched.nodes),
-            explanation=explained(self._searched.settings, self._trials, trial, self._candidates, ending, note=note),
+            explanation=_explained(self._searched.settings, self._trials, trial, self._candidates, ending, note=note),
         )
 
-    def _kept(self, name: str, trial: Trial, measured: Measurement, reasons: Reasons) -> KeptNodeCost:
+    def _kept(self, name: str, trial: Trial, measured: RoundingErrors, reasons: Reasons) -> KeptNodeCost:
         node = self._searched.nodes[name]
         outputs = [value for proto in self._searched.prepared.graph.node if proto.name == name for value in proto.output]
         without = self._trials.known(trial.blocked - {name})
@@ -221,14 +217,88 @@ class _Search:
         )
 
 
-def _breaks(measured: Measurement, trial: Trial) -> bool:
-    """Whether what overflows on the way matters: it reaches an output, or an output is further off than errors alone explain.
+def _breaks(measured: RoundingErrors, trial: Trial) -> bool:
+    """Whether overflows matter: they reach an output, or the output's error exceeds what finite errors explain.
 
-    Much that overflows does no harm, such as a mask on its way into a softmax.
+    Many overflows are harmless, such as a mask before a softmax.
     """
-    carried = [measured.relative_carried(name) for name in trial.over]
-    return trial.non_finite or not carried or trial.error > 2 * max(carried)
+    accumulated = [measured.relative_accumulated(name) for name in trial.over]
+    return trial.non_finite or not accumulated or trial.error > 2 * max(accumulated)
 
 
-def _silent(_: str) -> None:
-    pass
+def seeds_of(record: Record, searched: SearchedModel) -> list[str]:
+    """Nodes of modules whose forward pass exceeded float16's range or was pinned to float32, in the graph's order.
+
+    A consumer of an overflowing value must stay float32 too, so the nodes right after an overflowing module are included.
+    """
+    overflowing = {entry.module for entry in record.risky() if entry.direction == "forward" and entry.magnitudes.lost_above}
+    pinned = set(_pinned(record))
+    near = [name for name, node in searched.nodes.items() if _is_in(node.module, overflowing, deep=False)]
+    made = {value for node in searched.prepared.graph.node if node.name in set(near) for value in node.output}
+    behind = {node.name for node in searched.prepared.graph.node if not made.isdisjoint(node.input)}
+    chosen = {name for name, node in searched.nodes.items() if _is_in(node.module, pinned, deep=True)} | behind | set(near)
+    return [name for name in searched.nodes if name in chosen]
+
+
+def _pinned(record: Record) -> Iterator[str]:
+    products = [entry for entry in record.entries if entry.direction == "forward" and _base(entry.op) in _LOWERED]
+    if any(entry.dtype.removeprefix("torch.") in _HALF for entry in products):
+        yield from (entry.module for entry in products if entry.dtype.removeprefix("torch.") == "float32")
+
+
+def _base(op: str) -> str:
+    parts = op.replace("::", ".").split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def _is_in(module: str | None, modules: set[str], *, deep: bool) -> bool:
+    """Whether a node's module is, or with `deep` lies within, one of the modules; the recorded root is "."."""
+    if module is None:
+        return False
+    own = module or "."
+    return own in modules or (deep and any(own.startswith(f"{path}.") for path in modules if path != "."))
+
+
+def _explained(
+    settings: Settings, trials: Trials, best: Trial, candidates: Collection[str], ending: Ending, *, note: str
+) -> str:
+    """Explain a result that is not minimal or not within the budget; empty otherwise."""
+    text = _unfinished(ending, trials.usage.limits) if best.passed else _hopeless(settings, trials, best, candidates)
+    return "; ".join(part for part in (text, note) if part)
+
+
+def _unfinished(ending: Ending, limits: SearchLimits) -> str:
+    text = {
+        "complete": "",
+        "max_runs": f"the limit of {limits.max_runs} runs ended the search: allow more with --max-runs (max_runs)",
+        "max_minutes": f"the limit of {limits.max_minutes} min ended the search: allow more with --max-minutes (max_minutes)",
+        "interrupted": "an interrupt ended the search: search again without one",
+    }[ending]
+    return f"{text}; this is the smallest set found, and a smaller one may do" if text else ""
+
+
+def _hopeless(settings: Settings, trials: Trials, whole: Trial, candidates: Collection[str]) -> str:
+    """Why even the set of all candidates is over budget."""
+    if not candidates:
+        return "every node that could stay float32 already does"
+    if not whole.violations:
+        return "nothing was compared: no output has elements on these samples; give others"
+    offence, why = _first(whole.violations), _why(settings, trials, whole)
+    return f"no choice of nodes can meet the budget: even with all {len(candidates)} in float32: {offence}; {why}"
+
+
+def _first(violations: Collection[str]) -> str:
+    first, *rest = violations
+    return first + (f", and {len(rest)} more" if rest else "")
+
+
+def _why(settings: Settings, trials: Trials, whole: Trial) -> str:
+    if not whole.outputs:
+        return "precision is not the cause"
+    if own := trials.original_violations():
+        return f"the float32 ONNX model itself is over budget beside the reference: {_first(own)}"
+    if settings.keep_io_types is not True:
+        return "rounding the inputs and outputs themselves is too much; let them keep their types (--keep-io-types)"
+    if whole.report.fp16_nodes:
+        return f"{whole.report.fp16_nodes} nodes cannot stay float32"
+    return "float32 itself does not meet it: allow more"

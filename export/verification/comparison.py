@@ -1,82 +1,92 @@
-"""One reference and one candidate, their batches in files, and the reference's answers to them."""
+"""A reference and a candidate on the same batches, and the stability of the reference's own answers.
+
+Dynamic quantisation turns a change in the last bit of a float32 number into a whole quantisation step, so a reference may
+answer differently when its inputs change in their last bits or its sums run in another order. Such changes are the
+reference's noise, and the candidate's errors are judged beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+from onnx import TensorProto
 
+from export.certificate.budget import Budget
+from export.certificate.certificate import OutputVerdict
 from export.errors import ExportError
 from export.files.model_file import ModelFile, ModelSource, open_model
-from export.verification.adversarial import Case
-from export.verification.children import CUDA, Answer, Children, Feed, StagedFeed, Value
-from export.verification.data_dependence import data_dependent_values
-from export.verification.executions import LEVELS, on_disk, open_reference
-from export.verification.feeds import Feeds
-from export.verification.interface import inputs_of
-from export.verification.judging import Output, learned_yardsticks
-from export.verification.metrics import Array
+from export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
+from export.verification.generated_samples import AdversarialCase
+from export.verification.judging import ComparedOutput, Judged, judge, units_by_output
+from export.verification.metrics import compare
+from export.verification.samples import Array, Feed, Feeds, Value, inputs_of
+from export.verification.sandbox import CUDA, LEVELS, RunResult, Sandbox, StagedFeed, on_disk, open_reference
+from export.verification.simulation import bodies_of
 
 if TYPE_CHECKING:
     from torch import nn
 
+_SOURCES = frozenset({"Compress", "Loop", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
+NUDGES = 3
+NUDGE_STEPS = 4
+# In units. A reference that moves by more proves nothing, so this noise is not allowed for.
+LARGEST_NOISE = 0.05
+
 
 class Comparison:
-    """The batches of the user come first, adversarial ones after them; every execution answers to all in this order.
+    """Both models' answers to the user's batches, then to the adversarial batches, always in this order.
 
     Attributes:
-        candidate: The candidate.
-        source: The float32 ONNX model: the reference where it is one, else what the candidate was made from, where known.
-        children: Where models run.
-        staged: All batches.
+        candidate: The fp16 model.
+        source: The float32 ONNX model: the reference itself, or the model that the candidate was converted from, where known.
+        sandbox: Runs the models.
+        staged: All batches, as files.
         outputs: The candidate's outputs.
         expected: The reference's answers to the user's batches.
-        expected_cases: Its answers to the adversarial ones, or the errors they end in.
-        yardsticks: What the errors of each output are divided by; replaced where the reference's own noise is allowed for.
+        expected_cases: The reference's answers, or errors, on the adversarial batches.
+        output_units: Divisors of each output's errors; replaced where the reference's noise is allowed for.
         batches: The user's batches.
-        reference_bytes: Size of the reference, where it is ONNX.
-        reference_graph: Its graph, where it is ONNX.
-        reference_path: Its file, where it has one.
-        notes: What else is to be said of the reference.
+        cases: The adversarial batches.
+        onnx_reference: The reference, where it is an ONNX model.
+        notes: Notes on the reference for the certificate.
     """
 
     def __init__(
         self,
         reference: nn.Module | ModelSource | ModelFile,
         candidate: ModelFile,
-        children: Children,
+        sandbox: Sandbox,
         feeds: Feeds,
-        cases: Sequence[Case],
+        cases: Sequence[AdversarialCase],
         source: ModelFile | None = None,
     ) -> None:
         self.candidate = candidate
         self._reference: nn.Module | ModelFile = (
             open_model(reference) if isinstance(reference, onnx.ModelProto | bytes | str | Path) else reference
         )
-        self.source = self._reference if isinstance(self._reference, ModelFile) else source
-        self.children = children
-        self._levels: Sequence[str] = LEVELS
-        self._usual = len(feeds.batches)
-        self.batches = feeds.batches
+        self.onnx_reference = self._reference if isinstance(self._reference, ModelFile) else None
+        self.source = self.onnx_reference or source
+        self.sandbox = sandbox
+        self._user_batches = len(feeds.batches)
+        self.batches, self.cases = feeds.batches, tuple(cases)
         batches = [*feeds.batches, *(case.feed for case in cases)]
-        self.staged = children.stage(batches)
+        self.staged = sandbox.stage(batches)
         self.outputs = _outputs(candidate.outline.graph)
-        self.reference_bytes: int | None = None
-        self.reference_graph: onnx.GraphProto | None = None
-        self.reference_path: Path | None = None
         answers = self._reference_answers(batches, self.staged)
         self.notes = self._notes(answers)
-        self.expected = whole(answers[: self._usual], "the reference model")
-        self.expected_cases = tuple(answers[self._usual :])
-        self.yardsticks = learned_yardsticks(self.outputs, self.expected)
+        self.expected = whole(answers[: self._user_batches], "the reference model")
+        self.expected_cases = tuple(answers[self._user_batches :])
+        self.output_units = units_by_output(self.outputs, self.expected)
 
     def of(self, candidate: ModelFile) -> Comparison:
-        """The same reference, batches and answers, and another candidate."""
+        """A comparison of another candidate that shares reference, batches and answers."""
         other = copy(self)
         other.candidate = candidate
         vars(other).pop("path", None)
@@ -84,56 +94,55 @@ class Comparison:
 
     @cached_property
     def path(self) -> Path:
-        """Where children find the candidate.
+        """The candidate's file.
 
         Raises:
-            ExportError: It has to be written, and the disk is full.
+            ExportError: The file cannot be written.
         """
-        return on_disk(self.candidate, self.children)
+        return on_disk(self.candidate, self.sandbox)
 
-    @property
-    def staged_cases(self) -> list[StagedFeed]:
-        """The adversarial batches."""
-        return self.staged[self._usual :]
-
-    def usual(self, execution: str, answer: Answer) -> list[list[Value]]:
+    def user_answers(self, execution: str, answer: RunResult) -> list[list[Value]]:
         """An execution's answers to the user's batches.
 
         Raises:
-            ExportError: It crashed, was refused, or failed on one.
+            ExportError: The model crashed, was refused, or failed on a batch.
         """
-        if answer.trouble is not None and len(answer.batches) < self._usual:
+        if answer.trouble is not None and len(answer.batches) < self._user_batches:
             raise ExportError(f"the fp16 model ({execution}) cannot be run: {answer.trouble}")
-        return whole(answer.batches[: self._usual], f"the fp16 model ({execution})")
+        return whole(answer.batches[: self._user_batches], f"the fp16 model ({execution})")
 
-    def edge(self, answer: Answer) -> tuple[list[Value] | str, ...]:
-        """An execution's answers to the adversarial batches; what a crash cut off is an error with its text."""
-        reached = answer.batches[self._usual :]
-        missing = len(self.staged) - self._usual - len(reached)
+    def case_answers(self, answer: RunResult) -> tuple[list[Value] | str, ...]:
+        """An execution's answers to the adversarial batches; batches after a crash hold its text."""
+        reached = answer.batches[self._user_batches :]
+        missing = len(self.staged) - self._user_batches - len(reached)
         return (*reached, *([answer.trouble or "not run"] * missing))
 
-    def on_cuda(self) -> Answer | None:
-        """The candidate's answers on a GPU; None where ONNX Runtime cannot use one."""
-        answer = self.children.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
+    def judge(self, execution: str, answers: Sequence[list[Value]], budget: Budget) -> Judged:
+        """Judge answers to the user's batches."""
+        return judge(self.outputs, execution, self.expected, answers, budget, self.output_units)
+
+    def on_cuda(self) -> RunResult | None:
+        """The candidate's result on a GPU; None where ONNX Runtime cannot use one."""
+        answer = self.sandbox.run(self.path, self.staged, level="ORT_ENABLE_ALL", provider=CUDA)
         return answer if CUDA in answer.providers or answer.crash else None
 
-    def asked_again(self) -> list[list[Value]]:
-        """The reference's answers to the user's batches once more, which are others where it keeps state or is random.
+    def second_run(self) -> list[list[Value]]:
+        """A second run of the reference on the user's batches; answers differ where it keeps state or is random.
 
-        An ONNX file is not asked: nothing stays in it, and ONNX Runtime draws the same numbers in every process.
+        An ONNX reference is not run again: it has no state, and ONNX Runtime draws the same numbers in every process.
 
         Raises:
-            ExportError: It fails on one.
+            ExportError: The reference fails on a batch.
         """
         if isinstance(self._reference, ModelFile):
             return self.expected
-        return whole(self._reference_answers(self.batches, self.staged[: self._usual]), "the reference model")
+        return whole(self._reference_answers(self.batches, self.staged[: self._user_batches]), "the reference model")
 
     def on_rounded_inputs(self) -> list[list[Value]]:
-        """The reference's answers to the user's batches with all that is float32 or float64 in them rounded to float16.
+        """The reference's answers to the user's batches with their floats rounded to float16.
 
         Raises:
-            ExportError: It fails on one.
+            ExportError: The reference fails on a batch.
         """
         return self.answers_to([{name: rounded_to_half(array) for name, array in batch.items()} for batch in self.batches])
 
@@ -141,20 +150,18 @@ class Comparison:
         """The reference's answers to other batches.
 
         Raises:
-            ExportError: It fails on one.
+            ExportError: The reference fails on a batch.
         """
-        return whole(self._reference_answers(batches, self.children.stage(batches)), "the reference model")
+        return whole(self._reference_answers(batches, self.sandbox.stage(batches)), "the reference model")
 
     def at_another_level(self) -> Iterator[list[list[Value]]]:
-        """An ONNX reference's answers to the user's batches where the runtime fuses nothing, so that it sums in another order.
+        """An ONNX reference's answers without fusions, so that its sums run in another order; nothing for a torch module.
 
         Raises:
-            ExportError: It fails on one.
+            ExportError: The reference fails on a batch.
         """
         if isinstance(self._reference, ModelFile):
-            self._levels = LEVELS[-1:]
-            answers = self._reference_answers(self.batches, self.staged[: self._usual])
-            self._levels = LEVELS
+            answers = self._onnx_answers(self._reference, self.staged[: self._user_batches], LEVELS[-1:])
             yield whole(answers, "the reference model")
 
     def _reference_answers(self, batches: Sequence[Feed], staged: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
@@ -171,9 +178,9 @@ class Comparison:
 
         return fast_path_note(self._reference, self.batches, answers)
 
-    def _onnx_answers(self, reference: ModelFile, batches: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
-        self.reference_bytes, self.reference_path = reference.size_bytes, reference.path
-        self.reference_graph = reference.outline.graph
+    def _onnx_answers(
+        self, reference: ModelFile, batches: Sequence[StagedFeed], levels: Sequence[str] = LEVELS
+    ) -> Sequence[list[Value] | str]:
         theirs = [value.name for value in inputs_of(reference.outline)]
         ours = [value.name for value in inputs_of(self.candidate.outline)]
         if len(theirs) != len(ours):
@@ -181,14 +188,14 @@ class Comparison:
             raise ExportError(f"the reference takes {both}; is this the model that was converted?")
         names = dict(zip(ours, ours if set(theirs) == set(ours) else theirs, strict=True))
         staged: list[StagedFeed] = [{names[name]: file for name, file in feed.items()} for feed in batches]
-        return open_reference(on_disk(reference, self.children), self.children, staged, self._levels)
+        return open_reference(on_disk(reference, self.sandbox), self.sandbox, staged, levels)
 
 
 def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
-    """Answers none of which may be an error.
+    """Return answers of which none may be an error.
 
     Raises:
-        ExportError: One is; the text says whose.
+        ExportError: A batch ended in an error; the text names the model.
     """
     for answer in answers:
         if isinstance(answer, str):
@@ -197,13 +204,135 @@ def whole(answers: Sequence[list[Value] | str], who: str) -> list[list[Value]]:
 
 
 def rounded_to_half(array: Array) -> Array:
-    """A float32 or float64 array with the numbers that float16 would hold; any other as it is."""
+    """A float32 or float64 array rounded to float16 in its own dtype; any other array unchanged."""
     if array.dtype not in (np.float32, np.float64):
         return array
     with np.errstate(over="ignore"):
         return array.astype(np.float16).astype(array.dtype)
 
 
-def _outputs(graph: onnx.GraphProto) -> list[Output]:
+def _outputs(graph: onnx.GraphProto) -> list[ComparedOutput]:
     dependent = data_dependent_values(graph)
-    return [Output(name=value.name, data_dependent=value.name in dependent) for value in graph.output]
+    return [ComparedOutput(name=value.name, data_dependent=value.name in dependent) for value in graph.output]
+
+
+def data_dependent_values(graph: onnx.GraphProto) -> set[str]:
+    """Names of values whose shape may depend on the data: all that derive from a node such as NonZero."""
+    dependent: set[str] = set()
+    for node in graph.node:
+        if node.op_type in _SOURCES or not dependent.isdisjoint(node.input) or any(map(_has_source, bodies_of(node))):
+            dependent.update(name for name in node.output if name)
+    return dependent
+
+
+def _has_source(graph: onnx.GraphProto) -> bool:
+    return any(node.op_type in _SOURCES or any(map(_has_source, bodies_of(node))) for node in graph.node)
+
+
+def allow_reference_noise(comparison: Comparison, budget: Budget) -> tuple[str, ...]:
+    """Measure the reference's noise and allow for it in the comparison's `output_units`.
+
+    Returns:
+        A note for each output whose noise matters; empty where none does, or where the reference is not deterministic.
+    """
+    try:
+        again = comparison.judge("float32", comparison.second_run(), budget)
+        if any(verdict.violations for verdict in again.verdicts):
+            return ()
+        moved = [*comparison.at_another_level(), *(comparison.answers_to(batches) for batches in _nudged(comparison))]
+    except ExportError:  # a batch without an answer says nothing about noise
+        return ()
+    limit = budget.max_scaled_error
+    found: list[ErrorUnits] = []
+    notes: list[str] = []
+    for index, (output, units) in enumerate(zip(comparison.outputs, comparison.output_units, strict=True)):
+        noise = _noise(index, units, comparison.expected, moved)
+        allowed = with_noise(units, noise, limit, LARGEST_NOISE)
+        matters = _units(allowed) != _units(units)
+        found.append(allowed if matters else units)
+        if matters:
+            notes.append(
+                f"output {output.name!r}: float32's own answers move by up to {max(noise):.3g} when its inputs change in their "
+                f"last bits or its sums are taken in another order, so {NOISE_FACTOR:g} times that is allowed"
+            )
+    comparison.output_units = tuple(found)
+    return tuple(notes)
+
+
+def _nudged(comparison: Comparison) -> Iterator[Sequence[dict[str, Array]]]:
+    """The user's batches with every float32 number moved by a few steps at random."""
+    for seed in range(NUDGES):
+        random = np.random.default_rng(seed)
+        yield [{name: _steps_away(array, random) for name, array in batch.items()} for batch in comparison.batches]
+
+
+def _steps_away(array: Array, random: np.random.Generator) -> Array:
+    if array.dtype != np.float32:
+        return array
+    steps = random.integers(-NUDGE_STEPS, NUDGE_STEPS + 1, array.shape)
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved: Array = array * (1 + steps * np.finfo(np.float32).eps / 2).astype(np.float64)
+        return moved.astype(np.float32)
+
+
+def _noise(
+    index: int, units: ErrorUnits, expected: Sequence[list[Value]], moved: Sequence[Sequence[list[Value]]]
+) -> tuple[float, ...]:
+    """The largest change of one output, per kind of columns."""
+    largest = [0.0] * (len(units.kinds) or 1)
+    for answers in moved:
+        for batch, other in zip(expected, answers, strict=True):
+            one, two = batch[index], other[index]
+            if not isinstance(one, np.ndarray) or not isinstance(two, np.ndarray) or one.shape != two.shape or not one.size:
+                continue
+            figures = compare(one, two, units)
+            errors = [kind.max_abs_error for kind in figures.kinds] or [figures.max_abs_error] * len(largest)
+            largest = [max(a, b) if np.isfinite(b) else a for a, b in zip(largest, errors, strict=True)]
+    return tuple(largest)
+
+
+def _units(units: ErrorUnits) -> Sequence[float]:
+    return [kind.unit for kind in units.kinds] or [units.unit]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSensitivity:
+    """How the float32 reference changes when it runs again, or on inputs rounded to float16.
+
+    Attributes:
+        violations: Violations of the budget on rounded inputs; empty where there are none or it was not measured.
+        half_inputs: Whether the candidate takes float16 inputs, so that it cannot be closer than this.
+        nondeterministic: Violations of the budget in a second run on the same inputs; then `violations` is not measured.
+    """
+
+    violations: tuple[str, ...] = ()
+    half_inputs: bool = False
+    nondeterministic: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the certificate."""
+        again = (f"float32 itself, asked a second time: {text}" for text in self.nondeterministic)
+        return (*again, *(f"float32 itself, its inputs alone rounded to float16: {text}" for text in self.violations))
+
+
+def reference_sensitivity(comparison: Comparison, verdicts: Sequence[OutputVerdict], budget: Budget) -> ReferenceSensitivity:
+    """Measure the reference where an output of the candidate is over budget on the user's samples."""
+    offending = {verdict.name for verdict in verdicts if verdict.violations}
+    if not offending:
+        return ReferenceSensitivity()
+    try:
+        if nondeterministic := _violations_by_output(comparison, comparison.second_run(), offending, budget):
+            return ReferenceSensitivity(nondeterministic=nondeterministic)
+        texts = _violations_by_output(comparison, comparison.on_rounded_inputs(), offending, budget)
+    except ExportError:  # a batch without an answer says nothing about sensitivity
+        return ReferenceSensitivity()
+    types = [value.elem_type for value in inputs_of(comparison.candidate.outline)]
+    return ReferenceSensitivity(violations=texts, half_inputs=TensorProto.FLOAT16 in types)
+
+
+def _violations_by_output(
+    comparison: Comparison, answers: Sequence[list[Value]], offending: Collection[str], budget: Budget
+) -> tuple[str, ...]:
+    judged = comparison.judge("float32", answers, budget).verdicts
+    return tuple(f"output {v.name!r}: {text}" for v in judged if v.name in offending for text in v.violations)

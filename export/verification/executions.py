@@ -1,7 +1,12 @@
-"""The ways in which a candidate is run: simulated, and as ONNX Runtime takes it, level by level."""
+"""Executions of a candidate: simulated on the CPU, and by ONNX Runtime at each optimisation level.
+
+Some optimisation levels of ONNX Runtime crash on a model, and some change its answers, so the highest sound level is
+searched.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,18 +18,20 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from export.certificate.risk import Risk
+from export.certificate.budget import Budget
+from export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
 from export.errors import ExportError
 from export.files.external_data import external_tensors, location_of
 from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
-from export.verification.accumulators import with_checks
-from export.verification.children import CPU, CUDA, Answer, Children, StagedFeed, Value
-from export.verification.simulate import round_every_node
+from export.verification.comparison import Comparison
+from export.verification.judging import judge
+from export.verification.samples import Value
+from export.verification.sandbox import CPU, CUDA, LEVELS, RunResult, Sandbox, StagedFeed, written_model
+from export.verification.simulation import round_every_node, with_sum_checks
 
 # Folds constants, and fuses nothing across nodes: a fused node would round once where a GPU rounds twice.
 ROUNDED_LEVEL = "ORT_ENABLE_BASIC"
-LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC", "ORT_DISABLE_ALL")
-# Above this, weights are not taken into the simulated model, but stay where they are.
+# The weights of larger models are mapped from their files instead of copied into the simulated model.
 INLINE_LIMIT_BYTES = min(PROTOBUF_LIMIT_BYTES // 4, 256 << 20)
 MAPPABLE = frozenset(
     {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT8, TensorProto.UINT8}
@@ -33,80 +40,52 @@ MAPPABLE = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A candidate's answers with every node rounded, the sums that outgrow float16 in it, and nodes not asked for theirs."""
+class SimulatedRun:
+    """Result of a simulation: answers, nodes whose sums exceed float16's range, and nodes whose sums were not bounded."""
 
-    answer: Answer
+    answer: RunResult
     risks: tuple[Risk, ...]
-    unasked: tuple[str, ...]
-
-
-def on_disk(model: ModelFile, children: Children) -> Path:
-    """The model's own file, or one written for the children to read.
-
-    Raises:
-        ExportError: The disk is full.
-    """
-    return model.path if model.path is not None else _written(model.content, children)
+    unchecked: tuple[str, ...]
 
 
 def run_simulated(
-    candidate: ModelFile, children: Children, batches: Sequence[StagedFeed], *, usual: int, products: bool
-) -> Simulated:
-    """Run the candidate with every node rounded; see `export.verification.simulate` and `export.verification.accumulators`.
+    candidate: ModelFile, sandbox: Sandbox, batches: Sequence[StagedFeed], *, user_batches: int, products: bool
+) -> SimulatedRun:
+    """Run the candidate with every node rounded (see `export.verification.simulation`).
 
     Args:
         candidate: The fp16 model.
-        children: Where it runs.
-        batches: The batches.
-        usual: How many of them, from the first, are the user's: sums on others say nothing about the model in use.
-        products: Whether to look into matrix products and convolutions too.
+        sandbox: Runs the model.
+        batches: The batches, the user's first.
+        user_batches: Count of the user's batches; sums on others say nothing about the model in use.
+        products: Whether to bound sums inside matrix products and convolutions too.
 
     Raises:
-        ExportError: It cannot be simulated.
+        ExportError: The model cannot be simulated.
     """
     rounded = round_every_node(_simulable(candidate))
     own = len(rounded.graph.output)
-    checks = with_checks(rounded, products=products)
-    answer = _run_simulation(checks.model, candidate, children, batches)
+    checks = with_sum_checks(rounded, products=products)
+    answer = _run_simulation(checks.model, candidate, sandbox, batches)
     failed = answer.trouble is not None or any(isinstance(batch, str) for batch in answer.batches)
-    if failed and checks.risks:  # a check may fail where the model does not, such as on an empty tensor
-        checks = checks.given_up(rounded)
-        answer = _run_simulation(rounded, candidate, children, batches)
-    reaches = [_reaches(batch[own:]) for batch in answer.batches[:usual] if not isinstance(batch, str)]
+    if failed and checks.risks:  # a check can fail where the model does not, as on an empty tensor
+        checks = checks.without_checks(rounded)
+        answer = _run_simulation(rounded, candidate, sandbox, batches)
+    reaches = [_reaches(batch[own:]) for batch in answer.batches[:user_batches] if not isinstance(batch, str)]
     largest = [max(column) for column in zip(*reaches, strict=True)]
     cut = tuple(batch if isinstance(batch, str) else batch[:own] for batch in answer.batches)
     risks = tuple(checks.over(largest)) if largest else ()
-    answer = Answer(batches=cut, crash=answer.crash, refusal=answer.refusal, providers=answer.providers)
-    return Simulated(answer=answer, risks=risks, unasked=checks.unasked)
+    answer = RunResult(batches=cut, crash=answer.crash, refusal=answer.refusal, providers=answer.providers)
+    return SimulatedRun(answer=answer, risks=risks, unchecked=checks.unchecked)
 
 
 def gpu_is_there() -> bool:
-    """Whether it is worth asking ONNX Runtime for a GPU: it has the provider, and the system has the device.
+    """Whether ONNX Runtime has the CUDA provider and the system has a device.
 
-    The GPU build of ONNX Runtime names the provider on every machine, and opens the model on the CPU where there is no GPU.
+    The GPU build of ONNX Runtime lists the provider on every machine, and falls back to the CPU where there is no GPU.
     """
     device = sys.platform == "win32" or Path("/dev/nvidiactl").exists()
     return device and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and CUDA in onnxruntime.get_available_providers()
-
-
-def open_reference(
-    path: Path, children: Children, batches: Sequence[StagedFeed], levels: Sequence[str] = LEVELS
-) -> tuple[list[Value] | str, ...]:
-    """The reference's answers, at the first of these levels at which it opens.
-
-    Raises:
-        ExportError: It opens at none.
-    """
-    troubles = []
-    for level in levels:
-        answer = children.run(path, batches, level=level, provider=CPU)
-        if answer.trouble is None or answer.batches:
-            return answer.batches
-        troubles.append(f"{level}: {answer.trouble}")
-        if answer.refusal is not None:
-            raise ExportError(f"ONNX Runtime cannot open the reference: {answer.refusal}")
-    raise ExportError(f"ONNX Runtime {onnxruntime.__version__} crashes when it opens the reference ({'; '.join(troubles)})")
 
 
 def _reaches(values: list[Value]) -> list[float]:
@@ -117,8 +96,8 @@ def _simulable(candidate: ModelFile) -> onnx.ModelProto:
     return candidate.proto if candidate.size_bytes <= INLINE_LIMIT_BYTES else candidate.outline
 
 
-def _run_simulation(model: onnx.ModelProto, candidate: ModelFile, children: Children, batches: Sequence[StagedFeed]) -> Answer:
-    """Run a simulated model. The runtime takes data files from the model's own folder only, so weights are mapped for it."""
+def _run_simulation(model: onnx.ModelProto, candidate: ModelFile, sandbox: Sandbox, batches: Sequence[StagedFeed]) -> RunResult:
+    """Run a simulated model with mapped weights, since the runtime reads data files from the model's own folder only."""
     weights: list[dict[str, Any]] = []
     mappable = {id(tensor) for tensor in model.graph.initializer if tensor.data_type in MAPPABLE}
     for tensor in list(external_tensors(model)):
@@ -129,13 +108,13 @@ def _run_simulation(model: onnx.ModelProto, candidate: ModelFile, children: Chil
             weights.append({"name": tensor.name, "dtype": dtype, **place})
         else:
             _take_in(tensor, file, offset, length)
-    return children.run(_written(serialize(model), children), batches, level=ROUNDED_LEVEL, weights=weights)
+    return sandbox.run(written_model(serialize(model), sandbox), batches, level=ROUNDED_LEVEL, weights=weights)
 
 
 def _place(tensor: onnx.TensorProto, candidate: ModelFile) -> tuple[Path, int, int]:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     folder = (candidate.path or Path()).absolute().parent
-    file = folder / location_of(tensor)  # an absolute location stays as it is
+    file = folder / location_of(tensor)  # may be absolute
     offset = int(entries.get("offset", 0))
     return file, offset, int(entries.get("length", file.stat().st_size - offset))
 
@@ -148,10 +127,86 @@ def _take_in(tensor: onnx.TensorProto, file: Path, offset: int, length: int) -> 
     tensor.ClearField("data_location")
 
 
-def _written(content: bytes, children: Children) -> Path:
-    path = children.new_folder() / "model.onnx"
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ExportError(f"cannot write a copy of the model to {path.parent}: {error.strerror or error}") from error
-    return path
+@dataclass(frozen=True, kw_only=True)
+class RuntimeLevels:
+    """Results of ONNX Runtime's CPU provider.
+
+    Attributes:
+        answer: The result at the highest sound level, or else at the highest that gives answers.
+        probe: That level, and what happened at higher ones.
+        levels: Verdicts on all levels that were tried.
+    """
+
+    answer: RunResult
+    probe: Probe
+    levels: tuple[LevelVerdict, ...]
+
+
+def run_levels(comparison: Comparison, budget: Budget, *, below: bool = True) -> RuntimeLevels:
+    """Run the candidate on all batches from the highest level down to a sound one, and on the first batch below.
+
+    Levels below are skipped for a model of more than 256 MiB, where opening takes most of the time.
+
+    Args:
+        comparison: The models and their batches.
+        budget: The limits.
+        below: Whether to try the levels below the highest sound one.
+
+    Raises:
+        ExportError: The runtime refuses the model, crashes at every level, or fails on the user's samples.
+    """
+    levels: list[LevelVerdict] = []
+    chosen: tuple[str, RunResult] | None = None
+    fallback: tuple[str, RunResult] | None = None
+    for level in LEVELS:
+        batches = comparison.staged if chosen is None else comparison.staged[:1]
+        answer = comparison.sandbox.run(comparison.path, batches, level=level, provider=CPU)
+        verdict = _verdict(comparison, level, answer, budget)
+        levels.append(verdict)
+        if chosen is None and verdict.trouble is None:
+            chosen = level, answer
+            if not below or comparison.candidate.size_bytes > INLINE_LIMIT_BYTES:
+                break
+        elif fallback is None and verdict.max_scaled_error is not None:
+            fallback = level, answer
+    working = chosen or fallback
+    if working is None:
+        raise ExportError(_hopeless(levels))
+    above = levels[: LEVELS.index(working[0])]
+    crashes = tuple(f"{verdict.level}: {verdict.trouble}" for verdict in above)
+    return RuntimeLevels(answer=working[1], probe=Probe(level=working[0], crashes=crashes), levels=tuple(levels))
+
+
+def _verdict(comparison: Comparison, level: str, answer: RunResult, budget: Budget) -> LevelVerdict:
+    expected = comparison.expected[: len(answer.batches)]
+    reached = answer.batches[: len(expected)]
+    failed = next((batch for batch in reached if isinstance(batch, str)), None)
+    cut_off = answer.trouble is not None and len(reached) < len(comparison.expected)
+    if cut_off or failed is not None:
+        return LevelVerdict(provider=CPU, level=level, trouble=answer.trouble if cut_off else failed)
+    values = [batch for batch in reached if not isinstance(batch, str)]
+    verdicts = judge(comparison.outputs, "runtime", expected, values, budget, comparison.output_units).verdicts
+    broken = [f"output {verdict.name!r}: {text}" for verdict in verdicts for text in verdict.violations]
+    return LevelVerdict(
+        provider=CPU,
+        level=level,
+        trouble=f"over budget: {broken[0]}" if broken else None,
+        max_scaled_error=_worst(verdicts),
+    )
+
+
+def _worst(verdicts: Sequence[OutputVerdict]) -> float:
+    errors = [verdict.figures.max_scaled_error for verdict in verdicts]
+    return max((error for error in errors if math.isfinite(error)), default=math.nan)
+
+
+def _hopeless(levels: Sequence[LevelVerdict]) -> str:
+    troubles = {verdict.trouble or "" for verdict in levels}
+    crashed = any("killed by" in trouble or "exit status" in trouble or "no answer" in trouble for trouble in troubles)
+    if not crashed:
+        return f"ONNX Runtime cannot open or run the model: {levels[0].trouble}"
+    listed = "; ".join(f"{verdict.level}: {verdict.trouble}" for verdict in levels)
+    return (
+        f"ONNX Runtime {onnxruntime.__version__} crashes on the model ({listed}); "
+        "try another release of it, or keep the affected block in float32"
+    )

@@ -1,21 +1,30 @@
-"""From two models' answers to verdicts, output by output."""
+"""Verdicts on a candidate's outputs, on the user's samples and on adversarial ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from export.certificate.budget import Budget, disagrees, error_limit, lone_near_tie, unit_of, violations
-from export.certificate.certificate import OutputVerdict
-from export.certificate.figures import Figures
-from export.certificate.verdicts import Plot
+from export.certificate.budget import (
+    Budget,
+    Figures,
+    adversarial_violations,
+    disagrees,
+    error_limit,
+    lone_near_tie,
+    unit_of,
+    violations,
+)
+from export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot
 from export.errors import ExportError
-from export.verification.children import Value
-from export.verification.columns import Yardstick, learned
-from export.verification.metrics import Array, compare_parts
-from export.weight_ledger import FP16_SMALLEST_NORMAL
+from export.verification.error_units import ErrorUnits, learned_units, recorded_units
+from export.verification.generated_samples import AdversarialCase
+from export.verification.metrics import compare, compare_parts
+from export.verification.samples import Array, Value
+from export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 PLOT_POINTS = 300
 PLOT_EDGES = tuple(-7 + 0.25 * step for step in range(33))  # errors of 1e-7 to 10 times the output's scale
@@ -23,8 +32,8 @@ PLOTTED_OUTPUTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
-    """An output of the candidate: its name, and whether its shape depends on the values that go in, as of a NonZero."""
+class ComparedOutput:
+    """An output of the candidate, and whether its shape depends on the inputs' values, as after NonZero."""
 
     name: str
     data_dependent: bool = False
@@ -32,32 +41,32 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The verdicts of one execution, and what could not be compared."""
+    """The verdicts of one execution, and notes on what could not be compared."""
 
     verdicts: tuple[OutputVerdict, ...]
     notes: tuple[str, ...]
 
 
 def judge(
-    outputs: Sequence[Output],
+    outputs: Sequence[ComparedOutput],
     execution: str,
     expected: Sequence[list[Value]],
     actual: Sequence[list[Value]],
     budget: Budget,
-    yardsticks: Sequence[Yardstick] | None = None,
+    output_units: Sequence[ErrorUnits] | None = None,
 ) -> Judged:
-    """Compare the answers to all batches.
+    """Judge the answers to all batches.
 
     Args:
         outputs: The candidate's outputs.
-        execution: How it was run, for the verdicts.
+        execution: Name of the execution, for the verdicts.
         expected: The reference's answers.
-        actual: The candidate's.
+        actual: The candidate's answers.
         budget: The limits.
-        yardsticks: What each output's errors are divided by; by default learned from `expected`.
+        output_units: Divisors of each output's errors; by default learned from `expected`.
 
     Raises:
-        ExportError: The two do not answer alike: another number of outputs, or other shapes.
+        ExportError: The models have different numbers of outputs, or outputs of different shapes.
     """
     verdicts: list[OutputVerdict] = []
     notes: list[str] = []
@@ -68,15 +77,15 @@ def judge(
     for index, output in enumerate(outputs):
         pairs, differing = _pairs(output, [(w[index], g[index]) for w, g in zip(expected, actual, strict=True)])
         if not pairs and not differing:
-            notes.append(f"output {output.name!r} ({execution}) is no tensor, or absent, and was not compared")
+            notes.append(f"output {output.name!r} ({execution}) is not a tensor, or is absent, and was not compared")
             continue
         broken: tuple[str, ...] = ()
         if differing:
             text = f"in {len(differing)} of {len(expected)} batches the fp16 model gives {differing[0]}"
-            notes.append(f"output {output.name!r} ({execution}): {text}; what both have was compared")
+            notes.append(f"output {output.name!r} ({execution}): {text}; the common part was compared")
             broken = (text,) if len(differing) > (1 - budget.min_agreement) * len(expected) else ()
         if pairs:
-            figures = _figures(output, pairs, None if yardsticks is None else yardsticks[index])
+            figures = _figures(output, pairs, None if output_units is None else output_units[index])
             notes += (f"output {output.name!r} ({execution}) {text}" for text in _remarks(figures, budget))
             plot = plot_of(pairs, unit_of(figures)) if index < PLOTTED_OUTPUTS and figures.floating else None
             broken = tuple(violations(figures, budget)) + broken
@@ -85,7 +94,6 @@ def judge(
 
 
 def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
-    """What a verdict within budget does not say by itself."""
     if not figures.elements:
         yield "is empty on every sample, so nothing of it was compared"
     relative = figures.floating and budget.max_abs_error is None
@@ -107,7 +115,7 @@ def _remarks(figures: Figures, budget: Budget) -> Iterator[str]:
 
 
 def plot_of(pairs: Sequence[tuple[Array, Array]], unit: float) -> Plot | None:
-    """What the plots of one output are drawn from, errors in the given unit; None where no number is finite."""
+    """Data of an output's plots, with errors in the given unit; None where no number is finite."""
     reference, candidate = (
         np.concatenate([np.asarray(side, np.float64).ravel() for side in sides]) for sides in zip(*pairs, strict=True)
     )
@@ -118,7 +126,7 @@ def plot_of(pairs: Sequence[tuple[Array, Array]], unit: float) -> Plot | None:
     error = np.abs(candidate - reference) / unit
     logarithms = np.log10(np.maximum(error, 10.0 ** PLOT_EDGES[0]))
     counts = np.histogram(np.minimum(logarithms, PLOT_EDGES[-1]), PLOT_EDGES)[0]
-    chosen = _telling(reference, error)
+    chosen = _plotted_places(reference, error)
     return Plot(
         reference=tuple(float(f"{value:.6g}") for value in reference[chosen]),
         candidate=tuple(float(f"{value:.6g}") for value in candidate[chosen]),
@@ -127,8 +135,8 @@ def plot_of(pairs: Sequence[tuple[Array, Array]], unit: float) -> Plot | None:
     )
 
 
-def _telling(reference: Array, error: Array) -> Array:
-    """Places of the largest errors, of the largest values, and evenly spread ones, in order."""
+def _plotted_places(reference: Array, error: Array) -> Array:
+    """Indices of the largest errors, the largest values and an even selection, in order."""
     if reference.size <= PLOT_POINTS:
         return np.arange(reference.size)
     share = PLOT_POINTS // 3
@@ -138,22 +146,22 @@ def _telling(reference: Array, error: Array) -> Array:
     return places
 
 
-def learned_yardsticks(outputs: Sequence[Output], expected: Sequence[list[Value]]) -> tuple[Yardstick, ...]:
-    """What each output's errors are divided by, learned from the reference's answers to all batches."""
+def units_by_output(outputs: Sequence[ComparedOutput], expected: Sequence[list[Value]]) -> tuple[ErrorUnits, ...]:
+    """Learn each output's units from the reference's answers to all batches."""
     answers = [[(batch[index], batch[index]) for batch in expected] for index in range(len(outputs))]
     pairs = [_pairs(output, own)[0] for output, own in zip(outputs, answers, strict=True)]
-    return tuple(learned([wanted for wanted, _ in own]) for own in pairs)
+    return tuple(learned_units([wanted for wanted, _ in own]) for own in pairs)
 
 
-def _figures(output: Output, pairs: Sequence[tuple[Array, Array]], yardstick: Yardstick | None) -> Figures:
+def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units: ErrorUnits | None) -> Figures:
     try:
-        return compare_parts(pairs, yardstick)
+        return compare_parts(pairs, units)
     except ValueError as error:
         raise ExportError(f"output {output.name!r}: {error}; is this the model that was converted?") from error
 
 
-def _pairs(output: Output, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:
-    """What can be compared, and how the fp16 model's answer differs in shape where the data decide it."""
+def _pairs(output: ComparedOutput, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:
+    """The comparable parts of an output, and in words where the fp16 model's answer differs in a shape that depends on data."""
     pairs: list[tuple[Array, Array]] = []
     differing: list[str] = []
     for wanted, got in values:
@@ -178,5 +186,91 @@ def _pairs(output: Output, values: Sequence[tuple[Value, Value]]) -> tuple[list[
 
 
 def _empty(array: Array) -> tuple[Array, Array]:
-    """What an answer that only one of the two gives has in common with the other: nothing, of its type."""
+    """The common part of an answer that only one model gives: nothing, of its dtype."""
     return array.ravel()[:0], array.ravel()[:0]
+
+
+def judge_cases(
+    cases: Sequence[AdversarialCase],
+    expected: Sequence[list[Value] | str],
+    answers: Mapping[str, Sequence[list[Value] | str]],
+    user_verdicts: Sequence[OutputVerdict],
+    outputs: Sequence[ComparedOutput],
+    budget: Budget,
+) -> tuple[AdversarialVerdict, ...]:
+    """Verdicts for every case, execution (key of `answers`) and output; one verdict for a case that cannot be judged.
+
+    Answers may be errors. The verdicts on the user's samples, `user_verdicts`, hold the units of errors.
+    """
+    output_units = {verdict.name: recorded_units(verdict.figures) for verdict in user_verdicts}
+    verdicts: list[AdversarialVerdict] = []
+    for number, case in enumerate(cases):
+        wanted = expected[number]
+        if note := _unjudgeable(wanted):
+            verdicts.append(AdversarialVerdict(case=case.name, execution="", output="", note=note, factor=case.factor))
+            continue
+        for execution, got in answers.items():
+            verdicts += _case_verdicts(case, execution, outputs, (wanted, got[number]), output_units, budget)
+    return tuple(verdicts)
+
+
+def headroom(verdicts: Sequence[AdversarialVerdict]) -> float | None:
+    """The largest factor up to which all larger inputs stayed within the adversarial budget; None where none was judged."""
+    judged = [verdict for verdict in verdicts if verdict.factor is not None and verdict.note is None]
+    if not judged:
+        return None
+    largest = 1.0
+    for factor in sorted({verdict.factor for verdict in judged if verdict.factor is not None}):
+        if any(verdict.violations for verdict in judged if verdict.factor == factor):
+            break
+        largest = factor
+    return largest
+
+
+def _unjudgeable(answer: list[Value] | str) -> str | None:
+    if isinstance(answer, str):
+        return f"the reference fails on it: {answer}"
+    arrays = [array for value in answer for array in _floats(value)]
+    largest = max((_largest(array) for array in arrays), default=0.0)
+    if largest > FP16_MAX:
+        return f"the reference itself answers {largest:.3g}, which float16 cannot hold"
+    if arrays and not any(np.isfinite(array).any() for array in arrays):
+        return "the reference itself answers nothing finite"
+    return None
+
+
+def _case_verdicts(
+    case: AdversarialCase,
+    execution: str,
+    outputs: Sequence[ComparedOutput],
+    answers: tuple[list[Value] | str, list[Value] | str],
+    output_units: Mapping[str, ErrorUnits],
+    budget: Budget,
+) -> Iterator[AdversarialVerdict]:
+    make = partial(AdversarialVerdict, case=case.name, execution=execution, factor=case.factor)
+    wanted, got = answers
+    if isinstance(got, str) or isinstance(wanted, str):
+        yield make(output="", violations=(str(got),))
+        return
+    for output, one, other in zip(outputs, wanted, got, strict=True):
+        if not isinstance(one, np.ndarray) or not isinstance(other, np.ndarray):
+            continue
+        if one.shape != other.shape:
+            if not output.data_dependent:
+                text = f"shape {list(other.shape)}, the reference {list(one.shape)}"
+                yield make(output=output.name, violations=(text,))
+            continue
+        units = output_units.get(output.name) or learned_units([one])
+        figures = compare(one, other, units.for_other_samples(one))
+        broken = adversarial_violations(figures, units.unit, budget)
+        yield make(output=output.name, figures=figures, violations=tuple(broken))
+
+
+def _floats(value: Value) -> list[Array]:
+    arrays = value if isinstance(value, list) else [] if value is None else [value]
+    return [array for array in arrays if array.dtype.kind == "f" and array.size]
+
+
+def _largest(array: Array) -> float:
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max()) if finite.size else 0.0

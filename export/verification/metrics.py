@@ -1,35 +1,37 @@
-"""How far one array is from another, in the figures that tell whether fp16 is good enough."""
+"""Error metrics of two arrays, and whether two models choose the same class, row by row."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from export.certificate.figures import Figures, Kind, Vanished
-from export.verification.choices import class_axis, joint_choices
-from export.verification.columns import NOISE_FACTOR, Array, Yardstick, by_column, indices_of, learned, sums_to_one
+from export.certificate.budget import ColumnKind, Figures, Vanished
+from export.verification.error_units import NOISE_FACTOR, ErrorUnits, by_column, indices_of, learned_units, sums_to_one
+from export.verification.samples import Array
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
-__all__ = ["Array", "compare", "compare_parts", "cosine", "non_finite_differences", "ulp_distance"]
+# Within a kind of columns, a lead below this many units is a tie, since errors of that size are allowed.
+NEAR = 2.0**-7
 
 
-def compare(reference: Array, candidate: Array, yardstick: Yardstick | None = None) -> Figures:
-    """All figures for two arrays of one shape; see `compare_parts`.
+def compare(reference: Array, candidate: Array, units: ErrorUnits | None = None) -> Figures:
+    """Compute all figures of two arrays of one shape; see `compare_parts`.
 
     Raises:
         ValueError: The shapes differ.
     """
-    return compare_parts([(reference, candidate)], yardstick)
+    return compare_parts([(reference, candidate)], units)
 
 
-def compare_parts(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick | None = None) -> Figures:
-    """All figures for the parts (reference, candidate) of one output, such as its batches, taken together, in float64.
+def compare_parts(parts: Sequence[tuple[Array, Array]], units: ErrorUnits | None = None) -> Figures:
+    """Compute all figures of one output from its parts (reference, candidate), such as batches, in float64.
 
     Args:
         parts: The arrays, of any type.
-        yardstick: What errors are divided by; by default learned from these references.
+        units: What errors are divided by; by default learned from these references.
 
     Raises:
         ValueError: There is no part, or the shapes of one differ.
@@ -39,17 +41,17 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick | N
     for reference, candidate in parts:
         if reference.shape != candidate.shape:
             raise ValueError(f"the candidate has shape {list(candidate.shape)}, the reference {list(reference.shape)}")
-    yardstick = yardstick or learned([reference for reference, _ in parts])
+    units = units or learned_units([reference for reference, _ in parts])
     numbers = [_numbers(reference, candidate) for reference, candidate in parts]
     r_all, c_all = (np.concatenate(side) for side in zip(*numbers, strict=True))
     both = np.isfinite(r_all) & np.isfinite(c_all)
     r, c = r_all[both], c_all[both]
     error = np.abs(c - r)
     relative = error / np.maximum(np.abs(r), FP16_SMALLEST_NORMAL)
-    choices = joint_choices(parts, yardstick)
+    choices = joint_choices(parts, units)
     floating = all(np.issubdtype(reference.dtype, np.floating) for reference, _ in parts)
-    kinds = _kinds_compared(parts, yardstick)
-    choosing = yardstick.kind_of_choices if kinds else None
+    kinds = _kinds_compared(parts, units)
+    choosing = units.kind_of_choices if kinds else None
     return Figures(
         elements=r_all.size,
         scale=_max(np.abs(r_all[np.isfinite(r_all)])),
@@ -57,7 +59,7 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick | N
         mean_abs_error=_mean(error),
         max_rel_error=_max(relative),
         mean_rel_error=_mean(relative),
-        max_scaled_error=max((kind.max_scaled_error for kind in kinds), default=_max(error) / yardstick.unit),
+        max_scaled_error=max((kind.max_scaled_error for kind in kinds), default=_max(error) / units.unit),
         max_ulp=_max(ulp_distance(r, c)),
         cosine=cosine(r, c),
         non_finite=non_finite_differences(r_all, c_all),
@@ -66,23 +68,23 @@ def compare_parts(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick | N
         rows=0 if choices is None else choices.rows,
         differing=0 if choices is None else choices.differing,
         margin=0.0 if choices is None else choices.margin,
-        unit=yardstick.unit if choosing is None else choosing.unit,
-        axis=yardstick.axis if kinds else None,
+        unit=units.unit if choosing is None else choosing.unit,
+        axis=units.axis if kinds else None,
         kinds=kinds,
-        vanished=_vanished(parts, yardstick, r, c) if floating else None,
+        vanished=_vanished(parts, units, r, c) if floating else None,
         constant_rows=0 if choices is None else choices.constant,
-        noise=yardstick.largest_noise,
+        noise=units.largest_noise,
     )
 
 
-def _kinds_compared(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick) -> tuple[Kind, ...]:
-    """The kinds with their largest errors; none where an array is not as those that they were learned from."""
-    axis = yardstick.axis
-    if axis is None or not all(yardstick.fits(reference) for reference, _ in parts):
+def _kinds_compared(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> tuple[ColumnKind, ...]:
+    """The kinds with their largest errors; none where an array does not fit the units."""
+    axis = units.axis
+    if axis is None or not all(units.fits(reference) for reference, _ in parts):
         return ()
     errors = np.max([_column_errors(by_column(r, axis), by_column(c, axis)) for r, c in parts], axis=0)
-    found: list[Kind] = []
-    for kind in yardstick.kinds:
+    found: list[ColumnKind] = []
+    for kind in units.kinds:
         columns = indices_of(kind)
         worst = int(columns[np.nanargmax(np.where(np.isnan(errors[columns]), -1.0, errors[columns]))])
         found.append(replace(kind, max_abs_error=float(np.nan_to_num(errors[worst])), worst=worst))
@@ -90,7 +92,7 @@ def _kinds_compared(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick) 
 
 
 def _column_errors(reference: Array, candidate: Array) -> Array:
-    """The largest error of each column where both are finite; 0 where nothing is."""
+    """The largest error of each column where both are finite; 0 in a column without such a place."""
     r, c = reference.astype(np.float64), candidate.astype(np.float64)
     both = np.isfinite(r) & np.isfinite(c)
     with np.errstate(invalid="ignore"):  # two infinities
@@ -98,47 +100,44 @@ def _column_errors(reference: Array, candidate: Array) -> Array:
     return errors
 
 
-def _vanished(parts: Sequence[tuple[Array, Array]], yardstick: Yardstick, r: Array, c: Array) -> Vanished | None:
-    """What is 0 throughout in the candidate alone: the output, or columns most of whose reference values are not 0.
+def _vanished(parts: Sequence[tuple[Array, Array]], units: ErrorUnits, r: Array, c: Array) -> Vanished | None:
+    """Find what is 0 in the candidate only: the whole output, or columns whose reference values mostly are not 0.
 
-    Columns of probabilities whose sum is 1 may: a class that no sample belongs to is no part of the answer. So may what the
-    reference has by rounding alone, which is within its own noise.
+    Excluded are columns of a probability distribution, since a class without samples may vanish, and values within the
+    reference's own noise.
     """
-    known = 2 * NOISE_FACTOR * yardstick.largest_noise
+    known = 2 * NOISE_FACTOR * units.largest_noise
     if r.size and not c.any() and _max(np.abs(r)) > known:
         return Vanished(axis=None, columns=1, first=0, largest=_max(np.abs(r)))
     ndim = parts[0][0].ndim
-    axis = class_axis(ndim) if yardstick.axis is None else yardstick.axis
+    axis = class_axis(ndim) if units.axis is None else units.axis
     sizes = {reference.shape[axis] if reference.ndim == ndim else 0 for reference, _ in parts} if ndim > 1 else set()
     if len(sizes) != 1 or 0 in sizes or sum(reference.size for reference, _ in parts) < 2 * sizes.pop():
         return None
     references = [np.nan_to_num(by_column(reference, axis)) for reference, _ in parts]
     present = np.mean(np.concatenate([np.atleast_2d((table != 0).mean(axis=0)) for table in references if len(table)]), axis=0)
-    gone = ~np.any([by_column(candidate, axis).any(axis=0) for _, candidate in parts], axis=0) & (present > 1 / 2)
-    if not gone.any():
+    vanished = ~np.any([by_column(candidate, axis).any(axis=0) for _, candidate in parts], axis=0) & (present > 1 / 2)
+    if not vanished.any():
         return None
     magnitudes = np.max([np.abs(table).max(axis=0, initial=0.0) for table in references], axis=0)
-    gone &= magnitudes > known
+    vanished &= magnitudes > known
     shares = np.flatnonzero(np.all([((table >= 0) & (table <= 1)).all(axis=0) for table in references], axis=0))
     if len(shares) and sums_to_one([reference for reference, _ in parts], axis, shares):
-        gone[shares] = False
-    columns = np.flatnonzero(gone)
+        vanished[shares] = False
+    columns = np.flatnonzero(vanished)
     if not len(columns):
         return None
     return Vanished(axis=axis, columns=len(columns), first=int(columns[0]), largest=float(magnitudes[columns].max()))
 
 
 def ulp_distance(a: Array, b: Array) -> Array:
-    """How many float16 steps lie between two arrays, elementwise, after rounding both to float16; int64.
-
-    Signed numbers are mapped to integers in their order, so that -0 and 0 are one and the step over 0 counts as one.
-    """
+    """Distance in float16 steps, elementwise as int64, after rounding both arrays to float16; -0 and 0 are equal."""
     distance: Array = np.abs(_ordered(a) - _ordered(b))
     return distance
 
 
 def non_finite_differences(reference: Array, candidate: Array) -> int:
-    """Places where the two differ in being NaN, +inf, -inf or finite. What the reference has too is not counted."""
+    """Count places where the two differ in being NaN, +inf, -inf or finite."""
     same_infinity = np.isinf(reference) & (reference == candidate)
     same_nan = np.isnan(reference) & np.isnan(candidate)
     either = ~np.isfinite(reference) | ~np.isfinite(candidate)
@@ -146,7 +145,7 @@ def non_finite_differences(reference: Array, candidate: Array) -> int:
 
 
 def cosine(a: Array, b: Array) -> float:
-    """Cosine of the angle between two flat arrays; 1 for two zero vectors, 0 for one, NaN for empty ones."""
+    """Cosine similarity of two flat arrays; 1 for two zero vectors, 0 for one, NaN for empty arrays."""
     if a.size == 0:
         return float("nan")
     largest_a, largest_b = _max(np.abs(a)), _max(np.abs(b))
@@ -157,7 +156,7 @@ def cosine(a: Array, b: Array) -> float:
 
 
 def _numbers(reference: Array, candidate: Array) -> tuple[Array, Array]:
-    """Both flat and float64; texts become 0, and 1 where they differ."""
+    """Both arrays flat and in float64; text becomes 0 in the reference, and 1 in the candidate where it differs."""
     if reference.dtype.kind in "biuf" and candidate.dtype.kind in "biuf":
         return reference.astype(np.float64).ravel(), candidate.astype(np.float64).ravel()
     return np.zeros(reference.size), np.asarray(reference != candidate, np.float64).ravel()
@@ -175,3 +174,112 @@ def _max(values: Array) -> float:
 
 def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else float("nan")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Agreement of two models' choices.
+
+    Attributes:
+        rows: Rows in which the reference prefers a class.
+        differing: Rows that disagree.
+        margin: The largest lead of the reference's choice over the disagreeing rows.
+        constant: Rows without evidence: the reference prefers no class, or answers all samples alike.
+    """
+
+    rows: int
+    differing: int
+    margin: float = 0.0
+    constant: int = 0
+
+    @property
+    def agreement(self) -> float | None:
+        return (self.rows - self.differing) / self.rows if self.rows else None
+
+
+def class_axis(ndim: int) -> int:
+    """The axis of classes: 1 in arrays of more than 3 dimensions such as (N, C, H, W), else the last, as in (N, T, C)."""
+    return 1 if ndim > 3 else ndim - 1
+
+
+def argmax_agreement(reference: Array, candidate: Array) -> float | None:
+    """Share of rows in which both choose the same class; None where the reference prefers no class in any row.
+
+    Two classes whose numbers in the reference are equal after rounding to float16 count as one choice, since no fp16 model can
+    distinguish them. Rows in which all classes are equal in this sense are left out.
+    """
+    return _argmax_choices(reference, candidate, tie=0.0).agreement
+
+
+def joint_choices(parts: Sequence[tuple[Array, Array]], units: ErrorUnits) -> Choices | None:
+    """Agreement over all parts; None where no row has a choice."""
+    found = [_choices(reference, candidate, units) for reference, candidate in parts]
+    known = [choices for choices in found if choices is not None and choices.rows + choices.constant]
+    if not known and any(choices is None for choices in found):
+        return None
+    margin = max((choices.margin for choices in known), default=0.0)
+    rows, differing, constant = (sum(getattr(c, name) for c in known) for name in ("rows", "differing", "constant"))
+    if not differing and _alike([reference for reference, _ in parts]):
+        return Choices(0, 0, 0.0, rows + constant)
+    return Choices(rows, differing, margin, constant)
+
+
+def _alike(references: Sequence[Array]) -> bool:
+    """Whether the reference answers at least two samples, all equally after rounding to float16."""
+    if not all(reference.dtype.kind == "f" for reference in references) or sum(map(len, references)) < 2:
+        return False
+    first = next(reference[:1] for reference in references if len(reference))
+    with np.errstate(over="ignore"):
+        halves = (reference.astype(np.float16) for reference in references)
+        return all(half.shape[1:] == first.shape[1:] and bool((half == first.astype(np.float16)).all()) for half in halves)
+
+
+def _choices(reference: Array, candidate: Array, units: ErrorUnits) -> Choices | None:
+    if not np.issubdtype(reference.dtype, np.floating):
+        differing = int((reference != candidate).sum())
+        return Choices(reference.size, differing, math.inf if differing else 0.0)
+    tie = NOISE_FACTOR * units.largest_noise
+    kind = units.kind_of_choices
+    if kind is not None and units.axis is not None and units.fits(reference):
+        columns = indices_of(kind)
+        if len(columns) < 2:
+            return None
+        wanted, got = (np.moveaxis(array, units.axis, -1)[..., columns] for array in (reference, candidate))
+        return _argmax_choices(wanted, got, tie=max(NEAR * kind.unit, tie), axis=-1)
+    if reference.ndim < 2 or reference.shape[class_axis(reference.ndim)] < 2:
+        return None
+    return _argmax_choices(reference, candidate, tie=tie)
+
+
+def _argmax_choices(reference: Array, candidate: Array, *, tie: float, axis: int | None = None) -> Choices:
+    axis = class_axis(reference.ndim) if axis is None else axis
+    r, c = np.moveaxis(reference, axis, -1), np.moveaxis(candidate, axis, -1)
+    if r[..., 0].size == 0:
+        return Choices(0, 0)
+    wanted = r.argmax(-1)[..., None]
+    constant = (c == c[..., :1]).all(-1, keepdims=True)  # argmax would return the first class
+    chosen = np.where(constant, r.argmin(-1)[..., None], c.argmax(-1)[..., None])
+    tied = _tied(r, wanted, chosen, tie)
+    usable = np.isnan(r).any(-1, keepdims=True) == np.isnan(c).any(-1, keepdims=True)
+    telling = ~(_tied(r, wanted, r.argmin(-1)[..., None], tie) & usable)
+    differing = ~(((chosen == wanted) | tied) & usable) & telling
+    ahead = _ahead(r, wanted, chosen)[differing & usable]
+    margin = math.inf if (differing & ~usable).any() or not np.isfinite(ahead).all() else float(ahead.max(initial=0.0))
+    return Choices(int(telling.sum()), int(differing.sum()), margin, int((~telling).sum()))
+
+
+def _tied(reference: Array, wanted: Array, chosen: Array, tie: float) -> Array:
+    """Where the reference's two numbers are equal after rounding to float16, or closer than `tie`."""
+    with np.errstate(over="ignore"):
+        narrow = reference.astype(np.float16)
+    best, other = np.take_along_axis(narrow, wanted, -1), np.take_along_axis(narrow, chosen, -1)
+    tied: Array = ((best == other) & np.isfinite(best)) | (_ahead(reference, wanted, chosen) < tie)
+    return tied
+
+
+def _ahead(reference: Array, wanted: Array, chosen: Array) -> Array:
+    """Lead of each row's largest number over the number at the candidate's choice."""
+    with np.errstate(invalid="ignore"):  # two infinities
+        best, other = (np.take_along_axis(reference, places, -1).astype(np.float64) for places in (wanted, chosen))
+        difference: Array = best - other
+    return difference

@@ -1,14 +1,14 @@
-"""Choices between ties: a float16 model may take another of two values that float32 itself hardly tells apart.
+"""Settle ties: an fp16 model may choose another of two values that float32 itself hardly distinguishes.
 
-TopK, ArgMax and ArgMin turn a difference far below rounding into another index, and what is looked up by an index may be
-anything: another expert's answer, another box. Samples at the edge are full of ties: zeros give many rows the same scores.
-Where such a sample is over budget, the candidate's choices are read, and float32 runs again with these choices instead of its
-own. The sample is within budget if float32's scores for both choices are as close as an error may be, and the outputs agree.
+TopK, ArgMax and ArgMin turn a difference far below rounding into another index, and a lookup by that index may return
+anything: another expert's answer, another box. Adversarial samples are full of ties: zeros give many rows equal scores. Where
+such a sample is over budget, the candidate's choices are read, and float32 runs again with these choices instead of its own.
+The sample is within budget if float32's scores of both choices are within the allowed error and the outputs agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,25 +16,24 @@ import onnx
 from onnx import TensorProto, helper
 
 from export.certificate.budget import Budget
-from export.certificate.certificate import OutputVerdict
-from export.certificate.verdicts import AdversarialVerdict
+from export.certificate.certificate import AdversarialVerdict, OutputVerdict
 from export.errors import ExportError
 from export.files.model_file import open_model
-from export.verification.adversarial import Case
-from export.verification.children import CUDA, Value
 from export.verification.comparison import Comparison
-from export.verification.edge_cases import judge_cases
-from export.verification.executions import INLINE_LIMIT_BYTES, LEVELS, on_disk, open_reference, run_simulated
-from export.verification.metrics import Array
+from export.verification.executions import INLINE_LIMIT_BYTES, run_simulated
+from export.verification.generated_samples import AdversarialCase
+from export.verification.judging import judge_cases
+from export.verification.samples import Array, Value
+from export.verification.sandbox import CUDA, LEVELS, RunResult, on_disk, open_reference
 from export.weight_ledger import FP16_SMALLEST_NORMAL
 
 PREFIX = "halfserve/ties/"
-INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # which output of each operator holds them
+INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # the output of each operator that holds indices
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """A node of the float32 model that chooses among scores, and that the candidate has too."""
+    """A node that chooses among scores, in both the float32 model and the candidate."""
 
     node: onnx.NodeProto
     indices: str
@@ -55,7 +54,7 @@ class _Choice:
         return self.node.op_type == "ArgMax" or (self.node.op_type == "TopK" and bool(self.attribute("largest", 1)))
 
     def rows(self, scores: Array, indices: Array) -> tuple[Array, Array]:
-        """Scores and chosen indices with the choices along the last axis; the smaller is better after the sign is changed."""
+        """Scores and chosen indices with choices along the last axis, negated where the node prefers large scores."""
         if self.node.op_type != "TopK" and not self.attribute("keepdims", 1):
             indices = np.expand_dims(indices, self.axis)
         moved = np.moveaxis(scores, self.axis, -1).astype(np.float64)
@@ -64,58 +63,78 @@ class _Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference:
-    """The choice that is furthest from float32's own: in words, and whether the two values tie."""
+    """The choice furthest from float32's own, in words, and whether the two scores tie."""
 
     text: str
     tied: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class JudgedResults:
+    """Verdicts on the user's samples and on the adversarial ones after ties are settled, and notes for the certificate."""
+
+    outputs: tuple[OutputVerdict, ...]
+    adversarial: tuple[AdversarialVerdict, ...]
+    notes: tuple[str, ...]
+
+
+def judge_results(comparison: Comparison, results: Mapping[str, RunResult], budget: Budget) -> JudgedResults:
+    """Judge the candidate's results in each execution.
+
+    Raises:
+        ExportError: An execution failed on the user's samples, or the outputs do not correspond.
+    """
+    judged = [comparison.judge(name, comparison.user_answers(name, result), budget) for name, result in results.items()]
+    outputs = tuple(verdict for each in judged for verdict in each.verdicts)
+    edge = {name: comparison.case_answers(result) for name, result in results.items()}
+    verdicts = judge_cases(comparison.cases, comparison.expected_cases, edge, outputs, comparison.outputs, budget)
+    verdicts, ties = settle_ties(verdicts, comparison, outputs, budget)
+    notes = (*(note for each in judged for note in each.notes), *ties)
+    return JudgedResults(outputs=outputs, adversarial=verdicts, notes=notes)
+
+
 def settle_ties(
-    lines: Sequence[AdversarialVerdict],
-    cases: Sequence[Case],
+    verdicts: Sequence[AdversarialVerdict],
     comparison: Comparison,
-    usual: Sequence[OutputVerdict],
+    user_verdicts: Sequence[OutputVerdict],
     budget: Budget,
 ) -> tuple[tuple[AdversarialVerdict, ...], tuple[str, ...]]:
-    """Judge lines that are over budget again with the candidate's choices between ties.
+    """Judge verdicts that are over budget again with the candidate's choices between ties.
 
-    A line that remains over budget says where the candidate has chosen otherwise. Models over 256 MiB, and choices inside the
-    bodies of If, Loop and Scan, are left as they are.
-
-    Args:
-        lines: What `judge_cases` said of the cases.
-        cases: The adversarial batches.
-        comparison: The models and their batches.
-        usual: The verdicts on the user's samples.
-        budget: The limits.
+    A verdict that remains over budget names the differing choice. Models over 256 MiB, and choices inside bodies of If, Loop
+    and Scan, are not settled.
 
     Returns:
-        The lines, and a note for each that is within budget only because the values tie.
+        The verdicts, and a note for each that is within budget only because of a tie.
     """
-    over = {(line.execution, line.case) for line in lines if line.violations and line.output}
+    over = {(verdict.execution, verdict.case) for verdict in verdicts if verdict.violations and verdict.output}
     choices = _choices(comparison) if over else []
-    settled, notes = list(lines), []
-    for number, case in enumerate(cases) if choices else ():
+    settled, notes = list(verdicts), []
+    for number, case in enumerate(comparison.cases) if choices else ():
         for execution in [name for name, broken in sorted(over) if broken == case.name]:
             try:
-                again, difference = _again(choices, (number, case), execution, comparison, usual, budget)
-            except ExportError:  # what cannot be run so says nothing of ties
+                again, difference = _verdicts_with_choices(
+                    choices, (number, case), execution, comparison, user_verdicts, budget
+                )
+            except ExportError:  # a model that cannot run with other choices shows nothing about ties
                 continue
-            for place, line in enumerate(lines):
-                if (line.execution, line.case) == (execution, case.name) and line.violations and difference is not None:
-                    settled[place] = _settled(line, again, difference)
+            if difference is None:
+                continue
+            for place, verdict in enumerate(verdicts):
+                if (verdict.execution, verdict.case) == (execution, case.name) and verdict.violations:
+                    settled[place] = _settled(verdict, again, difference)
                     if not settled[place].violations:
-                        notes.append(f"output {line.output!r} on {case.name} ({execution}): {difference.text}")
+                        notes.append(f"output {verdict.output!r} on {case.name} ({execution}): {difference.text}")
     return tuple(settled), tuple(notes)
 
 
-def _settled(line: AdversarialVerdict, again: Sequence[AdversarialVerdict], difference: _Difference) -> AdversarialVerdict:
-    replayed = next((other for other in again if other.output == line.output), line)
+def _settled(verdict: AdversarialVerdict, again: Sequence[AdversarialVerdict], difference: _Difference) -> AdversarialVerdict:
+    replayed = next((other for other in again if other.output == verdict.output), verdict)
     if difference.tied and not replayed.violations:
-        return replace(line, figures=replayed.figures, violations=())
-    first, *others = line.violations
+        return replace(verdict, figures=replayed.figures, violations=())
+    first, *others = verdict.violations
     rest = f", and differs by more than that choice: {replayed.violations[0]}" if difference.tied else ""
-    return replace(line, violations=(f"{first}; {difference.text}{rest}", *others))
+    return replace(verdict, violations=(f"{first}; {difference.text}{rest}", *others))
 
 
 def _choices(comparison: Comparison) -> list[_Choice]:
@@ -128,15 +147,15 @@ def _choices(comparison: Comparison) -> list[_Choice]:
     return [_Choice(node=node, indices=name) for node, name in found if name and name in theirs]
 
 
-def _again(
+def _verdicts_with_choices(
     choices: Sequence[_Choice],
-    numbered: tuple[int, Case],
+    numbered: tuple[int, AdversarialCase],
     execution: str,
     comparison: Comparison,
-    usual: Sequence[OutputVerdict],
+    user_verdicts: Sequence[OutputVerdict],
     budget: Budget,
 ) -> tuple[tuple[AdversarialVerdict, ...], _Difference | None]:
-    """The verdicts on one case with float32 bound to the candidate's choices, and where these differ from its own."""
+    """Verdicts on one case with float32 bound to the candidate's choices, and the worst difference from its own choices."""
     number, case = numbered
     count = len(comparison.outputs)
     got = _run_candidate(choices, number, execution, comparison)
@@ -145,33 +164,35 @@ def _again(
         raise ExportError("a choice has no result")
     bound = _run_bound(choices, indices, case, comparison)
     scores = [value for value in bound[count:] if isinstance(value, np.ndarray)]
-    lines = judge_cases([case], [bound[:count]], {execution: [got[:count]]}, usual, comparison.outputs, budget)
+    verdicts = judge_cases([case], [bound[:count]], {execution: [got[:count]]}, user_verdicts, comparison.outputs, budget)
     limit = budget.max_scaled_error * budget.adversarial_factor
     differences = [_difference(*each, limit) for each in zip(choices, scores, indices, strict=True)]
-    told = [difference for difference in differences if difference is not None]
-    return lines, min(told, key=lambda difference: difference.tied, default=None)
+    found = [difference for difference in differences if difference is not None]
+    return verdicts, min(found, key=lambda difference: difference.tied, default=None)
 
 
 def _run_candidate(choices: Sequence[_Choice], number: int, execution: str, comparison: Comparison) -> list[Value]:
-    """The candidate's outputs on a case, then the indices that it chose."""
+    """The candidate's outputs on a case, then its chosen indices."""
     model = onnx.ModelProto()
     model.CopyFrom(comparison.candidate.proto)
     for place, choice in enumerate(choices):
         model.graph.node.append(helper.make_node("Identity", [choice.indices], [f"{PREFIX}indices{place}"]))
         model.graph.output.append(helper.make_tensor_value_info(f"{PREFIX}indices{place}", TensorProto.INT64, None))
-    exposed, children = open_model(model), comparison.children
-    staged = [comparison.staged_cases[number]]
+    exposed, sandbox = open_model(model), comparison.sandbox
+    staged = [comparison.staged[len(comparison.batches) + number]]
     if execution == "rounded":
-        batches = run_simulated(exposed, children, staged, usual=0, products=False).answer.batches
+        batches = run_simulated(exposed, sandbox, staged, user_batches=0, products=False).answer.batches
     elif execution == "cuda":
-        batches = children.run(on_disk(exposed, children), staged, level=LEVELS[0], provider=CUDA).batches
+        batches = sandbox.run(on_disk(exposed, sandbox), staged, level=LEVELS[0], provider=CUDA).batches
     else:
-        batches = open_reference(on_disk(exposed, children), children, staged)
+        batches = open_reference(on_disk(exposed, sandbox), sandbox, staged)
     return _first(batches)
 
 
-def _run_bound(choices: Sequence[_Choice], indices: Sequence[Array], case: Case, comparison: Comparison) -> list[Value]:
-    """Float32's outputs on a case where the given indices are chosen, then the scores that it would have chosen from."""
+def _run_bound(
+    choices: Sequence[_Choice], indices: Sequence[Array], case: AdversarialCase, comparison: Comparison
+) -> list[Value]:
+    """Float32's outputs on a case with the given indices, then the scores that its own choice is based on."""
     if comparison.source is None:
         raise ExportError("there is no float32 ONNX model")
     model = onnx.ModelProto()
@@ -187,12 +208,12 @@ def _run_bound(choices: Sequence[_Choice], indices: Sequence[Array], case: Case,
         model.graph.input.append(helper.make_tensor_value_info(f"{PREFIX}given{place}", TensorProto.INT64, None))
         model.graph.output.append(helper.make_tensor_value_info(f"{PREFIX}scores{place}", TensorProto.FLOAT, None))
     feed = {**case.feed, **{f"{PREFIX}given{place}": array for place, array in enumerate(indices)}}
-    children = comparison.children
-    return _first(open_reference(on_disk(open_model(model), children), children, children.stage([feed])))
+    sandbox = comparison.sandbox
+    return _first(open_reference(on_disk(open_model(model), sandbox), sandbox, sandbox.stage([feed])))
 
 
 def _bound_nodes(choice: _Choice, given: str, scores: str) -> list[onnx.NodeProto]:
-    """What stands in a choosing node's place; its input is given out as `scores`."""
+    """Replacement of a choosing node, which yields its input as the output `scores`."""
     source = choice.node.input[0]
     nodes = [
         helper.make_node("Cast", [source], [scores], to=TensorProto.FLOAT),
@@ -210,13 +231,9 @@ def _first(batches: Sequence[list[Value] | str]) -> list[Value]:
 
 
 def _difference(choice: _Choice, scores: Array, indices: Array, limit: float) -> _Difference | None:
-    """The worst of a node's choices that are not float32's own; None where all are.
+    """The worst of the candidate's choices `indices` that differ from float32's own; None where none does.
 
-    Args:
-        choice: The node.
-        scores: Float32's scores.
-        indices: What the candidate chose.
-        limit: How far apart two scores may be, in units of the largest one that float32 chooses.
+    `limit` is the largest distance of two tied scores, divided by the largest score that float32 chooses.
     """
     rows, chosen = choice.rows(scores, indices)
     if rows.shape[:-1] != chosen.shape[:-1]:

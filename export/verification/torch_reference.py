@@ -1,4 +1,4 @@
-"""A torch module as the reference, run in our own process."""
+"""A torch module as the reference, run in this process, and the check that it is batch invariant."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.utils import _pytree as pytree
 
 from amp_core.calling import has_fast_path, without_fast_path
 from export.errors import ExportError
-from export.verification.children import Feed, Value
+from export.verification.samples import Feed, Value
 
-SAME = 1e-3  # of an output's largest magnitude: rounding is far below that
+SAME = 1e-3  # of an output's largest magnitude; rounding is far below
 FAST_PATH_NOTE = (
     "torch's own evaluation mode answers otherwise on these samples: its fast path for attention layers leaves out what "
     "src_key_padding_mask hides; compared is with what the layers compute in training, as the exported model does"
 )
+ROWS_COMPARED = 4
+DIFFERENT = 0.1  # of an output's largest magnitude, or share of integers; far more than the rounding of another batch size
 
 
 def run_torch(module: nn.Module, feeds: Sequence[Feed]) -> list[list[Value] | str]:
-    """Run a torch module in evaluation mode; its result's tensors come in the order in which `torch.export` flattens them.
-
-    Attention layers compute what they compute in training (see `amp_core.calling.without_fast_path`).
+    """Run a torch module on batches, without the fast path of attention layers (see `amp_core.calling.without_fast_path`).
 
     Returns:
-        For each batch its outputs, or the first line of the error it ends in.
+        For each batch the result's tensors in the order in which `torch.export` flattens them, or the first line of an error.
 
     Raises:
-        ExportError: The module is not a float32 one in evaluation mode: no reference.
+        ExportError: The module is in training mode or holds half-precision weights.
     """
     if any(part.training for part in module.modules()):
         raise ExportError("the reference model is in training mode; call .eval() first")
@@ -41,7 +41,7 @@ def run_torch(module: nn.Module, feeds: Sequence[Feed]) -> list[list[Value] | st
 
 
 def fast_path_note(module: nn.Module, feeds: Sequence[Feed], answers: Sequence[list[Value] | str]) -> tuple[str, ...]:
-    """Says so where torch's evaluation mode answers otherwise than `run_torch`; judged by the first batch."""
+    """A note where torch's evaluation mode answers otherwise than `run_torch` on the first batch."""
     if not feeds or not has_fast_path(module) or isinstance(answers[0], str):
         return ()
     with warnings.catch_warnings():
@@ -66,3 +66,54 @@ def _run(module: nn.Module, feed: Feed) -> list[Value] | str:
     except Exception as error:  # noqa: BLE001  (the module is the user's code)
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return [leaf.detach().cpu().numpy() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def require_batch_invariance(module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Check that samples get the same answers alone and in a batch, since a server joins the requests of several clients.
+
+    A single sample or random outputs show nothing and pass.
+
+    Args:
+        module: The float32 module; takes tensors.
+        names: Names of the inputs.
+        tensors: The inputs, samples along the first dimension.
+
+    Raises:
+        ExportError: An output of a sample depends on the other samples.
+    """
+    count = min([ROWS_COMPARED, *(len(tensor) for tensor in tensors if tensor.dim())])
+    if count < 2:
+        return
+    feeds = [_feed(names, tensors, row, row + 1) for row in range(count)]
+    *alone, again, together = run_torch(module, [*feeds, feeds[0], _feed(names, tensors, 0, count)])
+    answers = [answer for answer in (*alone, again, together) if isinstance(answer, list)]
+    if len(answers) < count + 2:
+        return  # the export itself reports the error
+    for place, whole in enumerate(answers[-1]):
+        ones = [answer[place] for answer in answers[:-1]]
+        if _is_other(ones[:count], whole) and not _is_other(ones[:1], ones[count]):
+            raise ExportError(
+                f"output {place} of a sample depends on the other samples of its batch, as by a mean over the first dimension, "
+                "and a server joins what different clients ask; compute each sample by itself, or export with "
+                "--max-batch-size 1, which joins none"
+            )
+
+
+def _feed(names: Sequence[str], tensors: Sequence[Tensor], start: int, end: int) -> Feed:
+    rows = (tensor[start:end] if tensor.dim() else tensor for tensor in tensors)
+    return {name: tensor.numpy(force=True) for name, tensor in zip(names, rows, strict=True)}
+
+
+def _is_other(alone: Sequence[Value], whole: Value) -> bool:
+    """Whether an output differs between alone and together; False where samples are not rows, which servers detect."""
+    if not isinstance(whole, np.ndarray) or not all(isinstance(one, np.ndarray) and one.ndim for one in alone):
+        return False
+    parts = np.concatenate([one for one in alone if isinstance(one, np.ndarray)]) if alone else whole
+    if parts.shape != whole.shape or not whole.size:
+        return False
+    if not np.issubdtype(whole.dtype, np.floating) and float(np.mean(parts != whole)) <= DIFFERENT:
+        return False  # may be rounding, as in pixels
+    a, b = parts.astype(np.float64), whole.astype(np.float64)
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    return bool(a.size) and float(np.abs(a - b).max()) > DIFFERENT * max(float(np.abs(a).max()), float(np.abs(b).max()))

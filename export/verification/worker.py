@@ -1,12 +1,12 @@
-"""The program of a child process that opens ONNX models and runs them: what a bad model kills is this process, not ours.
+"""The program of a child process that opens ONNX models and runs them, so that a bad model kills only this process.
 
-It reads one JSON request a line from its standard input and answers in JSON lines on its standard output; arrays travel as .npy
-files. It imports nothing but numpy and onnxruntime, so it is ready in a fraction of a second, and is started by its path.
+It reads one JSON request a line from standard input and answers in JSON lines on standard output; arrays travel as .npy
+files. It imports only numpy and onnxruntime, so that it starts in a fraction of a second, and is started by its path.
 
 Request: `{"model": path, "level": name, "provider": name, "batches": [{input: file}], "folder": for the outputs, "weights":
-[...]}`; a weight, `{"name", "file", "dtype", "offset", "shape"}`, is mapped from its file in place of what the model says.
+[...]}`. A weight, `{"name", "file", "dtype", "offset", "shape"}`, is mapped from its file in place of the model's.
 Answers: `{"stage": "opened", "providers": [...]}`, then for each batch `{"stage": "ran", "outputs": [...]}` or
-`{"stage": "failed", "error": text}`, at last `{"stage": "done"}`; or `{"stage": "refused", "error": text}` alone.
+`{"stage": "failed", "error": text}`, and finally `{"stage": "done"}`; or `{"stage": "refused", "error": text}` alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ FLOATS = {"tensor(float16)": np.float16, "tensor(float)": np.float32, "tensor(do
 
 
 def serve(answers: TextIO, folder: str) -> None:
-    """Answer requests until standard input ends, as it does when the parent dies: then a hung run ends at once.
-
-    Args:
-        answers: Where answers go.
-        folder: What the parent would have removed in the end, and what is removed in its place.
-    """
+    """Answer requests until standard input ends, as when the parent dies; then remove `folder` and exit despite a hung run."""
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(requests, folder), daemon=True).start()
     while True:
@@ -44,9 +39,9 @@ def serve(answers: TextIO, folder: str) -> None:
 
 
 def answer_to(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Open the model of a request and run its batches; see above for the answers."""
+    """Open the model of a request and run its batches."""
     try:
-        weights = [_mapped(weight) for weight in request["weights"]]  # the session does not keep them alive
+        weights = [_mapped(weight) for weight in request["weights"]]  # must outlive the session
         session = _open(request, weights)
     except Exception as error:  # noqa: BLE001  (the runtime has no base class for what it raises)
         yield {"stage": "refused", "error": first_line(error)}
@@ -55,7 +50,7 @@ def answer_to(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     types = {value.name: value.type for value in session.get_inputs()}
     for number, files in enumerate(request["batches"]):
         try:
-            feeds = {name: _fitting(np.load(file), types[name]) for name, file in files.items()}
+            feeds = {name: cast_for_input(np.load(file), types[name]) for name, file in files.items()}
             values = session.run(None, feeds)
             saved = [_saved(value, Path(request["folder"]), f"{number}-{index}") for index, value in enumerate(values)]
         except Exception as error:  # noqa: BLE001  (as above)
@@ -66,7 +61,7 @@ def answer_to(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text that says something."""
+    """The first non-empty line of an error's text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -82,11 +77,11 @@ def _open(request: dict[str, Any], weights: list[Any]) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, request["level"])
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores may be others' too
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other processes may need the cores
     if weights:
         options.add_external_initializers([weight["name"] for weight in request["weights"]], weights)
     if request["provider"] == CUDA:
-        onnxruntime.preload_dlls()  # where pip has put CUDA and cuDNN the runtime finds them no other way
+        onnxruntime.preload_dlls()  # finds CUDA and cuDNN that pip installed
     return onnxruntime.InferenceSession(request["model"], options, providers=[request["provider"]])
 
 
@@ -95,8 +90,8 @@ def _mapped(weight: dict[str, Any]) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(values)
 
 
-def _fitting(array: Any, wanted: str) -> Any:
-    # An overflow here shows up as a non-finite output, and is counted there.
+def cast_for_input(array: Any, wanted: str) -> Any:
+    """Cast a floating array to an input's type, such as "tensor(float16)"; an overflow shows as a non-finite output."""
     dtype = FLOATS.get(wanted)
     if dtype is None or not np.issubdtype(array.dtype, np.floating):
         return array
@@ -118,7 +113,7 @@ def _saved(value: Any, folder: Path, name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # What a library prints must not get between the answers: standard output becomes standard error for it.
+    # Libraries that print write to standard error, so that standard output holds answers only.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(channel, sys.argv[1])

@@ -9,8 +9,7 @@ import torch
 from onnx import TensorProto, helper
 
 from export.certificate.budget import Budget
-from export.certificate.certificate import Certificate, OutputVerdict
-from export.certificate.probe import Probe
+from export.certificate.certificate import Certificate, OutputVerdict, Probe
 from export.to_onnx.export_onnx import serialize
 from export.verification.metrics import compare
 from tests.export.chain import chain

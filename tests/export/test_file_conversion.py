@@ -16,7 +16,7 @@ from export.conversion_targets import FileTarget, RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Options, SearchFailed, Verification, convert_verified
 from export.files.model_file import ModelFile, open_model
-from export.verification.metrics import Array
+from export.verification.samples import Array
 from tests.export.onnx_files import in_one_file, sums
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples

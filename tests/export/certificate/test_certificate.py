@@ -1,27 +1,41 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 from rich.console import Console
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import Accuracy, Certificate, read_certificate
+from export.certificate.budget import Budget, Figures, adversarial_violations, violations
+from export.certificate.certificate import (
+    Accuracy,
+    AdversarialVerdict,
+    Certificate,
+    LevelVerdict,
+    Probe,
+    Risk,
+    read_certificate,
+)
+from export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
 from export.certificate.html import certificate_page
-from export.certificate.probe import Probe
-from export.certificate.risk import Risk
 from export.certificate.table import certificate_table
-from export.certificate.verdicts import AdversarialVerdict, LevelVerdict
 from export.errors import ExportError, UsageError
+from export.files.model_file import open_model, serialize
 from export.verification.metrics import compare
+from export.verification.samples import Array
+from tests.export.onnx_files import sums
 
 Certify = Callable[[onnx.ModelProto], Certificate]
+ONES: Array = np.ones(4, np.float32)
 
 
 @pytest.fixture
@@ -116,7 +130,7 @@ def test_the_verdict_is_the_outputs(full: Certificate) -> None:
     assert not replace(full, outputs=()).passed
 
 
-def test_what_compared_nothing_does_not_pass(full: Certificate) -> None:
+def test_a_certificate_without_compared_elements_does_not_pass(full: Certificate) -> None:
     number = full.outputs[0]
     nothing = replace(number, figures=compare(np.zeros((0, 4)), np.zeros((0, 4))))
     count = replace(number, figures=compare(np.zeros(1, int), np.zeros(1, int)))
@@ -138,21 +152,23 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> Callable[[Certificate
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda _: b"{", "the certificate is no JSON"),
-        (lambda _: b"\xff\xfe\xff", "the certificate is no JSON"),
-        (lambda _: b"[]", "no halfserve certificate"),
-        (damaged(lambda data: data.pop("schema")), "no halfserve certificate"),
+        (lambda _: b"{", "the certificate is not JSON"),
+        (lambda _: b"\xff\xfe\xff", "the certificate is not JSON"),
+        (lambda _: b"[]", "not a halfserve certificate"),
+        (damaged(lambda data: data.pop("schema")), "not a halfserve certificate"),
         (damaged(lambda data: data.update(schema_version=9)), "schema version 9, expected 1 to 3"),
-        (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: KeyError 'outputs'"),
+        (damaged(lambda data: data.pop("outputs")), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(depth=1)), "incomplete or damaged: TypeError"),
         (damaged(lambda data: data["budget"].update(min_agreement=7)), "incomplete or damaged: min_agreement is 7; expected"),
         (damaged(lambda data: data.pop("onnx_sha256")), "incomplete or damaged: TypeError"),
     ],
 )
-def test_what_is_no_certificate_is_refused(full: Certificate, content: Callable[[Certificate], bytes], message: str) -> None:
+def test_content_that_is_not_a_certificate_is_refused(
+    full: Certificate, content: Callable[[Certificate], bytes], message: str
+) -> None:
     with pytest.raises(ExportError, match=message) as caught:
         read_certificate(content(full))
-    assert not isinstance(caught.value, UsageError), "nobody has used it wrongly"
+    assert not isinstance(caught.value, UsageError)
 
 
 def test_the_table_says_what_matters_in_eighty_columns(full: Certificate) -> None:
@@ -182,3 +198,172 @@ def test_kinds_of_columns_and_what_vanishes_read_back_and_are_shown(full: Certif
     alike = replace(full.outputs[0], figures=compare(np.ones((2, 2)), np.ones((2, 2))))
     console.print(certificate_table(replace(full, outputs=(alike,))))
     assert " none" in console.export_text()
+
+
+@pytest.fixture
+def big() -> onnx.ModelProto:
+    return sums(3, 1000)
+
+
+@pytest.fixture
+def certificate(big: onnx.ModelProto, certify: Certify) -> Certificate:
+    return replace(certify(big), graph_sha256=graph_sha256(big))
+
+
+def with_data_file(model: onnx.ModelProto, folder: Path) -> Path:
+    folder.mkdir()
+    onnx.save(model, folder / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=100)
+    return folder / "model.onnx"
+
+
+def test_each_side_names_the_other(big: onnx.ModelProto, certificate: Certificate) -> None:
+    before = serialize(big)
+    model, embedded = embed(big, certificate)
+    assert serialize(big) == before
+    assert embedded.onnx_sha256 == hashlib.sha256(serialize(model)).hexdigest()
+    assert embedded.onnx_bytes == len(serialize(model))
+    assert [entry.value for entry in model.metadata_props if entry.key == KEY] == [embedded.sha256]
+    check_embedded(model, embedded)
+    check_embedded(serialize(model), read_certificate(embedded.to_bytes()))
+
+
+def test_embedding_again_changes_nothing(big: onnx.ModelProto, certificate: Certificate) -> None:
+    once = embed(big, certificate)
+    twice = embed(*once)
+    assert serialize(twice[0]) == serialize(once[0])
+    assert twice[1] == once[1]
+
+
+def test_a_changed_weight_is_detected(big: onnx.ModelProto, certificate: Certificate) -> None:
+    model, embedded = embed(big, certificate)
+    values = numpy_helper.to_array(model.graph.initializer[1]).copy()
+    values[77] += 1
+    model.graph.initializer[1].CopyFrom(numpy_helper.from_array(values, model.graph.initializer[1].name))
+    with pytest.raises(ExportError, match="belongs to another model: its graph_sha256 differs"):
+        check_embedded(model, embedded)
+    with pytest.raises(ExportError, match="belongs to another model"):
+        embed(model, embedded)
+
+
+def test_a_changed_figure_or_limit_is_detected(big: onnx.ModelProto, certificate: Certificate) -> None:
+    model, embedded = embed(big, certificate)
+    forged = json.loads(embedded.to_bytes())
+    forged["budget"]["max_scaled_error"] = 0.5
+    with pytest.raises(ExportError, match=r"names the certificate [0-9a-f]{12}\.\.\., this one is"):
+        check_embedded(model, read_certificate(json.dumps(forged)))
+
+
+def test_a_model_without_a_certificate_is_refused(big: onnx.ModelProto, certificate: Certificate) -> None:
+    with pytest.raises(ExportError, match="the model names no certificate in its metadata"):
+        check_embedded(big, certificate)
+
+
+def test_the_graphs_hash_does_not_depend_on_where_weights_are(big: onnx.ModelProto, tmp_path: Path) -> None:
+    file = with_data_file(onnx.load_from_string(serialize(big)), tmp_path / "external")
+    (tmp_path / "single.onnx").write_bytes(serialize(big))
+    assert graph_sha256(file) == graph_sha256(tmp_path / "single.onnx") == graph_sha256(big)
+    assert graph_sha256(sums(3, 1000, opset=19)) != graph_sha256(big)
+    assert graph_sha256(sums(4, 1000)) != graph_sha256(big)
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_a_file_of_any_size_is_appended_to(
+    big: onnx.ModelProto, certificate: Certificate, tmp_path: Path, external: bool
+) -> None:
+    path = tmp_path / "single.onnx"
+    path.write_bytes(serialize(big))
+    if external:
+        path = with_data_file(onnx.load_from_string(serialize(big)), tmp_path / "external")
+    before = path.read_bytes()
+    embedded = embed_in_file(path, certificate)
+    assert path.read_bytes().startswith(before)
+    assert len(path.read_bytes()) < len(before) + 200
+    assert embedded.onnx_sha256 == open_model(path).sha256
+    check_embedded(path, embedded)
+    onnx.checker.check_model(str(path), full_check=True)
+    assert np.array_equal(
+        numpy_helper.to_array(onnx.load(path).graph.initializer[0]), numpy_helper.to_array(big.graph.initializer[0])
+    )
+    with pytest.raises(ExportError, match="names a certificate already"):
+        embed_in_file(path, embedded)
+    assert not list(path.parent.glob(".*"))
+
+
+def test_a_certificate_of_version_1_is_about_no_graph_and_still_embeds(big: onnx.ModelProto, certify: Certify) -> None:
+    model, embedded = embed(big, certify(big))
+    check_embedded(model, embedded)
+
+
+@pytest.mark.parametrize(
+    ("error", "budget", "found"),
+    [
+        (0.04, Budget(max_abs_error=0.01), []),
+        (0.06, Budget(max_abs_error=0.01), ["max abs error 0.06 (limit 0.05)"]),
+        (0.06, Budget(max_abs_error=0.01, adversarial_factor=10), []),
+        (0.04, Budget(), []),
+        (0.06, Budget(), ["max error 0.06 at the output's scale 1 (limit 0.05 of it)"]),
+        (math.nan, Budget(max_abs_error=0.01), ["1 of 4 values are NaN or infinite (limit 0)"]),
+    ],
+)
+def test_adversarial_errors_may_be_larger_by_the_budgets_factor(error: float, budget: Budget, found: list[str]) -> None:
+    candidate = ONES + np.array([0, 0, error, 0], np.float64)
+    assert adversarial_violations(compare(ONES, candidate), math.nan, budget) == found
+
+
+def test_adversarial_integers_and_non_finite_outputs_are_not_judged() -> None:
+    budget = Budget(max_abs_error=0.01)
+    assert adversarial_violations(compare(np.array([1, 2]), np.array([2, 1])), math.nan, budget) == []
+    assert adversarial_violations(compare(ONES * np.inf, ONES * np.inf), math.nan, budget) == []
+
+
+def test_a_figure_at_its_limit_is_within_it() -> None:
+    figures = compare(np.array([1.0, np.inf, 3.0]), np.array([1.25, 2.0, 3.0]))
+    assert violations(figures, Budget(max_abs_error=0.25, max_non_finite=1)) == []
+    assert violations(figures, Budget(max_abs_error=0.2, max_non_finite=0)) == [
+        "1 of 3 values are NaN or infinite (limit 0)",
+        "max abs error 0.25 (limit 0.2)",
+    ]
+
+
+def choices(rows: int, flipped: int, apart: float) -> Figures:
+    """Rows of two classes; in the first ones the candidate prefers the class that the reference has a little below."""
+    reference = np.tile([0.0, 1.0], (rows, 1))
+    reference[:flipped, 0] = 1 - apart
+    candidate = reference.copy()
+    candidate[:flipped, 0] = 1 + 1e-3
+    return compare(reference, candidate)
+
+
+@pytest.mark.parametrize(
+    ("rows", "flipped", "apart", "budget", "found"),
+    [
+        (108, 1, 0.004, Budget(), []),
+        (10, 1, 0.004, Budget(), []),
+        (9, 1, 0.004, Budget(), ["agreement 0.8889 (limit 0.9950): 1 of 9 rows differ"]),
+        (108, 2, 0.004, Budget(), ["agreement 0.9815 (limit 0.9950): 2 of 108 rows differ"]),
+        (108, 1, 0.02, Budget(max_scaled_error=0.03), []),
+        (108, 1, 0.02, Budget(max_abs_error=0.03), []),
+        (108, 1, 0.04, Budget(max_scaled_error=0.05, max_abs_error=0.042), []),
+        (108, 1, 0.004, Budget(min_agreement=1), ["agreement 0.9907 (limit 1.0000): 1 of 108 rows differ"]),
+        (400, 2, 0.004, Budget(), []),
+        (400, 3, 0.004, Budget(), ["agreement 0.9925 (limit 0.9950): 3 of 400 rows differ"]),
+    ],
+)
+def test_one_near_tie_among_few_rows_is_allowed(
+    rows: int, flipped: int, apart: float, budget: Budget, found: list[str]
+) -> None:
+    assert violations(choices(rows, flipped, apart), budget) == found
+
+
+def test_a_clear_row_must_not_differ() -> None:
+    reference = np.tile([0.0, 1.0], (108, 1))
+    reference[0, 0] = 0.985
+    candidate = reference.copy()
+    candidate[0] = 0.994, 0.993  # each within the error that is allowed
+    assert violations(compare(reference, candidate), Budget()) == ["agreement 0.9907 (limit 0.9950): 1 of 108 rows differ"]
+
+
+def test_among_few_integers_none_may_differ() -> None:
+    numbers = np.arange(108)
+    other = np.where(numbers == 7, 8, numbers)
+    assert violations(compare(numbers, other), Budget()) == ["agreement 0.9907 (limit 0.9950): 1 of 108 values differ"]

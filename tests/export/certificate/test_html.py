@@ -10,10 +10,8 @@ import onnx
 import pytest
 
 from export.certificate.budget import Budget
-from export.certificate.certificate import Accuracy, Certificate, OutputVerdict
+from export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, LevelVerdict, OutputVerdict, Risk
 from export.certificate.html import certificate_page
-from export.certificate.risk import Risk
-from export.certificate.verdicts import AdversarialVerdict, LevelVerdict
 from export.verification.judging import plot_of
 from export.verification.metrics import compare
 
@@ -86,7 +84,7 @@ def texts(element: ET.Element) -> str:
     return " ".join("".join(element.itertext()).split())
 
 
-def test_it_says_all_there_is_to_say(certificate: Certificate) -> None:
+def test_the_page_shows_every_part_of_a_certificate(certificate: Certificate) -> None:
     text = texts(parsed(certificate))
     for part in (
         "Over budget",

@@ -11,7 +11,7 @@ from onnx import parser
 import halfserve
 from export.certificate.certificate import read_certificate
 from export.files.model_file import serialize
-from export.verification.metrics import Array
+from export.verification.samples import Array
 
 NET = """
 <ir_version: 8, opset_import: ["": 17]>

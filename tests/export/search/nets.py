@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.verification.metrics import Array
+from export.verification.samples import Array
 
 WIDTH = 8
 
@@ -97,7 +97,7 @@ class Net:
 
 
 def planted(layers: int, plants: Mapping[int, str], seed: int = 0) -> onnx.ModelProto:
-    """So many layers, and behind some of them, by number, a plant, named after its kind and place: "overflow_3"."""
+    """A net of `layers` layers with plants after some of them, named after kind and place, such as "overflow_3"."""
     net = Net(seed)
     for index in range(layers):
         net.layers(1)

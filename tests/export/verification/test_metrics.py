@@ -6,18 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from export.verification.choices import argmax_agreement
-from export.verification.metrics import (
-    Array,
-    compare,
-    compare_parts,
-    cosine,
-    non_finite_differences,
-    ulp_distance,
-)
+from export.certificate.budget import Budget, Figures, adversarial_violations, violations
+from export.verification.error_units import learned_units, recorded_units
+from export.verification.metrics import argmax_agreement, compare, compare_parts, cosine, non_finite_differences, ulp_distance
+from export.verification.samples import Array
 
 halves = hnp.arrays(np.float16, st.integers(1, 20), elements=st.floats(-65504, 65504, width=16))
 tables = hnp.arrays(np.float32, st.tuples(st.integers(1, 8), st.integers(2, 6)), elements=st.floats(-100, 100, width=32))
+RNG = np.random.default_rng(0)
+ROWS = 64
 
 
 @given(halves)
@@ -36,7 +33,7 @@ def test_steps_add_up_along_the_number_line(values: Array, data: st.DataObject) 
     assert (ulp_distance(values, other) == np.abs(across)).all()
 
 
-def test_zero_has_one_place() -> None:
+def test_signed_zeros_are_equal() -> None:
     assert ulp_distance(np.array([-0.0]), np.array([0.0])).item() == 0
     assert ulp_distance(np.array([-(2.0**-24)]), np.array([2.0**-24])).item() == 2
 
@@ -45,7 +42,7 @@ def test_zero_has_one_place() -> None:
 def test_a_table_agrees_with_itself(table: Array) -> None:
     figures = compare(table, table)
     assert figures.agreement == (1 if figures.rows else None)
-    assert figures.rows + figures.constant_rows == len(table)
+    assert figures.kinds or figures.rows + figures.constant_rows == len(table)
     assert figures.max_abs_error == figures.mean_rel_error == figures.max_ulp == figures.non_finite == 0
     assert figures.cosine == pytest.approx(1)
 
@@ -58,7 +55,7 @@ def test_agreement_is_the_share_of_rows_left_alone(table: Array, data: st.DataOb
     assert argmax_agreement(table, candidate) == pytest.approx(1 - flipped.mean())
 
 
-def test_a_choice_that_float16_cannot_see_is_no_disagreement() -> None:
+def test_a_choice_below_float16_precision_is_no_disagreement() -> None:
     reference = np.array([[1.0, 1.0001, 0.0], [1.0, 1.1, 0.0]], np.float32)
     assert argmax_agreement(reference, reference[:, [1, 0, 2]]) == 0.5
 
@@ -115,7 +112,7 @@ def test_errors_are_taken_where_both_are_finite() -> None:
     assert (figures.max_rel_error, figures.max_scaled_error) == (0.5, 0.125)
 
 
-def test_nothing_to_compare_is_no_success() -> None:
+def test_figures_without_a_finite_place_are_nan() -> None:
     figures = compare(np.array([np.nan]), np.array([np.nan]))
     assert np.isnan([figures.max_abs_error, figures.max_scaled_error, figures.cosine]).all()
 
@@ -142,7 +139,7 @@ def test_shapes_must_match() -> None:
         compare(np.zeros(2), np.zeros(3))
 
 
-def test_rows_that_differ_are_counted_with_what_the_reference_prefers_its_choice_by() -> None:
+def test_differing_rows_are_counted_with_their_margin() -> None:
     first, second = np.array([[1.0, 2.0, 0.0], [5.0, 2.0, 4.5]]), np.array([[1.0, 3.0, 0.0]])
     parts = [(first, np.array([[1.0, 2.0, 0.0], [4.0, 2.0, 4.5]])), (second, np.array([[3.25, 3.0, 0.0]]))]
     figures = compare_parts(parts)
@@ -151,12 +148,134 @@ def test_rows_that_differ_are_counted_with_what_the_reference_prefers_its_choice
 
 
 @pytest.mark.parametrize(("choice", "other"), [(np.inf, 1.0), (1.0, np.nan)])
-def test_no_number_is_no_near_tie(choice: float, other: float) -> None:
+def test_a_non_finite_margin_is_not_a_near_tie(choice: float, other: float) -> None:
     reference = np.array([[choice, other], [1.0, 2.0]])
     figures = compare(reference, np.array([[0.5, 1.0], [1.0, 2.0]]))
     assert (figures.differing, figures.margin) == (1, np.inf)
 
 
-def test_whole_numbers_that_differ_are_no_near_tie() -> None:
+def test_differing_integers_are_not_a_near_tie() -> None:
     figures = compare(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]))
     assert (figures.rows, figures.differing, figures.margin) == (4, 1, np.inf)
+
+
+def detector(scores: float = 0.9, rows: int = ROWS) -> Array:
+    """[2, rows, 22]: boxes of up to 640 beside scores between 0 and 1."""
+    boxes = RNG.uniform(8, 640, (2, rows, 4))
+    return np.concatenate([boxes, scores * RNG.random((2, rows, 18)) ** 4], axis=-1).astype(np.float32)
+
+
+def judged(reference: Array, candidate: Array) -> tuple[Figures, list[str]]:
+    figures = compare(reference, candidate)
+    return figures, violations(figures, Budget(min_agreement=0))
+
+
+def softmax(logits: Array) -> Array:
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(powers / powers.sum(-1, keepdims=True), np.float32)
+
+
+def halved(values: Array) -> Array:
+    return values.astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("scores", [0.9, 1e-4])
+def test_a_detector_whose_scores_vanish_is_over_budget(axis: int, scores: float) -> None:
+    reference = np.moveaxis(detector(scores), 2, axis)
+    candidate = np.moveaxis(np.moveaxis(halved(reference), axis, 2) * np.r_[np.ones(4), np.zeros(18)], 2, axis)
+    figures, broken = judged(reference, candidate)
+    assert (figures.axis, [kind.columns for kind in figures.kinds]) == (axis, [((0, 3),), ((4, 21),)])
+    assert any(f"column 4 and 17 more on axis {axis} is 0 throughout" in text for text in broken)
+    assert judged(reference, halved(reference))[1] == []
+
+
+def test_the_worst_column_is_named_with_its_unit() -> None:
+    reference = detector()
+    candidate = reference.copy()
+    candidate[..., 0] += 3  # within 0.01 of 640
+    candidate[1, 7, 9] += 0.05
+    figures, broken = judged(reference, candidate)
+    assert figures.worst_kind is not None
+    assert figures.worst_kind.worst == 9
+    (text,) = broken
+    assert text.startswith("max error 0.05 of the scale 1 of column 9 on axis 2")
+
+
+def test_choices_are_made_among_columns_of_one_kind() -> None:
+    reference = detector()
+    candidate = reference.copy()
+    candidate[..., 4:] = reference[..., :3:-1]
+    assert compare(reference, candidate).agreement == pytest.approx(0, abs=0.1)
+    assert compare(reference, halved(reference)).agreement == 1
+
+
+def test_columns_of_different_magnitude_have_own_units() -> None:
+    reference = RNG.normal(size=(ROWS, 4)) * [1e4, 50, 1e-1, 1e-4]
+    assert len(learned_units([reference]).kinds) == 4
+    for column in range(4):
+        candidate = reference.copy()
+        candidate[:, column] *= 1.05
+        figures, broken = judged(reference, candidate)
+        assert figures.worst_kind is not None
+        assert figures.worst_kind.worst == column
+        assert len(broken) == 1
+    assert judged(reference, halved(reference))[1] == []
+
+
+def test_a_column_far_below_the_others_must_not_vanish_even_on_few_samples() -> None:
+    reference = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32) * np.r_[np.ones(7), 1e-9].astype(np.float32)
+    _, (vanished,) = judged(reference, halved(reference))
+    assert vanished.startswith("column 7 on axis 1 is 0 throughout and up to")
+
+
+@pytest.mark.parametrize("classes", [3, 1000])
+def test_classes_without_samples_may_vanish(classes: int) -> None:
+    logits = np.random.default_rng(2).normal(size=(ROWS, classes)).astype(np.float32) * 3
+    logits[:, 0] += 12
+    logits[:, -1] -= 25
+    for reference in (softmax(logits), np.log(softmax(logits))):
+        figures, broken = judged(reference, halved(reference))
+        assert (broken, figures.kinds) == ([], ())
+
+
+@pytest.mark.parametrize("rows", [2, ROWS])
+def test_logits_that_are_small_by_chance_form_no_kind(rows: int) -> None:
+    signal = np.random.default_rng(3).normal(size=(rows, 8)) * 1e-3
+    reference = np.r_[0.1, -0.08, 0.05, 0.02, -0.06, 0.09, 0.07, 2e-3] + signal
+    assert judged(reference, reference + 2e-4 * np.sign(signal))[1] == []
+
+
+def test_columns_of_zeros_must_stay_near_zero() -> None:
+    reference = np.concatenate([RNG.normal(size=(ROWS, 6)), np.zeros((ROWS, 2))], -1)
+    assert judged(reference, reference + 1e-3)[1] == []
+    assert len(judged(reference, reference + 0.1 * (reference == 0))[1]) == 1
+
+
+def test_a_channel_that_is_mostly_zero_does_not_vanish() -> None:
+    reference = np.maximum(RNG.normal(size=(4, 6, 5, 5)) - np.r_[0, 0, 0, 0, 0, 9].reshape(6, 1, 1), 0)
+    reference[1, 5, 2, 2] = 1e-4
+    candidate = reference.copy()
+    candidate[:, 5] = 0
+    assert judged(reference, candidate)[0].vanished is None
+
+
+@pytest.mark.parametrize("largest", [1e-9, 1e-7, 3e-6, 1.0])
+def test_an_output_that_becomes_zero_is_over_budget_however_small(largest: float) -> None:
+    reference = RNG.uniform(-largest, largest, (ROWS, 1))
+    figures, (text,) = judged(reference, np.zeros_like(reference))
+    assert figures.vanished is not None
+    assert figures.vanished.axis is None
+    assert text.startswith("the output is 0 throughout and up to")
+    assert violations(figures, Budget(max_abs_error=2.0)) == []
+
+
+def test_other_samples_use_the_kinds_of_the_users_samples() -> None:
+    reference = detector()
+    units = recorded_units(compare(reference, reference))
+    other = reference[:1, :1] / 100  # whose own kinds one row does not tell
+    sound = compare(other, halved(other), units.for_other_samples(other))
+    assert adversarial_violations(sound, 640, Budget()) == []
+    broken = other + np.r_[np.zeros(4), np.full(18, 0.2)].astype(np.float32)
+    (text,) = adversarial_violations(compare(other, broken, units.for_other_samples(other)), 640, Budget())
+    assert text.startswith("max error 0.2 in column")

@@ -15,9 +15,8 @@ import onnx
 import pytest
 
 from export.certificate.budget import Budget
-from export.certificate.certificate import Certificate
+from export.certificate.certificate import Certificate, Probe
 from export.certificate.embed import embed_in_file
-from export.certificate.probe import Probe
 from serve.control import memory_check
 from serve.control.certificate_check import check_certificate
 from serve.control.memory_check import available_bytes, memory_limit_bytes, require_memory

@@ -12,7 +12,7 @@ from export.onnx_fp16.planning import reasons as rules
 from export.onnx_fp16.planning.integer_products import ADDEND_REASON
 from export.onnx_fp16.planning.quantized_layers import REASON
 from export.verification.metrics import compare
-from export.verification.simulate import round_every_node
+from export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import clean_both_ways, halve, judged, normal, parse, reasons
 
 WIDTH = 32

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.converters.runtime import Session
 from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
 from export.onnx_fp16.repair.keep_masks import REASON, KeepMasks
-from export.verification.simulate import round_every_node
+from export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import halve, normal, parse, reasons
 from tests.export.onnx_fp16.repair.same import repaired, untouched
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export.verification.simulate import round_every_node
+from export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import halve, parse
 from tests.export.onnx_fp16.repair.same import answers
 

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from export.certificate.certificate import BudgetExceeded
+from export.files.model_file import serialize
+from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.verification.executions import gpu_is_there
+from export.verification.samples import Array
+from export.verification.simulation import round_every_node
+from export.verification.verify import verify
+from tests.export.sessions import open_session, run_session
+
+ENTRIES = np.random.default_rng(0).uniform(-30, 900, (3, 200, 2)).astype(np.float16)
+LARGE = np.linspace(4e4, 6e4, 32, dtype=np.float32).reshape(4, 8)
+HEADER = '<ir_version: 8, opset_import: ["": 17]>\n'
+
+
+def cumsum_model(node: str = "CumSum (x, axis)", axis: int = 1, inputs: str = "", *, ir_version: int = 8) -> onnx.ModelProto:
+    text = f"g (float16[N, M, K] x{inputs}) => (float16[N, M, K] y) {{ y = {node} }}"
+    parsed = parser.parse_model(f'<ir_version: {ir_version}, opset_import: ["": 17]> {text}')
+    if not inputs:
+        parsed.graph.initializer.append(numpy_helper.from_array(np.array(axis), "axis"))
+    return parsed
+
+
+def run_rounded(onnx_model: onnx.ModelProto, x: Array = ENTRIES) -> Array:
+    (y,) = run_session(open_session(serialize(round_every_node(onnx_model)), "ORT_ENABLE_BASIC"), {"x": x}).values()
+    return y
+
+
+def one_by_one(x: Array, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Array:
+    """numpy's float16, entry after entry."""
+    entries = np.moveaxis(x, axis, 0)[:: -1 if reverse else 1]
+    total, sums = np.zeros_like(entries[0]), []
+    with np.errstate(over="ignore"):
+        for entry in entries:
+            before, total = total, total + entry
+            sums.append(before if exclusive else total)
+    return np.moveaxis(np.array(sums)[:: -1 if reverse else 1], 0, axis)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_addition_is_rounded(axis: int, exclusive: bool, reverse: bool) -> None:
+    node = f"CumSum <exclusive = {int(exclusive)}, reverse = {int(reverse)}> (x, axis)"
+    assert np.array_equal(
+        run_rounded(cumsum_model(node, axis)), one_by_one(ENTRIES, axis, exclusive=exclusive, reverse=reverse)
+    )
+
+
+def test_ones_add_up_to_2048() -> None:
+    assert run_rounded(cumsum_model(), np.ones((1, 4096, 1), np.float16)).max() == 2048
+
+
+def test_cumsum_of_an_empty_axis_is_empty() -> None:
+    assert run_rounded(cumsum_model(), np.zeros((2, 0, 3), np.float16)).shape == (2, 0, 3)
+
+
+def test_a_cumsum_in_a_body_uses_an_outer_axis() -> None:
+    branch = "b = {} () => (float16[N, M, K] {}) {{ {} = CumSum (x, axis) }}"
+    node = f"If (f) <then_branch {branch.format('t', 'a', 'a')[1:]}, else_branch {branch.format('e', 'b', 'b')[1:]}>"
+    branching = cumsum_model(node)
+    branching.graph.initializer.append(numpy_helper.from_array(np.array(True), "f"))
+    assert np.array_equal(run_rounded(branching), one_by_one(ENTRIES, 1))
+
+
+@pytest.mark.parametrize("constant", ["value_int = 1", "value = int32 {1}", "value = int64[1] {1}"])
+def test_the_cumsum_axis_may_be_a_constant_node(constant: str) -> None:
+    written = cumsum_model()
+    del written.graph.initializer[:]
+    text = f'<ir_version: 8, opset_import: ["": 17]> g () => (int64 axis) {{ axis = Constant <{constant}> () }}'
+    written.graph.node.insert(0, parser.parse_model(text).graph.node[0])
+    assert np.array_equal(run_rounded(written), one_by_one(ENTRIES, 1))
+
+
+def test_a_cumsum_over_a_computed_axis_is_not_decomposed() -> None:
+    rounded = round_every_node(cumsum_model("CumSum (x, axis)", inputs=", int64 axis"))
+    assert [node.op_type for node in rounded.graph.node] == ["Cast", "CumSum", "Cast"]
+
+
+def test_a_float32_cumsum_is_not_decomposed() -> None:
+    wide = cumsum_model("CumSum (x, axis)")
+    for value in (*wide.graph.input, *wide.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    assert [node.op_type for node in round_every_node(wide).graph.node] == ["CumSum"]
+
+
+def pair_model(
+    operator: str, shapes: Sequence[Sequence[int | str]], kind: int = TensorProto.FLOAT16, **attributes: str
+) -> onnx.ModelProto:
+    names = [f"x{index}" for index in range(len(shapes))]
+    node = helper.make_node(operator, names, ["y"], name="node", **attributes)
+    inputs = [helper.make_tensor_value_info(name, kind, shape) for name, shape in zip(names, shapes, strict=True)]
+    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("y", kind, None)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def run_feeds(rounded: onnx.ModelProto, *arrays: Array) -> Array:
+    feeds = {f"x{index}": array for index, array in enumerate(arrays)}
+    (y,) = run_session(open_session(serialize(rounded), "ORT_ENABLE_BASIC"), feeds).values()
+    return y
+
+
+def equations(onnx_model: onnx.ModelProto) -> list[str]:
+    nodes = [node for node in onnx_model.graph.node if node.op_type == "Einsum"]
+    return [attribute.s.decode() for node in nodes for attribute in node.attribute]
+
+
+def test_a_sum_of_many_inputs_overflows_in_between() -> None:
+    large, small = np.full((2, 3), 6e4, np.float16), np.full(3, 100, np.float16)
+    rounded = round_every_node(pair_model("Sum", [[2, 3], [2, 3], [2, 3], [3]]))
+    assert np.isposinf(run_feeds(rounded, large, large, -large, small)).all()
+    assert (run_feeds(rounded, large, -large, large, small) == np.float16(60100)).all()
+    assert [node.name for node in rounded.graph.node if node.op_type == "Add"][-1] == "node"
+
+
+@pytest.mark.parametrize(
+    ("equation", "parts"),
+    [
+        ("ij,jk,kl->il", ["ij,jk->ik", "ik,kl->il"]),
+        ("ij, jk, kl", ["ij,jk->ik", "ik,kl->il"]),
+        ("ij,kl->k", ["ij->", "kl->k", ",k->k"]),
+        ("ij,ij,ij->i", ["ij,ij->ij", "ij,ij->i"]),
+        ("ii,i,i->i", ["ii,i->i", "i,i->i"]),
+        ("i,j,k->kji", ["i,j->ij", "ij,k->kji"]),
+        ("ij,jk->ik", ["ij,jk->ik"]),
+        ("ij->i", ["ij->i"]),
+        ("...i,...i,...i->...", ["...i,...i,...i->..."]),
+    ],
+)
+def test_an_einsum_multiplies_pairwise(equation: str, parts: list[str]) -> None:
+    ranks = [len(term) for term in equation.partition("->")[0].replace(" ", "").replace("...", "n").split(",")]
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal([3] * rank).astype(np.float16) for rank in ranks]
+    rounded = round_every_node(pair_model("Einsum", [[3] * rank for rank in ranks], equation=equation))
+    assert equations(rounded) == parts
+    assert np.allclose(run_feeds(rounded, *arrays), np.einsum(equation, *map(np.float32, arrays)), atol=2e-2)
+
+
+def test_an_einsum_of_three_operands_overflows_in_between() -> None:
+    x, small = np.full(3, 600, np.float16), np.full(3, 1e-3, np.float16)
+    assert np.isposinf(run_feeds(round_every_node(pair_model("Einsum", [[3]] * 3, equation="i,i,i->i")), x, x, small)).all()
+
+
+def test_a_float32_sum_is_not_decomposed() -> None:
+    assert [node.op_type for node in round_every_node(pair_model("Sum", [[2]] * 3, TensorProto.FLOAT)).graph.node] == ["Sum"]
+
+
+def test_a_sum_that_overflows_in_between_is_over_budget() -> None:
+    reference = pair_model("Sum", [["N", 8]] * 3, TensorProto.FLOAT)
+    with pytest.raises(BudgetExceeded, match="NaN or infinite"):
+        verify(reference, convert_float_to_float16(reference), [LARGE, LARGE, -LARGE], adversarial=False, cuda=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A model in float32 with fp16 twin, and samples on which the twin overflows inside while its answer would fit."""
+
+    text: str
+    inputs: dict[str, Array]
+    weights: dict[str, Array]
+
+    def float32(self) -> onnx.ModelProto:
+        return self._model("float")
+
+    def float16(self) -> onnx.ModelProto:
+        return self._model("float16")
+
+    def _model(self, kind: str) -> onnx.ModelProto:
+        model = parser.parse_model(HEADER + self.text.replace("T[", f"{kind}["))
+        dtype = np.float16 if kind == "float16" else np.float32
+        model.graph.initializer.extend(
+            numpy_helper.from_array(array.astype(dtype) if array.dtype.kind == "f" else array, name)
+            for name, array in self.weights.items()
+        )
+        for node in model.graph.node:
+            node.name = node.name or f"{node.op_type}:{node.output[0]}"
+        return model
+
+
+def _normal(*shape: int, scale: float = 1.0) -> Array:
+    return (np.random.default_rng(0).standard_normal(shape) * scale).astype(np.float32)
+
+
+ROWS = _normal(8, 64)
+EXAMPLES = {
+    "scale pair": Example(
+        text="g (T[N,64] x) => (T[N,64] y) { a = Mul(x, c)  b = Mul(a, c)  d = Div(b, c)  y = Div(d, c) }",
+        inputs={"x": ROWS},
+        weights={"c": np.array([300.0])},
+    ),
+    "a norm's squares": Example(
+        text="""g (T[N,64] x) => (T[N,64] y) {
+            m = ReduceMean<axes=[-1]>(x)  d = Sub(x, m)  s = Mul(d, d)  v = ReduceMean<axes=[-1]>(s)  r = Sqrt(v)  y = Div(d, r)
+        }""",
+        inputs={"x": ROWS * 200},
+        weights={},
+    ),
+    "attention logits": Example(
+        text="""g (T[N,4,64] q, T[N,4,64] k) => (T[N,4,4] y) {
+            t = Transpose<perm=[0,2,1]>(k)  p = MatMul(q, t)  s = Mul(p, c)  y = Softmax(s)
+        }""",
+        inputs={"q": _normal(6, 4, 64, scale=60), "k": _normal(6, 4, 64, scale=60)},
+        weights={"c": np.array([0.00001])},
+    ),
+    "residual sum": Example(
+        text="g (T[N,64] x) => (T[N,64] y) {"
+        + "".join(f" h{i} = Add({'x' if i == 0 else f'h{i - 1}'}, w)" for i in range(12))
+        + " m = ReduceMean<axes=[-1]>(h11)  d = Sub(h11, m)  y = Mul(d, c) }",
+        inputs={"x": ROWS},
+        weights={"w": np.full(64, 6000.0), "c": np.array([0.5])},
+    ),
+    "sum of squares": Example(
+        text="g (T[N,64] x) => (T[N,1] y) { s = ReduceSumSquare<axes=[-1]>(x)  y = Mul(s, c) }",
+        inputs={"x": ROWS * 300},
+        weights={"c": np.array([1e-6])},
+    ),
+    "logarithm of a sum": Example(
+        text="g (T[N,64] x) => (T[N,1] y) { y = ReduceLogSum<axes=[-1]>(x) }",
+        inputs={"x": np.abs(ROWS) * 4000},
+        weights={},
+    ),
+}
+
+
+def on_cpu(model: onnx.ModelProto, inputs: dict[str, Array]) -> Array:
+    session = open_session(serialize(model), "ORT_ENABLE_BASIC")
+    wanted = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+    feeds = {value.name: inputs[value.name].astype(wanted[value.type]) for value in session.get_inputs()}
+    (output,) = run_session(session, feeds).values()
+    return output.astype(np.float32)
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
+def test_the_cpu_hides_the_overflow_and_the_simulation_shows_it(example: Example) -> None:
+    wanted, hidden = on_cpu(example.float32(), example.inputs), on_cpu(example.float16(), example.inputs)
+    assert np.abs(hidden - wanted).max() <= 0.02 * np.abs(wanted).max()
+    shown = on_cpu(round_every_node(example.float16()), example.inputs)
+    assert not np.allclose(shown, wanted, rtol=0.1, atol=0.1 * float(np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("name", ["scale pair", "a norm's squares"])
+def test_verification_detects_overflows_without_a_gpu(name: str) -> None:
+    example = EXAMPLES[name]
+    with pytest.raises(BudgetExceeded, match=r"output 'y' \(rounded\)") as caught:
+        verify(example.float32(), example.float16(), example.inputs, cuda=False, adversarial=False)
+    by_execution = {verdict.execution: verdict.violations for verdict in caught.value.certificate.outputs}
+    assert by_execution["rounded"]
+    assert by_execution["runtime"] == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpu_is_there(), reason="needs a CUDA device to compare with")
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
+def test_the_simulation_and_a_gpu_agree(example: Example) -> None:
+    onnxruntime.preload_dlls()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(serialize(example.float16()), options, providers=["CUDAExecutionProvider"])
+    assert session.get_providers()[0] == "CUDAExecutionProvider"
+    (on_gpu,) = session.run(None, {name: array.astype(np.float16) for name, array in example.inputs.items()})
+    simulated = on_cpu(round_every_node(example.float16()), example.inputs)
+    assert np.array_equal(np.isfinite(on_gpu), np.isfinite(simulated))
+    finite = np.isfinite(simulated)
+    assert np.allclose(on_gpu[finite], simulated[finite], rtol=2.0**-8, atol=2.0**-10)

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+from export.certificate.budget import Budget
+from export.errors import ExportError
+from export.files.model_file import open_model, serialize
+from export.verification.comparison import Comparison
+from export.verification.executions import RuntimeLevels, run_levels
+from export.verification.samples import inputs_of, make_feeds
+from export.verification.sandbox import CPU, CUDA, LEVELS, WORKER, Sandbox
+from export.verification.verify import verify
+
+PROGRAM = """
+import os, signal, sys, threading, runpy
+import numpy as np
+worker = runpy.run_path({worker!r})
+right, load = worker["answer_to"], np.load
+{before}
+
+def answer_to(request):
+    {deed}
+    yield from right(request)
+
+def loading(file, *arguments, **options):
+    {on_load}
+    return load(file, *arguments, **options)
+
+np.load = loading
+worker["serve"].__globals__["answer_to"] = answer_to
+channel = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+worker["serve"](channel, sys.argv[1])
+"""
+ALL, EXTENDED = "ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED"
+X = np.array([[1.0], [2.0]], np.float32)
+SAMPLES = np.linspace(0, 1, 40, dtype=np.float32)[:, None]
+AT_HIGHEST = "request['level'] == 'ORT_ENABLE_ALL'"
+CRASHING = """
+<ir_version: 8, opset_import: ["": 17]>
+g (float16[N,T,4] x) => (float16[T,N,5] y) { t = Transpose<perm=[1,0,2]>(x)  y = MatMul(t, w) }
+"""
+
+
+def misbehaving_worker(folder: Path, deed: str, *, before: str = "", on_load: str = "") -> Path:
+    """A worker that does something else, in Python, before it answers a `request`, or before it loads a `file`."""
+    path = folder / "worker.py"
+    path.write_text(PROGRAM.format(worker=str(WORKER), deed=deed, before=before, on_load=on_load or "pass"))
+    return path
+
+
+@pytest.fixture
+def file(model: onnx.ModelProto, tmp_path: Path) -> Path:
+    path = tmp_path / "doubling.onnx"
+    path.write_bytes(serialize(model))
+    return path
+
+
+def test_batches_return_in_order_despite_a_failing_one(file: Path) -> None:
+    with Sandbox() as sandbox:
+        answer = sandbox.run(file, sandbox.stage([{"x": X}, {"x": np.ones((2, 9))}, {"x": 3 * X}]), level=ALL)
+    assert (answer.trouble, answer.providers) == (None, (CPU,))
+    first, second, third = answer.batches
+    values = [batch[0] for batch in (first, third) if not isinstance(batch, str)]
+    assert [value.dtype for value in values if isinstance(value, np.ndarray)] == [np.float16, np.float16]
+    assert [value.tolist() for value in values if isinstance(value, np.ndarray)] == [[[2], [4]], [[6], [12]]]
+    assert "invalid dimensions for input: x" in str(second)
+
+
+def test_cuda_libraries_are_preloaded_for_the_cuda_provider_only(tmp_path: Path, file: Path) -> None:
+    sought = tmp_path / "sought"
+    before = f"import onnxruntime, pathlib\nonnxruntime.preload_dlls = pathlib.Path({str(sought)!r}).touch"
+    with Sandbox(worker=misbehaving_worker(tmp_path, "pass", before=before)) as sandbox:
+        assert sandbox.run(file, [], level=ALL).trouble is None
+        assert not sought.exists()
+        sandbox.run(file, [], level=ALL, provider=CUDA)
+    assert sought.exists()
+
+
+def test_a_refusal_is_one_line(tmp_path: Path, model: onnx.ModelProto) -> None:
+    model.graph.node[0].op_type = "NoSuchOperator"
+    (tmp_path / "bad.onnx").write_bytes(serialize(model))
+    with Sandbox() as sandbox:
+        answer = sandbox.run(tmp_path / "bad.onnx", [], level=ALL)
+    assert "NoSuchOperator" in str(answer.refusal)
+    assert "\n" not in str(answer.trouble)
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("os.abort()", "killed by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (out of memory?)"),
+        ("sys.exit('libcuda is missing')", "ended with exit status 1: libcuda is missing"),
+    ],
+)
+def test_a_crash_is_recorded_and_the_next_model_runs(file: Path, tmp_path: Path, deed: str, words: str) -> None:
+    worker = misbehaving_worker(tmp_path, f"if request['level'] == '{ALL}': {deed}")
+    with Sandbox(worker=worker) as sandbox:
+        batches = sandbox.stage([{"x": X}])
+        assert sandbox.run(file, batches, level=ALL).crash == words
+        assert sandbox.run(file, batches, level=EXTENDED).trouble is None
+        assert sandbox.run(file, batches, level=ALL).crash == words
+
+
+def test_batches_before_a_crash_are_kept(file: Path, tmp_path: Path) -> None:
+    deed = "if '1-0.npy' in str(request['batches'][1:]): request['batches'][1]['x'] = 'boom'"
+    worker = misbehaving_worker(tmp_path, deed, on_load="if file == 'boom': os.abort()")
+    with Sandbox(worker=worker) as sandbox:
+        answer = sandbox.run(file, sandbox.stage([{"x": X}, {"x": X}]), level=ALL)
+    assert answer.crash == "killed by SIGABRT"
+    assert len(answer.batches) == 1
+
+
+def test_a_hang_ends_and_leaves_no_process(file: Path, tmp_path: Path) -> None:
+    worker = misbehaving_worker(tmp_path, "print(os.getpid(), file=open(sys.argv[0] + '.pid', 'w')); threading.Event().wait()")
+    with Sandbox(worker=worker, silence_seconds=2) as sandbox:
+        assert sandbox.run(file, [], level=ALL).crash == "no answer within 2 s"
+        pid = int(Path(f"{worker}.pid").read_text())
+        assert not Path(f"/proc/{pid}").exists() or sys.platform != "linux"
+
+
+def test_a_model_that_crashes_a_reused_process_runs_again(file: Path, tmp_path: Path) -> None:
+    worker = misbehaving_worker(tmp_path, "served.append(1)\n    if len(served) == 2: os.abort()", before="served = []")
+    with Sandbox(worker=worker) as sandbox:
+        assert [sandbox.run(file, [], level=ALL).crash for _ in range(3)] == [None, None, None]
+
+
+def test_files_are_removed_after_an_error(file: Path) -> None:
+    folders: list[Path] = []
+
+    def fails() -> None:
+        with Sandbox() as sandbox:
+            folders.append(sandbox.new_folder())
+            sandbox.run(file, sandbox.stage([{"x": X}]), level=ALL)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert not folders[0].parent.exists()
+
+
+def test_a_worker_whose_parent_is_killed_cleans_up_and_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / "left.npy").touch()
+    command = [sys.executable, "-P", str(WORKER), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(timeout=60) == 0
+    assert not folder.exists()
+
+
+def test_the_worker_and_verification_do_not_load_torch() -> None:
+    program = f"import sys, runpy, export.verification.verify; runpy.run_path({str(WORKER)!r}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_samples_that_cannot_be_written_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with Sandbox() as sandbox, pytest.raises(ExportError, match="cannot write the samples to .*: No space left on device"):
+        sandbox.stage([{"x": X}])
+
+
+def levels(model: onnx.ModelProto, worker: Path = WORKER) -> RuntimeLevels:
+    candidate = open_model(model)
+    with Sandbox(worker=worker) as sandbox:
+        feeds = make_feeds(inputs_of(model), SAMPLES, 16)
+        return run_levels(Comparison(model, candidate, sandbox, feeds, []), Budget())
+
+
+def test_a_sound_model_runs_at_every_level(model: onnx.ModelProto) -> None:
+    runtime = levels(model)
+    assert runtime.probe.level == "ORT_ENABLE_ALL"
+    assert runtime.probe.crashes == ()
+    assert [verdict.level for verdict in runtime.levels] == list(LEVELS)
+    assert all(verdict.trouble is None and verdict.max_scaled_error == 0 for verdict in runtime.levels)
+
+
+def test_a_crash_is_recorded_and_the_next_level_taken(model: onnx.ModelProto, tmp_path: Path) -> None:
+    crashing = misbehaving_worker(tmp_path, f"if {AT_HIGHEST} and request['provider']: os.kill(os.getpid(), signal.SIGSEGV)")
+    runtime = levels(model, crashing)
+    assert runtime.probe.level == "ORT_ENABLE_EXTENDED"
+    assert runtime.probe.crashes == ("ORT_ENABLE_ALL: killed by SIGSEGV",)
+    assert len(runtime.answer.batches) == 3
+
+
+def test_a_level_that_changes_answers_is_not_sound(model: onnx.ModelProto, tmp_path: Path) -> None:
+    deed = "global wrong; wrong = len(asked) == 1; asked.append(1)"
+    wrong = misbehaving_worker(tmp_path, deed, before="asked = []", on_load="if wrong: return 2 * load(file)")
+    runtime = levels(model, wrong)
+    assert runtime.probe.level == "ORT_ENABLE_EXTENDED"
+    (trouble,) = runtime.probe.crashes
+    assert trouble.startswith("ORT_ENABLE_ALL: over budget: output 'y': max error 1 of the output's scale 2")
+
+
+def test_crashing_at_every_level_is_one_line(model: onnx.ModelProto, tmp_path: Path) -> None:
+    crashing = misbehaving_worker(tmp_path, "os.abort()")
+    with pytest.raises(ExportError, match=r"crashes when it opens the reference \(ORT_ENABLE_ALL: killed by SIGABRT; ORT_EN"):
+        levels(model, crashing)
+
+
+def test_a_candidate_alone_that_crashes_everywhere_is_one_line(model: onnx.ModelProto, tmp_path: Path) -> None:
+    deed = f"if {str(tmp_path / 'half.onnx')!r} == request['model']: os.abort()"
+    path = tmp_path / "half.onnx"
+    path.write_bytes(serialize(model))
+    with Sandbox(worker=misbehaving_worker(tmp_path, deed)) as sandbox:
+        comparison = Comparison(model, open_model(path), sandbox, make_feeds(inputs_of(model), SAMPLES, 16), [])
+        with pytest.raises(
+            ExportError, match=r"crashes on the model \(ORT_ENABLE_ALL: killed by SIGABRT; .*try another release"
+        ):
+            run_levels(comparison, Budget())
+
+
+def test_a_model_that_crashes_onnx_runtime_1_31_is_verified() -> None:
+    candidate = parser.parse_model(CRASHING)
+    reference = parser.parse_model(CRASHING.replace("float16[", "float["))
+    weight = np.random.default_rng(0).standard_normal((4, 5))
+    candidate.graph.initializer.append(numpy_helper.from_array(weight.astype(np.float16), "w"))
+    reference.graph.initializer.append(numpy_helper.from_array(weight.astype(np.float32), "w"))
+    x = np.random.default_rng(1).standard_normal((3, 2, 4)).astype(np.float32)
+    certificate = verify(reference, candidate, x, cuda=False)
+    assert certificate.passed
+    crashed = [f"{verdict.level}: {verdict.trouble}" for verdict in certificate.levels if verdict.trouble]
+    assert list(certificate.probe.crashes) == crashed  # which release crashes where is its own affair
+    assert all("killed by SIGSEGV" in text for text in crashed)
