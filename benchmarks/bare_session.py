@@ -26,7 +26,7 @@ from serve.backends.onnx_runtime.session import SessionOpener
 from serve.benchmark.contestant import Contestant, RequestOptions
 from serve.benchmark.loads import Load
 from serve.benchmark.measurement import Measurement, measure
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 
 
 class Bare:
@@ -39,7 +39,7 @@ class Bare:
             model: with a batch dimension and no other of any size.
             threads: for one operator.
         """
-        self._session = SessionOpener(path=model, placement=Placement(threads=threads)).open().session
+        self._session = SessionOpener(path=model, placement=DevicePlacement(threads=threads)).open().session
         self._inputs = {
             value.name: (spec.shape[1:], value.type)
             for spec, value in zip(read_interface(model).inputs, self._session.get_inputs(), strict=True)

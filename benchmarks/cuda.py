@@ -40,7 +40,7 @@ from export.verification.simulation import round_every_node
 from serve.benchmark.contestant import RequestOptions
 from serve.benchmark.loads import Load
 from serve.benchmark.measurement import Measurement, measure
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.cuda_driver import device_count
 from serve.engine.errors import BackendError, ModelLoadError
 from serve.observability.gpu_metrics import find_nvml
@@ -73,7 +73,7 @@ class Plan:
         in_flight: requests at a time, as a multiple of the batch size.
     """
 
-    placement: Placement
+    placement: DevicePlacement
     seconds: float
     sizes: tuple[int, ...]
     in_flight: int = 3
@@ -88,7 +88,7 @@ def accuracy(network: Network, plan: Plan) -> Iterator[Cells]:
     """Errors of the fp32 and of the fp16 model on the device, and what was predicted of the latter."""
     feeds = {precision: network.feeds(precision, 16) for precision in (FP32, FP16)}
     feeds[FP16] = {name: array.astype(feeds[FP16][name].dtype) for name, array in feeds[FP32].items()}
-    on_cpu = Placement(use_gpu=False, threads=plan.placement.threads)
+    on_cpu = DevicePlacement(use_gpu=False, threads=plan.placement.threads)
     reference = Alone(network.path(FP32), on_cpu).run(feeds[FP32])["y"]
     simulated = Session(round_every_node(onnx.load(network.path(FP16))).SerializeToString(), "ORT_DISABLE_ALL")
     predicted = _distance(reference, np.asarray(simulated.run(dict(feeds[FP16]))[0]))
@@ -196,7 +196,7 @@ def main(
     if on_gpu and not device_count():
         print("this machine has no CUDA device that could be measured; --device cpu tries the program out", file=sys.stderr)
         raise typer.Exit(2)
-    placement = Placement(use_gpu=on_gpu, require_gpu=on_gpu, threads=threads)
+    placement = DevicePlacement(use_gpu=on_gpu, require_gpu=on_gpu, threads=threads)
     plan = Plan(placement=placement, seconds=seconds, sizes=tuple(map(int, sizes.split(","))))
     print(f"{_machine(on_gpu=on_gpu)}, ONNX Runtime {ort.__version__}, {datetime.now(UTC):%Y-%m-%d}")
     with tempfile.TemporaryDirectory(prefix="halfserve-cuda-") as folder:

@@ -37,9 +37,9 @@ from rich.table import Table
 
 from protos.inference_pb2 import ModelInferRequest
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
-from serve.engine.batches.batch import run_batch
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
+from serve.engine.execution.batch import run_batch
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
@@ -122,7 +122,7 @@ def serving(root: Path) -> Iterator[tuple[int, str]]:
 @app.command(hidden=True)
 def serve_one(root: Path) -> None:
     """Serve over gRPC alone, and print the port."""
-    options = ServerOptions(path=root, grpc_port=0, placement=Placement(use_gpu=False, threads=1), http=None)
+    options = ServerOptions(path=root, grpc_port=0, placement=DevicePlacement(use_gpu=False, threads=1), http=None)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(options, OnnxRuntime(), lambda ready: print(ready.grpc_port, flush=True)))
 
@@ -211,7 +211,7 @@ def batches(
 def load_one(path: Path) -> Model:
     """The model in one file, on one CPU thread."""
     (files,) = find_models(path)
-    return load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+    return load_model(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
 
 
 def _request(columns: int, kind: str) -> InferRequest:

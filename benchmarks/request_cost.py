@@ -24,8 +24,8 @@ from ngh2 import Connection, Role, StreamClosed
 from protos import inference_pb2 as pb
 from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.collector import seldom_collecting
-from serve.engine.backend import Placement
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
@@ -51,7 +51,7 @@ ROOMS = {
     "protocol/": "request and response messages",
     "engine/batches/": "rows in and out of the batch",
     "engine/figures/": "statistics",
-    "engine/queueing/latency_model.py": "statistics",
+    "engine/queueing/pace.py": "statistics",
     "engine/": "queue and batcher",
     "backends/": "the model (ONNX Runtime and its call)",
 }
@@ -120,7 +120,7 @@ class Client:
 def loaded(path: Path) -> Model:
     """The model, on the CPU."""
     (files,) = find_models(path)
-    return load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+    return load_model(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
 
 
 def one_row(model: Model) -> bytes:

@@ -22,9 +22,9 @@ import uvloop
 
 from benchmarks.request_cost import loaded, one_row
 from serve.engine.errors import ModelLoadError
-from serve.engine.figures.histograms import StageHistograms
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
+from serve.engine.model_statistics import StageHistograms
 from serve.http.options import HttpOptions
 from serve.http.start import start_http
 from serve.observability.observability import Observability

@@ -14,15 +14,15 @@ import typer
 
 from serve import cli_options as opt
 from serve.addresses import addresses
-from serve.control.options import ControlMode, ControlOptions
 from serve.departure import leave_at_once, leave_threads_behind
-from serve.engine.backend import Placement
-from serve.engine.configuration.batching import BatchingOptions
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.batching import BatchingOptions
+from serve.engine.config.model_config import Defaults
 from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
 from serve.log_lines import log_to_standard_error
 from serve.lost_device import LostDeviceError
+from serve.model_control.options import ControlMode, ControlOptions
 from serve.observability.options import AccessLog, ObserveOptions
 from serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
 from serve.ready_lines import print_json, print_text, tell_again, told
@@ -123,7 +123,7 @@ def serve(
         path=path,
         host=host,
         grpc_port=grpc_port,
-        placement=Placement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
+        placement=DevicePlacement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
         defaults=Defaults(
             max_batch_size=max_batch_size,
             max_queue_delay_us=max_queue_delay_us,

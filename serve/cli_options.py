@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from serve.control.options import ControlMode
+from serve.model_control.options import ControlMode
 from serve.observability.options import AccessLog
 from serve.transports.choice import TransportName
 

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import NoReturn
 
-from serve.engine.repository.temporary_folders import remove_temporary_folders
+from serve.engine.disk_files import remove_temporary_folders
 
 WAIT_S = 0.5  # for threads that have been told to end
 

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serve.collector import seldom_collecting
-from serve.control.loader import Loader
-from serve.control.memory_check import memory_limit_bytes
-from serve.control.model_control import ModelControl
-from serve.control.options import ControlOptions
-from serve.engine.backend import Placement, Runtime
-from serve.engine.configuration.batching import BatchingOptions
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement, Runtime
+from serve.engine.config.batching import BatchingOptions
+from serve.engine.config.model_config import Defaults
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
+from serve.engine.resource_limits import memory_limit_bytes
 from serve.http.options import HttpOptions
 from serve.http.start import start_http
 from serve.lost_device import LostDevice
+from serve.model_control.loading import VersionLoader
+from serve.model_control.model_control import ModelControl
+from serve.model_control.options import ControlOptions
 from serve.observability.options import ObserveOptions
 from serve.protocol.open_files import most_connections, most_files
 from serve.protocol.service import Service
@@ -75,7 +75,7 @@ class ServerOptions:
     path: Path
     host: str = "127.0.0.1"
     grpc_port: int = 8001
-    placement: Placement = field(default_factory=Placement)
+    placement: DevicePlacement = field(default_factory=DevicePlacement)
     defaults: Defaults = field(default_factory=Defaults)
     control: ControlOptions = field(default_factory=ControlOptions)
     max_buffered_bytes: int | None = None
@@ -249,8 +249,8 @@ def _budget(options: ServerOptions) -> MemoryBudget:
     return MemoryBudget(size - size // HEAP_PART)
 
 
-def _loader(options: ServerOptions, runtime: Runtime) -> Loader:
-    return Loader(
+def _loader(options: ServerOptions, runtime: Runtime) -> VersionLoader:
+    return VersionLoader(
         runtime=runtime,
         placement=options.placement,
         defaults=options.defaults,

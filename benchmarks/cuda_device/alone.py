@@ -11,8 +11,8 @@ import numpy as np
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.runtimes import probing_runtimes
-from serve.engine.backend import Backend, Placement
-from serve.engine.batches.locked_memory import locked_buffer
+from serve.engine.backend import Backend, DevicePlacement
+from serve.engine.cuda_driver import locked_buffer
 from serve.engine.tensors import Array, Tensors
 
 WARM_UPS = 3  # computes, makes the buffers of a recording and records
@@ -22,7 +22,7 @@ class Alone:
     """A copy of a model."""
 
     def __init__(
-        self, path: Path, placement: Placement, options: Mapping[str, str] | None = None, *, graphs: bool = False
+        self, path: Path, placement: DevicePlacement, options: Mapping[str, str] | None = None, *, graphs: bool = False
     ) -> None:
         """Load it as the server does.
 

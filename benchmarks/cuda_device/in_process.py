@@ -9,22 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from serve.backends.runtimes import probing_runtimes
-from serve.engine.backend import Placement
-from serve.engine.batches.raw_inputs import RawInput, RawInputs, RawLayout
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
 from serve.engine.errors import InferenceError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
-from serve.engine.requests import InferRequest
+from serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from serve.engine.tensors import Tensors
 
 WARM_UP_S = 0.5
 
 
 def rows_per_second(
-    path: Path, placement: Placement, row: Tensors, *, batch_size: int, in_flight: int, seconds: float
+    path: Path, placement: DevicePlacement, row: Tensors, *, batch_size: int, in_flight: int, seconds: float
 ) -> float:
     """Requests that are answered in a closed loop.
 

@@ -10,7 +10,7 @@ import math
 import os
 from pathlib import Path
 
-from serve.engine.control_groups import group_folders
+from serve.engine.resource_limits import group_folders
 
 
 def fewer_cores() -> int:

@@ -8,9 +8,9 @@ from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
 from serve.backends.onnx_runtime.probe.crash_verdicts import CrashVerdicts, default_folder
-from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
+from serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from serve.engine.disk_files import open_regular
 from serve.engine.errors import ModelLoadError
-from serve.engine.regular_files import open_regular
 
 TRUST_OPTION = "--trust-torch-archives"
 ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
@@ -39,7 +39,7 @@ class Runtimes:
         """
         return self._of(path).describe(path)
 
-    def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> Backend:
+    def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
         """Load one copy; see the runtimes.
 
         Raises:

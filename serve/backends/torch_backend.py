@@ -25,7 +25,7 @@ from serve.backends.onnx_runtime.session_settings import read_settings
 from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
 from serve.backends.torch_upcast import can_upcast, half_dtypes, upcast_graph, upcast_tensor
 from serve.backends.torch_writes import written
-from serve.engine.backend import ModelInterface, Placement
+from serve.engine.backend import DevicePlacement, ModelInterface
 from serve.engine.errors import BackendError, ModelLoadError
 from serve.engine.tensors import Array, Tensors
 
@@ -56,7 +56,7 @@ class TorchRuntime:
         self._described = (file, program)
         return program_interface(program, path)
 
-    def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> TorchBackend:
+    def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> TorchBackend:
         """Load one copy, on the CUDA device where there is one and it may be used, and on the CPU otherwise.
 
         On the CPU a half-precision program computes in fp32, where that means the same.
@@ -210,7 +210,7 @@ def _weights_only() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _device(path: Path, placement: Placement) -> torch.device:
+def _device(path: Path, placement: DevicePlacement) -> torch.device:
     if placement.use_gpu and placement.device_id < torch.cuda.device_count():
         return torch.device("cuda", placement.device_id)
     if placement.require_gpu:

@@ -13,9 +13,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from protos.datatypes import BY_WIRE
-from serve.engine.backend import ModelInterface
+from serve.engine.backend import TORCH_EXPORT, ModelInterface
 from serve.engine.errors import InvalidArgumentError, ModelLoadError
-from serve.engine.model_kinds import TORCH_EXPORT
 from serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 WIRE: Mapping[torch.dtype, str] = {

@@ -1,4 +1,4 @@
-"""What the engine asks of a runtime; serve/backends/ holds the implementations."""
+"""The interface between the engine and a runtime, and the kinds of model file; serve/backends/ has the implementations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,53 @@ from typing import Any, Protocol
 import numpy as np
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.model_kinds import ONNX, ModelKind
 from serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
-CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # as backends report it who compute on the CPU
+CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """One kind of model file.
+
+    Attributes:
+        platform: in metadata and completed configurations.
+        backend: likewise.
+        file_name: in a version folder, where the configuration names no other.
+        also: other names under which a configuration may ask for it.
+    """
+
+    platform: str
+    backend: str
+    file_name: str
+    also: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every platform and backend name that a configuration may use."""
+        return self.also | {self.platform, self.backend}
+
+
+ONNX = ModelKind(platform="onnxruntime_onnx", backend="onnxruntime", file_name="model.onnx")
+
+
+# What torch.export.save writes. Triton's "pytorch" backend is its nearest equivalent.
+TORCH_EXPORT = ModelKind(
+    platform="torch_export",
+    backend="halfserve_torch",
+    file_name="model.pt2",
+    also=frozenset({"pytorch", "pytorch_torchexport"}),
+)
+
+
+# Where a version folder holds several and its configuration names none, the first one is used.
+KINDS = (ONNX, TORCH_EXPORT)
+
+
+def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:
+    """The kinds that a configuration allows: all if it names no platform and no backend, none if it names unknown ones."""
+    asked = {name for name in (config.platform, config.backend) if name}
+    return tuple(kind for kind in KINDS if asked <= kind.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +63,14 @@ class ModelInterface:
     """The inputs and outputs of a model file, as its clients see them.
 
     Attributes:
-        inputs: what a request must bring.
-        outputs: what it can ask for.
-        batched: every one of them begins with a dimension of any size, the batch.
+        inputs: required in a request.
+        outputs: that it can ask for.
+        batched: all of them begin with a dimension of any size, the batch.
         kind: of the model file.
         most_rows: the largest batch that the model was exported for; None for any.
-        row_names: that the first dimensions have in the model file. Where there are several, they may not be one batch.
-        data_files: that its weights lie in, beside the model file, seen from its folder.
-        open_ended: the values in a batch decide how long it takes: its shape does not tell.
+        row_names: names of the first dimensions in the model file. Where there are several, they may not be one batch.
+        data_files: paths of its weight files, relative to the model file's folder.
+        open_ended: the values in a batch, not only its shape, decide how long it takes.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -40,13 +83,13 @@ class ModelInterface:
     open_ended: bool = False
 
     def is_steady(self, *, batched: bool) -> bool:
-        """Whether batches of as many rows take about as long as each other: neither shapes nor values differ in that."""
+        """Whether batches of equal rows take about equally long: neither their shapes nor values make a difference."""
         own = 1 if batched else 0
         return not self.open_ended and not any(ANY_SIZE in spec.shape[own:] for spec in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class DevicePlacement:
     """Where to load a model.
 
     Attributes:
@@ -67,28 +110,28 @@ class Backend(Protocol):
 
     @property
     def provider(self) -> str:
-        """Where it really computes, such as "CUDAExecutionProvider"."""
+        """The execution provider in use, such as "CUDAExecutionProvider"."""
 
     @property
     def precision(self) -> str:
-        """What it computes in, in words: "fp16", or "fp32 (the fp16 model, upcast)"."""
+        """The compute precision in words: "fp16", or "fp32 (the fp16 model, upcast)"."""
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype in which `run` takes the input `name`; it may be wider than what the client sends."""
+        """The dtype in which `run` takes the input `name`; it may be wider than on the wire."""
 
     def run(self, inputs: Tensors) -> Tensors:
         """Compute every output, in the dtypes of the model's interface.
 
         Args:
-            inputs: by name, in `compute_dtype`, batch dimension first where the model has one. Their memory is used again for
-                the next batch, so no output may share it.
+            inputs: by name, in `compute_dtype`, batch dimension first where the model has one. Their memory is reused for the
+                next batch, so no output may share it.
 
         Raises:
-            Exception: whatever the runtime raises; the engine turns it into the request's error.
+            Exception: any error of the runtime; the engine turns it into the request's error.
         """
 
     def give_up(self) -> None:
-        """End what another thread computes here, where the runtime can do that. Nothing more is asked of this copy."""
+        """End a computation of another thread here, where the runtime can. This copy is not used again."""
 
 
 class Runtime(Protocol):
@@ -101,15 +144,15 @@ class Runtime(Protocol):
             ModelLoadError: the file is missing, is not a model of this kind or has inputs that cannot travel on the wire.
         """
 
-    def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> Backend:
+    def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
         """Load one copy, ready to run.
 
         Args:
             path: the model file.
-            interface: what `describe` said of it.
+            interface: from `describe`.
             placement: where it is to run.
-            config: completed. The runtime reads its own settings there, and leaves in `parameters` what it had to decide.
+            config: completed. The runtime reads its own settings there, and writes its decisions into `parameters`.
 
         Raises:
-            ModelLoadError: a setting cannot be read, the runtime refuses the model, or there is no GPU and one is required.
+            ModelLoadError: a setting is invalid, the runtime refuses the model, or there is no GPU and one is required.
         """

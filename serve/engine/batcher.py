@@ -1,6 +1,6 @@
-"""Between the event loop, where requests arrive, and the worker threads, where batches run.
+"""Queue a model's requests, run them in batches on its instances, and deliver the answers.
 
-Everything here happens on the event loop, so nothing here needs a lock.
+Everything here runs on the event loop, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -8,38 +8,110 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
-from serve.engine.delivery import Delivery
-from serve.engine.errors import UnavailableError
-from serve.engine.figures.statistics import Statistics
-from serve.engine.instances.company import Company
-from serve.engine.instances.free_instances import FreeInstances
-from serve.engine.instances.instance import Instance
-from serve.engine.instances.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
-from serve.engine.instances.supervision import Late, Results, seconds_of
-from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.errors import InferenceError, UnavailableError
+from serve.engine.execution.batch import Answered, Failed
+from serve.engine.execution.batch_invariance import BatchInvariance
+from serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
+from serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
+from serve.engine.model_statistics import Statistics
+from serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
 from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
-from serve.engine.queueing.compute_slots import ComputeSlots, Share
-from serve.engine.queueing.joining import Joining
-from serve.engine.queueing.pace import Pace
-from serve.engine.queueing.shedding import Running, Shedding, full_error, late_error
+from serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
+from serve.engine.queueing.pace import BatchLimits, Pace
 from serve.engine.requests import InferRequest
 
-# A turn of the event loop computes short batches for so many seconds, or for as long as requests came in before, if that took
-# longer: else a flood would leave no time to answer.
+ALONE_AFTER_S = 1.0  # since another model has computed
+# A turn of the event loop computes short batches for TURN_S, or for as long as the loop has handled other events since the last
+# turn, up to LONGEST_TURN_S: otherwise a flood of requests would leave no time to answer.
 TURN_S, LONGEST_TURN_S = 0.002, 0.02
-# Fewer requests than these wait for one more look at the sockets, which costs less than starting another batch for them.
+# Fewer requests wait for one more turn of the loop, which costs less than an extra batch.
 FEW = 8
-LOADING_S = 0.1  # until a copy that is being loaded anew may be there
+LOADING_S = 0.1  # retry delay while a copy is being loaded again
 SHUTTING_DOWN = "the model is shutting down; send the request to another replica"
 
 
+class LoopOccupancy:
+    """Whether one model has the event loop to itself, so that its batches on the loop delay no other model."""
+
+    __slots__ = ("_latest", "_since")
+
+    def __init__(self) -> None:
+        self._latest: int | None = None  # an id(): a reference would keep an unloaded model
+        self._since = -math.inf
+
+    def is_alone(self, who: object, now: float) -> bool:
+        """Note that `who` computes at `now` (seconds); whether no other model has for ALONE_AFTER_S."""
+        if id(who) != self._latest:
+            self._latest, self._since = id(who), now
+        return now - self._since >= ALONE_AFTER_S
+
+
+class Delivery:
+    """Gives one model's requests their answers, in the order in which their batches were computed."""
+
+    def __init__(self, queue: BatchQueue, statistics: Statistics) -> None:
+        self._queue = queue
+        self._statistics = statistics
+        self._computed: deque[tuple[Results, int]] = deque()  # batches with their rows
+
+    def add(self, results: Results, rows: int) -> None:
+        self._computed.append((results, rows))
+
+    def deliver(self) -> bool:
+        """Answer all that was added; whether requests have been queued again."""
+        again = False
+        while self._computed:
+            results, rows = self._computed.popleft()
+            for result in results:
+                if isinstance(result, Answered):
+                    self._answer(result, rows if len(results) == 1 else sum(request.rows for request in result.requests))
+                elif isinstance(result, Failed):
+                    self.fail(result.request, result.error)
+                elif isinstance(result, LostRequests):
+                    again |= self._replay(result)
+        return again
+
+    def fail(self, request: InferRequest, error: InferenceError) -> None:
+        self._statistics.failed(request.arrived_ns, error)
+        request.finish(error)
+
+    def _answer(self, computed: Answered, rows: int) -> None:
+        requests = computed.requests
+        arrivals_ns = [request.arrived_ns for request in requests if not request.cancelled]
+        self._statistics.batch_done(computed.times, arrivals_ns, rows)
+        for request, answer in zip(requests, computed.answers, strict=True):
+            if request.cancelled:
+                self._statistics.failed(request.arrived_ns)
+            else:
+                request.finish(answer)
+
+    def _replay(self, lost: LostRequests) -> bool:
+        """Queue requests of a lost copy once more; a request that is lost twice fails, as it may be what breaks copies."""
+        queued = False
+        for request in lost.requests:
+            if request.cancelled or request.replayed:
+                self.fail(request, lost.error)
+                continue
+            if not lost.untouched:
+                request.bucket = object()  # computed alone: one of them may be what breaks copies
+            try:
+                self._queue.offer(request)
+            except FullError:
+                self.fail(request, lost.error)
+            else:
+                request.replayed = True
+                queued = True
+        return queued
+
+
 class Batcher:
-    """Queues requests and keeps every backend instance busy while requests wait.
+    """Queues requests and keeps every model instance busy while requests wait.
 
     Attributes:
-        company: of the models that the event loop serves, to be set before the first request.
+        occupancy: of the event loop, shared with the other models; set before the first request.
     """
 
     def __init__(
@@ -48,14 +120,14 @@ class Batcher:
         limits: BatchLimits,
         statistics: Statistics,
         short_s: Mapping[int, float] = NOTHING_KNOWN,
-        joining: Joining | None = None,
+        invariance: BatchInvariance | None = None,
         *,
         is_steady: bool = True,
     ) -> None:
-        self.company = Company()
+        self.occupancy = LoopOccupancy()
         self._limits = limits
-        self._queue: BatchQueue[InferRequest] = BatchQueue(limits)
-        self._joining = joining  # None once nothing can change any more
+        self._queue = BatchQueue(limits)
+        self._invariance = invariance  # None once it has been found unsafe
         self._statistics = statistics
         self._instances = instances
         self._free = FreeInstances(instances, is_steady=is_steady)
@@ -68,26 +140,24 @@ class Batcher:
         self._latest_size = 1  # requests in the batch that started last
         self._due: asyncio.TimerHandle | None = None  # dispatch when the oldest request has waited long enough
         self._drained: asyncio.Event | None = None
-        self._is_down = False  # no copy is up, and the latest try to load one anew has failed
-        # Nothing until they are needed: foresight by the first request with a deadline, a share where there are slots.
-        self._shedding: Shedding | None = None
-        self._share: Share | None = None
-        # Small models need no thread.
+        self._is_down = False  # no copy is up, and the latest attempt to load one has failed
+        # Made by the first request with a deadline, and by `compete`.
+        self._admission: AdmissionControl | None = None
+        self._share: ComputeShare | None = None
         self._short = ShortBatches(short_s) if all(instance.may_run_on_loop for instance in instances) else None
         self._has_target = limits.latency_target_s is not None
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """The copies of the model, those that are taken out included."""
+        """All copies of the model, in service or not."""
         return self._instances
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, those being computed not counted."""
         return len(self._queue)
 
     def compete(self, slots: ComputeSlots) -> None:
-        """Run batches only in these slots, which other models use too. To be called before the first request."""
+        """Run batches only in these slots, which other models share. Call it before the first request."""
         if self._share is None:
             self._short = None  # a batch on the loop asks for no slot
             self._share = slots.join(self._dispatch, self._limits.compute_weight)
@@ -96,7 +166,7 @@ class Batcher:
         """Queue a request; its `done` is called later on this event loop, exactly once unless it is cancelled.
 
         Raises:
-            UnavailableError: the batcher is draining, or all copies are broken and cannot be loaded anew.
+            UnavailableError: the batcher is draining, or all copies have failed and cannot be loaded again.
             QueueFullError: the queue has reached its bound, or (OverloadedError) is too long for the model's latency target.
             DeadlineExceededError: the request cannot be answered before its client's deadline.
         """
@@ -105,7 +175,7 @@ class Batcher:
             self._statistics.failed(request.arrived_ns, away)
             raise away
         if request.deadline is not None or self._has_target:
-            self._foresee(request)
+            self._admit(request)
         try:
             self._queue.offer(request)
         except FullError as full:
@@ -121,7 +191,7 @@ class Batcher:
             self._notice_drained()
 
     async def drain(self) -> None:
-        """Take nothing more, finish everything that was taken, end the worker threads."""
+        """Refuse new requests, finish the accepted ones, end the worker threads."""
         if self._drained is None:
             self._drained = asyncio.Event()
             self._dispatch_soon()
@@ -129,19 +199,17 @@ class Batcher:
         await self._drained.wait()
         if self._share is not None:
             self._share.leave()
-            self._share = None  # it knows this batcher: a circle would keep an unloaded model
+            self._share = None  # breaks a reference cycle that would keep an unloaded model
         for instance in self._instances:
             instance.stop()
 
-    # From the queue to the instances
-
     def _dispatch_soon(self) -> None:
-        """Not at once: requests that arrive in the same turn of the loop share the batch."""
+        """Later in this turn of the loop: requests that arrive in one turn share a batch."""
         if self._soon is None:
             self._soon = asyncio.get_running_loop().call_soon(self._gather)
 
     def _gather(self) -> None:
-        """Let a few wait for what comes in the meantime; one that is alone, as the one before it was, starts at once."""
+        """Dispatch a single request or many at once; let a few wait one turn for more."""
         waiting = len(self._queue)
         if waiting >= FEW or waiting == self._latest_size == 1:
             self._dispatch()
@@ -157,7 +225,7 @@ class Batcher:
             self._due = None
         hurry, short, free, now = self._drained is not None, self._short, self._free, time.monotonic()
         stop = now + min(max(TURN_S, now - self._away_since), LONGEST_TURN_S)
-        alone = self.company.is_alone(self, now)
+        alone = self.occupancy.is_alone(self, now)
         while free.idle and now < stop and (batch := self._next_batch(now, hurry=hurry)) is not None:
             if short is not None and short.suits(batch.bucket, batch.rows, _loop_limit_s(batch, alone=alone)):
                 now = self._run_on_loop(batch, now, short)
@@ -169,15 +237,15 @@ class Batcher:
         if self._queue and now >= stop:
             self._dispatch_soon()  # these answers go out first, and requests come in
         elif self._queue:
-            self._look_again(now)
+            self._dispatch_when_due(now)
         if hurry:
             self._notice_drained()
 
-    def _next_batch(self, now: float, *, hurry: bool, begins: float | None = None) -> Batch[InferRequest] | None:
-        """A batch that may start; those that turn out to be too late get their answers. For `begins` see BatchQueue.take."""
+    def _next_batch(self, now: float, *, hurry: bool, begins: float | None = None) -> Batch | None:
+        """A batch that may start; late requests get their errors. For `begins` see BatchQueue.take."""
         share = self._share
-        if self._joining is not None and not self._joining.is_safe:
-            self._joining = None
+        if self._invariance is not None and not self._invariance.is_safe:
+            self._invariance = None
             self._queue.part()
         while share is None or (self._queue.is_ready(now, hurry=hurry) and share.claim()):
             batch = self._queue.take(now, hurry=hurry, begins=begins)
@@ -192,26 +260,26 @@ class Batcher:
                 share.give_back(0.0)
         return None
 
-    def _look_again(self, now: float) -> None:
-        """Dispatch when the next batch is due; a model whose turn in the slots has not come is woken then."""
+    def _dispatch_when_due(self, now: float) -> None:
+        """Dispatch when the next batch is due; a model that waits for a slot is woken by it."""
         due = self._queue.next_due(now)
         if self._free.idle and due is not None and not (self._share and self._share.waits):
             self._due = asyncio.get_running_loop().call_later(max(0.0, due - now), self._dispatch)
 
     def _go_ahead(self, now: float) -> None:
-        """Have instances that compute a batch do the next one as well, where waiting would not make it any larger."""
+        """Give busy instances their next batch, where waiting would not make it larger."""
         while self._free.can_go_ahead:
             if not self._queue.has_full_batch(now):
                 return
-            begins = now if self._shedding is None else max(now, self._shedding.free_s(now))
+            begins = now if self._admission is None else max(now, self._admission.free_s(now))
             batch = self._next_batch(now, hurry=False, begins=begins)
             if batch is None:
                 return
             self._start(batch, begins, self._free.take_busy())
 
-    def _start(self, batch: Batch[InferRequest], now: float, instance: Instance) -> None:
+    def _start(self, batch: Batch, now: float, instance: Instance) -> None:
         self._running += 1
-        running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
+        running = None if self._admission is None else self._admission.started(batch.bucket, batch.rows, now)
 
         def finished(results: Results) -> None:
             self._free.sort_in(instance)
@@ -221,7 +289,7 @@ class Batcher:
                     self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
             if running is not None or self._share is not None:
                 self._account(running, results, now)
-            # First the next batch: a thread computes it while these answers are put on the wire.
+            # The next batch first: a thread computes it while these answers go out.
             self._delivery.add(*self._without_late(results, batch.rows))
             if self._queue and self._share is None:
                 self._dispatch()
@@ -233,19 +301,19 @@ class Batcher:
         self._free.sort_in(instance)
 
     def _without_late(self, results: Results, rows: int) -> tuple[Results, int]:
-        """What became of a batch of so many rows, without those that were too late; these get their answers."""
+        """A batch's results and rows without the late requests, which get their errors."""
         first = results[0]
-        if not isinstance(first, Late):
+        if not isinstance(first, LateRequests):
             return results, rows
         self._fail_late(first.requests, time.monotonic())
         return results[1:], rows - sum(request.rows for request in first.requests)
 
-    def _run_on_loop(self, batch: Batch[InferRequest], now: float, short: ShortBatches) -> float:
-        """Compute and answer a batch; returns the time then."""
-        instance = self._free.idle.pop()  # now: requests that were lost with a copy may be queued anew, and take what is idle
-        self._answer()  # in order: what was computed before is answered before
-        running = None if self._shedding is None else self._shedding.started(batch.bucket, batch.rows, now)
-        spent_s = time.thread_time()  # time in which other programs had the core would be lost on a thread as well
+    def _run_on_loop(self, batch: Batch, now: float, short: ShortBatches) -> float:
+        """Compute and answer a batch; returns the time afterwards."""
+        instance = self._free.idle.pop()  # taken first: `_answer` may queue requests again and dispatch them
+        self._answer()  # batches are answered in the order in which they were computed
+        running = None if self._admission is None else self._admission.started(batch.bucket, batch.rows, now)
+        spent_s = time.thread_time()  # CPU time: preemption by other programs would hit a thread as well
         results = instance.run_on_loop(batch.requests)
         spent_s = time.thread_time() - spent_s
         if instance.is_up:
@@ -257,19 +325,16 @@ class Batcher:
         self._answer()
         return time.monotonic()
 
-    def _account(self, running: Running | None, results: Results, started: float) -> None:
+    def _account(self, running: RunningBatch | None, results: Results, started: float) -> None:
         now = time.monotonic()
-        if self._shedding is not None and running is not None:
-            self._shedding.finished(running, now, seconds_of(results))
+        if self._admission is not None and running is not None:
+            self._admission.finished(running, now, seconds_of(results))
         if self._share is not None:
             self._share.give_back(now - started, wants_more=bool(self._queue))
 
     def _answer(self) -> None:
-        """Deliver what was computed."""
         if self._delivery.deliver():
             self._dispatch()
-
-    # Copies that break and come back
 
     def _instance_changed(self, instance: Instance) -> None:
         self._is_down = not any(other.is_up for other in self._instances)
@@ -283,13 +348,12 @@ class Batcher:
         next_try_s = min(instance.next_try_s() for instance in self._instances)
         when = f"is in {math.ceil(next_try_s)} s" if next_try_s else "is under way"
         return UnavailableError(
-            f"the model failed and cannot be loaded anew just now (the next try {when}); "
-            "try again later, or on another replica",
+            f"the model failed and cannot be loaded just now (the next attempt {when}); try again later, or on another replica",
             retry_after_s=next_try_s or LOADING_S,
         )
 
     def _fail_all_waiting(self) -> None:
-        """Nobody is to wait for who knows how long."""
+        """Fail every queued request: when a copy will be up again is unknown."""
         error, now = self._down_error(), time.monotonic()
         while (batch := self._queue.take(now, hurry=True)) is not None:
             self._fail_late(batch.late, now)
@@ -297,20 +361,18 @@ class Batcher:
                 self._delivery.fail(request, error)
         self._notice_drained()
 
-    # What cannot be answered
-
-    def _foresee(self, request: InferRequest) -> None:
+    def _admit(self, request: InferRequest) -> None:
         """Refuse a request that could not be answered in time."""
-        if self._shedding is None:
+        if self._admission is None:
             self._queue.pace = Pace(self._limits)
-            self._shedding = Shedding(self._queue, self._queue.pace, len(self._instances))
-        refusal = self._shedding.admit(request, time.monotonic())
+            self._admission = AdmissionControl(self._queue, self._queue.pace, len(self._instances))
+        refusal = self._admission.admit(request, time.monotonic())
         if refusal is not None:
             self._statistics.failed(request.arrived_ns, refusal)
             raise refusal
 
     def _make_room(self, request: InferRequest, full: FullError) -> None:
-        """The queue is full: those that wait in vain make room."""
+        """Drop late requests from a full queue."""
         now = time.monotonic()
         late = self._queue.take_late(now)
         try:
@@ -324,13 +386,14 @@ class Batcher:
 
     def _fail_late(self, late: list[InferRequest], now: float) -> None:
         for request in late:
-            self._delivery.fail(request, self._shedding.too_late(request, now) if self._shedding else late_error(request, now))
+            self._delivery.fail(
+                request, self._admission.too_late(request, now) if self._admission else late_error(request, now)
+            )
 
     def _notice_drained(self) -> None:
         if self._drained is not None and not self._running and not self._queue:
             self._drained.set()
 
 
-def _loop_limit_s(batch: Batch[InferRequest], *, alone: bool) -> float:
-    """See `limit_s`."""
+def _loop_limit_s(batch: Batch, *, alone: bool) -> float:
     return limit_s(len(batch.requests), sum([request.size for request in batch.requests]), alone=alone)

@@ -1,34 +1,42 @@
-"""The CUDA driver's own interface, as far as it is used here: which devices there are, and memory that is shared or locked.
+"""The CUDA driver's own interface: the devices, memory shared with other processes, and page-locked memory.
 
-ONNX Runtime lists its CUDA provider wherever that is compiled in, and keeps the device's memory to itself, so the driver is
-asked: https://docs.nvidia.com/cuda/cuda-driver-api/. Functions with `_v2` are those that cuda.h means by the name without it.
+ONNX Runtime lists its CUDA provider wherever that is compiled in, and does not share its device memory, so the driver is used:
+https://docs.nvidia.com/cuda/cuda-driver-api/. cuda.h maps names without `_v2` to the functions with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-from serve.engine.device_faults import is_device_lost
+import numpy as np
+
+from serve.engine.errors import is_device_lost
+
+logger = logging.getLogger(__name__)
+
 
 DRIVER_NAMES = ("libcuda.so.1", "nvcuda.dll")
 HANDLE_BYTES = 64
 DEFAULT_STREAM = None
-LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is
+LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag
 CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_DEVICE_POINTER = ctypes.c_uint64
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which goes by value."""
+    """CUipcMemHandle, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-_DEVICE_POINTER = ctypes.c_uint64
 _ARGUMENTS = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
@@ -54,16 +62,11 @@ class CudaError(Exception):
 
 
 class CudaDriver:
-    """The driver of this machine."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Start it for this process.
-
-        Args:
-            library: the driver's.
+        """Initialize the driver for this process.
 
         Raises:
-            CudaError: it cannot be used, as there is no device, say.
+            CudaError: it cannot be used, for example without a device.
         """
         self._library = library
         for name, arguments in _ARGUMENTS.items():
@@ -75,21 +78,17 @@ class CudaDriver:
 
     @property
     def device_count(self) -> int:
-        """How many devices it offers; 0 where it cannot tell any more."""
+        """Number of devices; 0 where the driver does not say any more."""
         count = ctypes.c_int(0)
         with suppress(CudaError):
             self._call("cuDeviceGetCount", ctypes.byref(count))
         return count.value
 
     def open_shared(self, handle: bytes, device_id: int) -> SharedDeviceMemory:
-        """Open memory of another process.
-
-        Args:
-            handle: the HANDLE_BYTES of a cudaIpcMemHandle_t.
-            device_id: where the memory lies.
+        """Open memory of another process on a device, by the HANDLE_BYTES of a cudaIpcMemHandle_t.
 
         Raises:
-            CudaError: the driver does not know such a handle, or this process made it itself.
+            CudaError: an unknown handle, or one that this process made itself.
         """
         context = self._context(device_id)
         pointer = _DEVICE_POINTER(0)
@@ -100,30 +99,30 @@ class CudaDriver:
     def settle_thread(self, device_id: int) -> None:
         """Let this thread use a device while another one records a CUDA graph there.
 
-        Otherwise calls that allocate, free or copy are refused meanwhile, whoever makes them, and the recording is broken.
+        Otherwise the driver refuses calls that allocate, free or copy in any thread, and the recording breaks.
 
         Raises:
-            CudaError: the device is lost, say.
+            CudaError: for example, the device is lost.
         """
         if not hasattr(self._settled, "mode"):
             with self._within(self._context(device_id)):
                 pass
 
     def lock_memory(self, address: int, size: int, device_id: int) -> None:
-        """Keep memory of this process where it is, so that a device copies from it by itself. Undo it before it is freed.
+        """Page-lock memory of this process, so that a device copies from it directly. Unlock it before it is freed.
 
         Raises:
-            CudaError: no more memory may be locked, or some of it is.
+            CudaError: no more memory may be locked, or part of it is.
         """
         self.call_within(self._context(device_id), "cuMemHostRegister_v2", address, size, 0)
 
     def unlock_memory(self, address: int, device_id: int) -> None:
-        """Undo `lock_memory`. A lost device's memory is not locked any more."""
+        """Undo `lock_memory`. A lost device's memory is unlocked already."""
         with suppress(CudaError):
             self.call_within(self._context(device_id), "cuMemHostUnregister", address)
 
     def is_lost(self, device_id: int) -> bool:
-        """Whether the device does nothing for this process any more."""
+        """Whether the device is lost to this process."""
         try:
             self.call_within(self._context(device_id), "cuStreamSynchronize", DEFAULT_STREAM)
         except CudaError as error:
@@ -131,7 +130,7 @@ class CudaDriver:
         return False
 
     def _context(self, device_id: int) -> ctypes.c_void_p:
-        """The context that ONNX Runtime and torch use too; it stays for as long as the process."""
+        """The primary context, which ONNX Runtime and torch use too; kept for the life of the process."""
         context = self._contexts.get(device_id)
         if context is None:
             device, context = ctypes.c_int(0), ctypes.c_void_p()
@@ -141,7 +140,7 @@ class CudaDriver:
         return context
 
     def call_within(self, context: ctypes.c_void_p, name: str, *arguments: Any) -> None:
-        """Call a function that means the current context; this thread's is what it was before afterwards.
+        """Call a function in a context; the thread's current context is restored afterwards.
 
         Raises:
             CudaError: the driver refuses.
@@ -170,10 +169,7 @@ class CudaDriver:
 
 
 class SharedDeviceMemory:
-    """Memory of another process, on a device. It is closed when nobody holds it any more.
-
-    A worker thread may read from it while its region is unregistered, so nobody closes it by hand. Used on any thread.
-    """
+    """Device memory of another process, closed with its last reference, as worker threads may read late. For any thread."""
 
     __slots__ = ("_context", "_driver", "_pointer")
 
@@ -184,7 +180,7 @@ class SharedDeviceMemory:
 
     @property
     def byte_size(self) -> int | None:
-        """Bytes from its beginning to the end of what its owner allocated; None where the driver does not tell."""
+        """Bytes to the end of the owner's allocation; None where the driver does not say."""
         base, size = _DEVICE_POINTER(0), ctypes.c_size_t(0)
         try:
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), self._pointer)
@@ -196,7 +192,7 @@ class SharedDeviceMemory:
         """Copy bytes from `offset` on to the host.
 
         Raises:
-            CudaError: they are not all there.
+            CudaError: the range is not all there.
         """
         if target.nbytes:
             buffer = (ctypes.c_char * target.nbytes).from_buffer(target)
@@ -206,11 +202,11 @@ class SharedDeviceMemory:
         """Copy bytes from the host to `offset`.
 
         Raises:
-            CudaError: there is no place for all of them.
+            CudaError: the range is not all there.
         """
         if data:
             self._call("cuMemcpyHtoD_v2", self._pointer + offset, data, len(data))
-            # The copy may only have been staged; the client, which reads as soon as it is answered, is another process.
+            # The copy may only have been staged, and the client in another process reads as soon as it is answered.
             self._call("cuStreamSynchronize", DEFAULT_STREAM)
 
     def __del__(self) -> None:
@@ -223,7 +219,7 @@ class SharedDeviceMemory:
 
 @cache
 def cuda_driver() -> CudaDriver | None:
-    """The driver; None where there is none that can be used."""
+    """The driver; None where none can be used."""
     for name in DRIVER_NAMES:
         try:
             return CudaDriver(ctypes.CDLL(name))
@@ -233,6 +229,35 @@ def cuda_driver() -> CudaDriver | None:
 
 
 def device_count() -> int:
-    """How many CUDA devices there are; 0 where there is no driver."""
+    """Number of CUDA devices; 0 without a driver."""
     driver = cuda_driver()
     return 0 if driver is None else driver.device_count
+
+
+Buffer = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+def locked_buffer(size: int, device_id: int) -> Buffer | None:
+    """A buffer of `size` bytes in page-locked memory of its own; None where that is not possible.
+
+    A device copies from locked pages directly: they cannot be moved, so no staging copy is made.
+    """
+    driver = cuda_driver()
+    if driver is None:
+        return None
+    # mmap's default is a shared mapping: after a fork, private pages would move at the next write.
+    buffer: Buffer = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    address = buffer.ctypes.data
+    try:
+        driver.lock_memory(address, size, device_id)
+    except CudaError as error:
+        _say_once(str(error))
+        return None
+    # The finalizer runs before the array frees its memory. At exit the system does the rest.
+    weakref.finalize(buffer, driver.unlock_memory, address, device_id).atexit = False
+    return buffer
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("memory for batches cannot be locked (%s); copies to the device take a little longer", reason)

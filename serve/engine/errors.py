@@ -1,9 +1,43 @@
-"""What can go wrong with a request, in the engine's own terms; protocol/status.py maps each class to a wire status.
+"""Errors of inference requests and of loading models; protocol/status.py maps each class to a wire status.
 
 Texts are written for the client: they name its own model, input and values, never paths, stack frames or other clients.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+# After one of these, CUDA fails every call of the process's context:
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+DEVICE_LOST_SIGNS = (
+    "illegal memory access",
+    "illegal address",
+    "illegal instruction",
+    "invalid program counter",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "uncorrectable ecc error",
+    "hardware stack error",
+    "global/shared address space",
+    "uncorrectable nvlink error",
+    "the launch timed out",
+    "cuda failure 700",
+    "cuda failure 719",
+    "cuda error 700",
+    "cuda error 719",
+)
+# Error texts of the allocators of Python, numpy, ONNX Runtime, the C++ library, CUDA, cuBLAS and torch.
+OUT_OF_MEMORY_SIGNS = (
+    "failed to allocate memory",
+    "bad_alloc",
+    "bad allocation",
+    "out of memory",
+    "unable to allocate",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "_allocation_failed",  # cuDNN 9's CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED and ..._HOST_...
+)
 
 
 class InferenceError(Exception):
@@ -11,7 +45,7 @@ class InferenceError(Exception):
 
 
 class InvalidArgumentError(InferenceError):
-    """The request contradicts the model's interface; sending it again cannot help."""
+    """The request contradicts the model's interface; a retry cannot help."""
 
 
 class NotFoundError(InferenceError):
@@ -19,11 +53,11 @@ class NotFoundError(InferenceError):
 
 
 class AlreadyExistsError(InferenceError):
-    """What is to be made is there already."""
+    """The object to create exists already."""
 
 
 class FailedPreconditionError(InferenceError):
-    """What is asked for does not fit the state that things are in, and will not until somebody changes it."""
+    """The request does not fit the server's state or configuration; a retry cannot help."""
 
 
 class QueueFullError(InferenceError):
@@ -39,31 +73,23 @@ class QueueFullError(InferenceError):
 
 
 class OverloadedError(QueueFullError):
-    """There is more to do than the model's latency target allows for; the request was not computed.
-
-    Attributes:
-        retry_after_s: seconds after which a request is likely to be taken.
-    """
+    """The queue is too long for the model's latency target; the request was not computed."""
 
 
 class RateLimitedError(QueueFullError):
-    """The client asks for more than its share; the request was not taken.
-
-    Attributes:
-        retry_after_s: seconds after which its share allows for one more.
-    """
+    """The client exceeds its rate limit; the request was not taken."""
 
 
 class UnauthenticatedError(InferenceError):
-    """The caller has not shown who it is; with a valid token it may be let in."""
+    """The caller has not shown a valid token."""
 
 
 class PermissionDeniedError(InferenceError):
-    """The caller is known, or need not be, and may not do this here."""
+    """The caller may not do this here."""
 
 
 class MessageTooLargeError(InferenceError):
-    """A message is over the transport's limit; its size is None where it was not read to its end."""
+    """A message exceeds the transport's limit; `size` is None where it was not read to its end."""
 
     def __init__(self, size: int | None, limit: int, advice: str = "split the request") -> None:
         told = f"more than {limit}" if size is None else str(size)
@@ -71,14 +97,14 @@ class MessageTooLargeError(InferenceError):
 
 
 class DeadlineExceededError(InferenceError):
-    """The time that the client gave ran out before the request's batch started, or would have; it was not computed."""
+    """The deadline or timeout passed, or would have, before the answer; the request was not computed."""
 
 
 class UnavailableError(InferenceError):
     """The server or the model is not ready, or is draining; another replica may answer.
 
     Attributes:
-        retry_after_s: seconds after which it may be ready again; None where that is not known.
+        retry_after_s: seconds after which it may be ready again; None where that is unknown.
     """
 
     def __init__(self, text: str, *, retry_after_s: float | None = None) -> None:
@@ -87,15 +113,15 @@ class UnavailableError(InferenceError):
 
 
 class UnsupportedError(InferenceError):
-    """The protocol has this feature, this server does not."""
+    """A feature of the protocol that this server does not have."""
 
 
 class BackendError(InferenceError):
-    """The model failed while it ran on this request."""
+    """The model failed on this request."""
 
 
 class OutOfMemoryError(InferenceError):
-    """Memory ran out while the model computed one row alone."""
+    """Memory ran out while the model computed a single row."""
 
     def __init__(self) -> None:
         super().__init__("the server's memory does not suffice for this request; try again later, or send smaller tensors")
@@ -103,3 +129,34 @@ class OutOfMemoryError(InferenceError):
 
 class ModelLoadError(Exception):
     """A model, its configuration or the repository cannot be used; the text names the file and what to do."""
+
+
+class InstanceLostError(Exception):
+    """A copy of a model is broken and has to be loaded again; the requests of its batch have no answer."""
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that the device will not compute for this copy again."""
+    # Texts of ours quote names that clients choose.
+    return any(
+        _says(cause, DEVICE_LOST_SIGNS)
+        for cause in _causes(error)
+        if isinstance(cause, BackendError) or not isinstance(cause, InferenceError | ModelLoadError)
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised from, says that memory ran out."""
+    return any(isinstance(cause, MemoryError) or _says(cause, OUT_OF_MEMORY_SIGNS) for cause in _causes(error))
+
+
+def _says(error: BaseException, signs: tuple[str, ...]) -> bool:
+    text = str(error).lower()
+    return any(sign in text for sign in signs)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""The server without a transport: which models there are, whether they are ready, and the way in for requests."""
+"""The server without a transport: the served models, their readiness, and the entry for requests."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from serve.engine.backend import CPU_PROVIDERS
+from serve.engine.batcher import LoopOccupancy
 from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
-from serve.engine.figures.server_figures import ServerFigures
-from serve.engine.instances.company import Company
-from serve.engine.model import Model
+from serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
+from serve.engine.model_statistics import ServerFigures
 from serve.engine.queueing.compute_slots import ComputeSlots
-from serve.engine.repository.version_states import State, VersionStates, VersionStatus, in_order
 from serve.engine.requests import InferRequest
 
 logger = logging.getLogger(__name__)
+
 
 NOT_LOADED = "not loaded; RepositoryModelLoad loads it"
 
 
 class Control(Protocol):
-    """Who loads and unloads models at run time; serve/control/ does."""
+    """Loads and unloads models at run time; implemented in serve/model_control/."""
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model; returns once it serves."""
 
     async def unload(self, name: str) -> None:
-        """Take a model out; returns once what it had taken is answered."""
+        """Take a model out; returns once its accepted requests are answered."""
 
     async def refresh(self) -> None:
-        """Look which models the repository holds."""
+        """Update `loadable` from the repository."""
 
 
 class InferenceCore:
-    """Holds the loaded models. Lives on one event loop.
+    """Holds the loaded models. Used on one event loop only.
 
     Attributes:
-        states: of the versions that are not simply served.
+        states: of versions that are not simply served.
         loadable: models that could be loaded by request.
-        control: loads and unloads at run time; None where what was loaded at the start is all.
-        slots: for the batches of all models on the CPU, to be set before there are models; None lets each run when it wants.
-        on_lost_device: is told what a copy's device said that computes for this process no more; to be set like `slots`.
+        control: loads and unloads at run time; None where only the models of the start are served.
+        slots: for the batches of all models on the CPU, set before there are models; None: no bound.
+        on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
     """
 
     def __init__(self, models: Iterable[Model]) -> None:
@@ -59,17 +59,17 @@ class InferenceCore:
         self.loadable: frozenset[str] = frozenset()
         self.control: Control | None = None
         self.slots: ComputeSlots | None = None
-        self._company = Company()
+        self._occupancy = LoopOccupancy()
         self.on_lost_device: Callable[[str], None] = lambda _: None
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests should be sent here."""
+        """Whether load balancers should send requests here."""
         return not self._retired
 
     @property
     def changed(self) -> asyncio.Event:
-        """Is set when readiness next changes. Take it before reading what may change, so that no change is missed."""
+        """Set at the next change of readiness. Get it before reading the state, so that no change is missed."""
         return self._changed
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -77,17 +77,14 @@ class InferenceCore:
         self._listeners.append(listener)
 
     def off_change(self, listener: Callable[[], None]) -> None:
-        """Call it no more."""
         self._listeners.remove(listener)
-
-    # What is served
 
     def models(self) -> list[Model]:
         """Every served model version, by name and version."""
         return [versions[v] for _, versions in sorted(self._models.items()) for v in sorted(versions)]
 
     def served(self, name: str) -> list[Model]:
-        """The served versions of one model, oldest first; none where there is no such model."""
+        """The served versions of one model, oldest first; empty for an unknown model."""
         versions = self._models.get(name, {})
         return [versions[v] for v in sorted(versions)]
 
@@ -117,7 +114,7 @@ class InferenceCore:
                 f"model version {version!r} is not a number; expected one such as '1', or '' for the latest"
             )
         served = self.versions(name)
-        number = version.lstrip("0") or "0"  # as text: Python reads no numbers of thousands of digits
+        number = version.lstrip("0") or "0"  # compared as text: Python does not parse numbers of thousands of digits
         found = next((m for m in served if str(m.version) == number), None)
         if found is None:
             known = ", ".join(str(m.version) for m in served)
@@ -129,10 +126,10 @@ class InferenceCore:
         return name in self._models or bool(self.states.of(name)) or name in self.loadable
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
-        """Whether requests for a model, or for one version of it, should be sent here.
+        """Whether a model, or one version of it, is ready for requests.
 
         Raises:
-            NotFoundError: nothing is known of it.
+            NotFoundError: an unknown model or version.
             InvalidArgumentError: the version is not a number.
         """
         served, known = self._models.get(name, {}), self.states.of(name)
@@ -144,9 +141,9 @@ class InferenceCore:
         return self.is_ready and any(model.is_ready for model in asked)
 
     def index(self) -> list[VersionStatus]:
-        """Every version that is served, on its way in or out, or was refused, with the reason; and what could be loaded."""
+        """Every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable models."""
         statuses = [
-            VersionStatus(name=name, version="", state=State.UNAVAILABLE, reason=NOT_LOADED)
+            VersionStatus(name=name, version="", state=VersionState.UNAVAILABLE, reason=NOT_LOADED)
             for name in self.loadable - self._models.keys() - self.states.names()
         ]
         for name in self._models.keys() | self.states.names():
@@ -155,12 +152,10 @@ class InferenceCore:
             statuses += [status for version, status in known.items() if version not in served]
             for version in served:
                 reason = known[version].reason if version in known else ""
-                state = State.READY if self.is_ready else State.UNLOADING
+                state = VersionState.READY if self.is_ready else VersionState.UNLOADING
                 reason = reason if self.is_ready else "the server is shutting down"
                 statuses.append(VersionStatus(name=name, version=version, state=state, reason=reason))
         return in_order(statuses)
-
-    # Requests
 
     def submit(self, model: Model, request: InferRequest) -> None:
         """Queue a request.
@@ -175,15 +170,13 @@ class InferenceCore:
             raise refusal
         model.batcher.submit(request)
 
-    # Changes
-
     async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
-        """Load a model from the repository, or reload it; what serves goes on until the new one can take over.
+        """Load a model from the repository, or reload it; a served one serves until the new one takes over.
 
         Args:
             name: of a folder in the repository.
             config: a ModelConfig as JSON to use in place of its config.pbtxt.
-            files: contents of a model folder by path ("1/model.onnx"), to use in place of the repository's; needs `config`.
+            files: contents of a model folder by path ("1/model.onnx"), in place of the repository's; needs `config`.
 
         Raises:
             NotFoundError: the repository has no such model.
@@ -193,7 +186,7 @@ class InferenceCore:
         await self._controlled().load(name, config, files or {})
 
     async def unload(self, name: str) -> None:
-        """Take every version of a model out; returns once what they had taken is answered.
+        """Take every version of a model out; returns once their accepted requests are answered.
 
         Raises:
             NotFoundError: no such model is served.
@@ -202,7 +195,7 @@ class InferenceCore:
         await self._controlled().unload(name)
 
     async def refresh(self) -> None:
-        """Look which models the repository holds, where it may be loaded from by request, so that `index` lists them."""
+        """Update the list of loadable models from the repository, for `index`."""
         if self.control is not None:
             await self.control.refresh()
 
@@ -210,7 +203,7 @@ class InferenceCore:
         """Serve exactly these versions of a model from now on.
 
         Returns:
-            Tasks that end when a version which is not served any more has answered what it had taken.
+            Tasks that end when a version that is no longer served has answered its accepted requests.
         """
         before = self._models.pop(name, {})
         if models:
@@ -218,10 +211,10 @@ class InferenceCore:
         for model in models:
             if model in before.values():
                 continue
-            self.states.clear(name, model.version, State.LOADING, State.UNAVAILABLE, State.UNLOADING)
+            self.states.clear(name, model.version, VersionState.LOADING, VersionState.UNAVAILABLE, VersionState.UNLOADING)
             for instance in model.batcher.instances:
                 instance.on_lost_device = self.on_lost_device
-            model.batcher.company = self._company
+            model.batcher.occupancy = self._occupancy
             if self.slots is not None and model.provider in CPU_PROVIDERS:
                 model.batcher.compete(self.slots)
             elif model.limits.compute_weight != 1:
@@ -233,25 +226,25 @@ class InferenceCore:
         return leaving
 
     def notify(self) -> None:
-        """Tell everyone who listens that something has changed."""
+        """Call the listeners of changes."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:
             listener()
 
     def retire(self) -> None:
-        """Say that no requests should be sent here any more; those that come all the same are still taken."""
+        """Become not ready; requests that still arrive are taken."""
         if not self._retired:
             self._retired = True
             self.notify()
 
     def wait_for(self, task: asyncio.Task[None]) -> None:
-        """Have `drain` wait for what is done with answers after their models have given them."""
+        """Have `drain` wait for a task that uses answers after their models have given them."""
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
 
     async def drain(self) -> None:
-        """Stop taking requests and finish those that were taken."""
+        """Refuse new requests and finish the accepted ones."""
         self._draining = True
         self.retire()
         await asyncio.gather(*(_end(model) for model in self.models()), *self._leaving.values())
@@ -260,15 +253,15 @@ class InferenceCore:
     def _let_go(self, model: Model) -> asyncio.Task[None]:
         version = str(model.version)
         if version not in {str(number) for number in self._models.get(model.name, {})}:
-            self.states.set(model.name, version, State.UNLOADING)
+            self.states.set(model.name, version, VersionState.UNLOADING)
         task = asyncio.get_running_loop().create_task(_end(model))
         self._leaving[model] = task
 
         def left(_: asyncio.Task[None]) -> None:
             self._leaving.pop(model, None)
             status = self.states.of(model.name).get(version)
-            if status is not None and status.state is State.UNLOADING:
-                self.states.set(model.name, version, State.UNAVAILABLE, "unloaded")
+            if status is not None and status.state is VersionState.UNLOADING:
+                self.states.set(model.name, version, VersionState.UNAVAILABLE, "unloaded")
                 self.notify()
 
         task.add_done_callback(left)
@@ -283,7 +276,7 @@ class InferenceCore:
 
     def _not_served(self, name: str) -> NotFoundError | UnavailableError:
         known = self.states.of(name)
-        if any(status.state is State.LOADING for status in known.values()):
+        if any(status.state is VersionState.LOADING for status in known.values()):
             return UnavailableError(f"model {name!r} is being loaded; send the request again in a moment")
         if self.knows(name):
             return NotFoundError(f"model {name!r} is not served now; RepositoryIndex says why")
@@ -291,7 +284,71 @@ class InferenceCore:
 
 
 async def _end(model: Model) -> None:
-    """Let a model answer what it has taken, and stop what it does beside."""
+    """Let a model answer its accepted requests, and stop its guard."""
     await model.batcher.drain()
     if model.guard is not None:
         model.guard.stop()
+
+
+class RestrictedCore(InferenceCore):
+    """View restricted to permitted models: of all others it answers like a core without them.
+
+    It is such a core, one without models, and hands on what concerns visible models: a method that is not overridden here finds
+    none.
+    """
+
+    def __init__(self, core: InferenceCore, may_see: Callable[[str], bool]) -> None:
+        super().__init__([])
+        self._core = core
+        self._may_see = may_see
+        self.figures = core.figures
+        core.on_change(self.notify)
+
+    def close(self) -> None:
+        """Hide all models, and tell the view's listeners so."""
+        self._core.off_change(self.notify)
+        self._may_see = lambda _: False
+        self.notify()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._core.is_ready
+
+    def models(self) -> list[Model]:
+        return [model for model in self._core.models() if self._may_see(model.name)]
+
+    def served(self, name: str) -> list[Model]:
+        return self._core.served(name) if self._may_see(name) else []
+
+    def versions(self, name: str) -> list[Model]:
+        return self._core.versions(name) if self._may_see(name) else super().versions(name)
+
+    def knows(self, name: str) -> bool:
+        return self._may_see(name) and self._core.knows(name)
+
+    def is_model_ready(self, name: str, version: str = "") -> bool:
+        if self._may_see(name):
+            return self._core.is_model_ready(name, version)
+        return super().is_model_ready(name, version)
+
+    def index(self) -> list[VersionStatus]:
+        return [status for status in self._core.index() if self._may_see(status.name)]
+
+    def submit(self, model: Model, request: InferRequest) -> None:
+        self._core.submit(model, request)
+
+    def wait_for(self, task: asyncio.Task[None]) -> None:
+        self._core.wait_for(task)
+
+    async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+        if not self._may_see(name):
+            raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+        await self._core.load(name, config, files)
+
+    async def unload(self, name: str) -> None:
+        if not self._may_see(name):
+            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+        await self._core.unload(name)
+
+    async def refresh(self) -> None:
+        await self._core.refresh()

@@ -1,23 +1,83 @@
-"""One served version of a model: its interface, its configuration, its batcher and its counters."""
+"""A served model version, and the states that versions go through."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import Backend, ModelInterface
 from serve.engine.batcher import Batcher
-from serve.engine.configuration.own_parameters import own_parameter
-from serve.engine.configuration.queue_policy import queue_policy
-from serve.engine.figures.statistics import Statistics
-from serve.engine.instances.instance import Instance
-from serve.engine.instances.supervision import Supervision
+from serve.engine.config.batching import queue_policy
+from serve.engine.config.parameters import own_parameter
+from serve.engine.execution.batch_invariance import BatchInvariance
+from serve.engine.execution.instance import Instance, Supervision
+from serve.engine.model_statistics import Statistics
 from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.queueing.batch_limits import BatchLimits
-from serve.engine.queueing.joining import Joining
+from serve.engine.queueing.pace import BatchLimits
 from serve.engine.tensors import TensorSpec
+
+
+class VersionState(StrEnum):
+    """A version's state, in Triton's words."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionStatus:
+    """One line of the repository index.
+
+    Attributes:
+        name: the model's.
+        version: its number; "" for a model without a version that could be served.
+        state: now.
+        reason: why, where it is not simply ready.
+    """
+
+    name: str
+    version: str
+    state: VersionState
+    reason: str = ""
+
+
+class VersionStates:
+    """States beyond the table of served models: versions that are being loaded or unloaded, or were refused."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, dict[str, VersionStatus]] = {}
+
+    def of(self, name: str) -> dict[str, VersionStatus]:
+        """The remembered states of one model, by version."""
+        return self._by_name.get(name, {})
+
+    def names(self) -> set[str]:
+        """The models with remembered states."""
+        return set(self._by_name)
+
+    def set(self, name: str, version: int | str, state: VersionState, reason: str = "") -> None:
+        number = str(version)
+        status = VersionStatus(name=name, version=number, state=state, reason=reason)
+        self._by_name.setdefault(name, {})[number] = status
+
+    def clear(self, name: str, version: int | str, *states: VersionState) -> None:
+        """Forget one version, if it is in one of these states."""
+        known = self._by_name.get(name, {})
+        status = known.get(str(version))
+        if status is not None and status.state in states:
+            del known[str(version)]
+            if not known:
+                del self._by_name[name]
+
+
+def in_order(statuses: list[VersionStatus]) -> list[VersionStatus]:
+    """Sorted by name and version, versions as numbers."""
+    return sorted(statuses, key=lambda s: (s.name, int(s.version) if s.version.isdigit() else 0))
 
 
 @dataclass(eq=False)
@@ -31,12 +91,12 @@ class Model:
         config: completed.
         backends: the loaded copies.
         limits: the batching policy.
-        labels: names of the classes of an output, by the output's name.
+        labels: class names of an output, by the output's name.
         path: the model file.
-        guard: looks at what the model answers; None does not.
-        reload: loads the copy of a number anew; None where that cannot be done.
-        short_s: seconds that short batches take, by their rows, as far as that is known; see `ShortBatches`.
-        joining: whether requests may share batches; None where there are no rows to share.
+        guard: checks the model's outputs; None does not.
+        reload: loads the copy of a number again; None where that cannot be done.
+        short_s: seconds that short batches take, by their rows, as far as known; see `ShortBatches`.
+        invariance: whether requests may share batches; None where there are no rows to share.
     """
 
     name: str
@@ -50,7 +110,7 @@ class Model:
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
-    joining: Joining | None = None
+    invariance: BatchInvariance | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -61,7 +121,7 @@ class Model:
             label=f"{self.name}/{self.version}",
             guard=self.guard,
             padded_sizes=self.limits.padded_rows,
-            joining=self.joining,
+            invariance=self.invariance,
             reload=self.reload,
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
             open_ended=self.interface.open_ended,
@@ -69,25 +129,25 @@ class Model:
         instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
         limits, statistics = self.limits, self.statistics
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
-        self.batcher = Batcher(instances, limits, statistics, self.short_s, self.joining, is_steady=steady)
+        self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady)
 
     @property
     def max_batch_size(self) -> int:
-        """Rows one request may bring; 0 for a model without a batch dimension."""
+        """Rows that one request may bring; 0 for a model without a batch dimension."""
         return self.config.max_batch_size
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are likely to be answered: a copy is up, and the guard has nothing against it."""
+        """Whether requests are likely to be answered: a copy is up, and the guard does not block."""
         up = any(instance.is_up for instance in self.batcher.instances)
         return up and (self.guard is None or not self.guard.blocks_readiness)
 
     @property
     def provider(self) -> str:
-        """Where it really computes."""
+        """See `Backend.provider`."""
         return self.backends[0].provider
 
     @property
     def precision(self) -> str:
-        """What it computes in."""
+        """See `Backend.precision`."""
         return self.backends[0].precision

@@ -1,40 +1,258 @@
-"""One inference request on its way through the engine."""
+"""An inference request: its inputs as the client sent them, its deadline and priority, and the answer it gets."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from serve.engine.errors import InferenceError
-from serve.engine.tensors import Tensors
+from serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
+
+
+# Up to this size the whole batch is converted to bytes at once, and each answer is a slice of them.
+CUT_BYTES = 65_536
+
+
+class BatchOutputs:
+    """All outputs of one batch."""
+
+    __slots__ = ("_raw", "arrays", "row_shapes")
+
+    def __init__(self, arrays: Tensors) -> None:
+        self.arrays = arrays
+        self.row_shapes = tuple(array.shape[1:] for array in arrays.values())
+        self._raw: dict[str, bytes] = {}
+
+    def raw(self, name: str) -> bytes:
+        """All elements of one output as bytes, row-major."""
+        raw = self._raw.get(name)
+        if raw is None:
+            raw = self._raw[name] = self.arrays[name].tobytes()
+        return raw
+
+
+class Answer(Mapping[str, Array]):
+    """The rows of one request in a batch's outputs, by the names of the outputs that it wants."""
+
+    __slots__ = ("_end", "_names", "_start", "batch")
+
+    def __init__(self, batch: BatchOutputs, names: tuple[str, ...], start: int, end: int) -> None:
+        """Rows `start` to `end` (exclusive) of a batch with a batch dimension."""
+        self.batch = batch
+        self._names = names
+        self._start = start
+        self._end = end
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._names:
+            raise KeyError(name)
+        return self.batch.arrays[name][self._start : self._end]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def raw(self, name: str, row_bytes: int) -> bytes:
+        """One output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
+        array = self.batch.arrays[name]
+        if array.nbytes > CUT_BYTES:
+            return np.ascontiguousarray(array[self._start : self._end]).tobytes()
+        return self.batch.raw(name)[self._start * row_bytes : self._end * row_bytes]
+
+
+class RemarkedAnswer(dict[str, Array]):
+    """An answer with response parameters.
+
+    Attributes:
+        parameters: of the response, such as halfserve.precision.
+    """
+
+    def __init__(self, outputs: Tensors, parameters: Mapping[str, str]) -> None:
+        super().__init__(outputs)
+        self.parameters = parameters
+
+
+# Fills a view with the bytes of one input, from outside the request.
+Reader = Callable[[memoryview], None]
+Readers = tuple[Reader | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RawInput:
+    """How to read the bytes of one input.
+
+    Attributes:
+        name: of the model's input.
+        dtype: of its elements, little-endian.
+        shape: as the model takes it.
+        elements: product of the shape.
+        size: in bytes.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    elements: int
+    size: int
+
+
+@dataclass(frozen=True)
+class RawLayout:
+    """How to read the bytes of a request's inputs.
+
+    Attributes:
+        inputs: in the order of the request.
+    """
+
+    inputs: tuple[RawInput, ...]
+    places: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {entry.name: place for place, entry in enumerate(self.inputs)})
+
+
+class RawInputs(Mapping[str, Array]):
+    """A request's inputs by name, still bytes: a batch joins them as they are; arrays are views, or copies of shared memory."""
+
+    __slots__ = ("_data", "_offsets", "_readers", "layout")
+
+    def __init__(
+        self, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...], readers: Readers | None = None
+    ) -> None:
+        """Inputs that have been checked against their layout.
+
+        Args:
+            layout: of the bytes.
+            data: the whole request.
+            offsets: where each input begins in it, in the layout's order.
+            readers: for each input, None or what fetches its bytes from outside the request; None for all where no input has
+                one.
+        """
+        self.layout = layout
+        self._data = data
+        self._offsets = offsets
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Array:
+        place = self.layout.places[name]
+        entry = self.layout.inputs[place]
+        reader = None if self._readers is None else self._readers[place]
+        if reader is None:
+            return np.frombuffer(self._data, entry.dtype, entry.elements, self._offsets[place]).reshape(entry.shape)
+        array = np.empty(entry.size, np.uint8)
+        reader(array.data)
+        return array.view(entry.dtype).reshape(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.inputs)
+
+    def size(self, name: str) -> int:
+        return self.layout.inputs[self.layout.places[name]].size
+
+    def has_aligned(self, name: str) -> bool:
+        """Whether an input's bytes lie in the request, at an address that is aligned for its dtype."""
+        place = self.layout.places[name]
+        if self._readers is not None and self._readers[place] is not None:
+            return False
+        return self[name].flags.aligned
+
+    def piece(self, name: str) -> bytes | memoryview:
+        """The bytes of one small input."""
+        place = self.layout.places[name]
+        if self._readers is not None and self._readers[place] is not None:
+            return self[name].tobytes()
+        start = self._offsets[place]
+        return self._data[start : start + self.layout.inputs[place].size]
+
+    def copy_into(self, name: str, target: memoryview) -> None:
+        """Copy one input's bytes into `target`.
+
+        Raises:
+            InferenceError: they cannot be fetched.
+        """
+        place = self.layout.places[name]
+        reader = None if self._readers is None else self._readers[place]
+        if reader is not None:
+            reader(target)
+        else:
+            start = self._offsets[place]
+            target[:] = memoryview(self._data)[start : start + len(target)]
+
+
+@dataclass(frozen=True, slots=True)
+class LateArray:
+    """An input that is still to be parsed.
+
+    Attributes:
+        shape: as the model takes it.
+        read: returns the elements, in any shape; raises an InferenceError where they are not what the request declares.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+
+
+class LateInputs(Mapping[str, Array]):
+    """A request's inputs by name, where some have many elements that are parsed one by one: on the thread that computes, not on
+    the event loop. Parsed elements are not kept, so that they are freed on that thread.
+    """
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, arrays: Mapping[str, Array | LateArray]) -> None:
+        self._arrays = arrays
+
+    def __getitem__(self, name: str) -> Array:
+        """One input.
+
+        Raises:
+            InferenceError: the elements are not what the request declares.
+        """
+        array = self._arrays[name]
+        return array.read().reshape(array.shape) if isinstance(array, LateArray) else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
 
 Done = Callable[[Tensors | InferenceError], None]
 
 
 @dataclass(slots=True, eq=False)
 class InferRequest:
-    """A checked request. It carries its callback, so that no table of waiting futures is needed.
+    """A checked request. It carries its callback, so that no table of pending futures is needed.
 
     Attributes:
         inputs: arrays that fit the model's specifications, all with the same number of rows.
-        outputs: names of the outputs the client wants, in its order.
+        outputs: names of the wanted outputs, in the client's order.
         rows: size of the batch dimension; 1 for a model without one.
         bucket: requests with equal buckets can share a batch.
-        deadline: when its answer must be there, on time.monotonic()'s clock, in seconds; None whenever it is done.
+        deadline: when its answer must be there, in seconds on time.monotonic()'s clock; None: no deadline.
         priority: its level, 0 the most urgent.
-        patience: on the same clock: when it is to stand behind all others; None never.
-        leave_by: on the same clock: when it must have left the queue for an instance; None waits for ever.
+        patience: on the same clock: when it goes behind the other requests of its level; None never.
+        leave_by: on the same clock: when it must have left the queue for an instance; None: no timeout.
         done: called once on the event loop with the outputs or the error, unless the request was cancelled.
         arrived_ns: time.monotonic_ns() of the arrival.
         size: bytes it holds until it is computed, or is going to read from shared memory then.
-        cancelled: the client has gone; nobody waits for the answer.
+        cancelled: the client has gone; the answer is dropped.
         replayed: its copy of the model broke, and it was queued once more.
-        line: the queue's own mark, where the request waits.
-        response_parameters: what the answer says of itself beside its outputs; None for nothing.
+        line: set by the queue: the line in which the request waits.
+        response_parameters: of the answer; None for none.
     """
 
     inputs: Tensors
@@ -54,7 +272,7 @@ class InferRequest:
     response_parameters: dict[str, str] | None = None
 
     def finish(self, result: Tensors | InferenceError) -> None:
-        """Hand the result to whoever still waits for it. What goes wrong there stays there: batch-mates are answered too."""
+        """Deliver the result, unless cancelled. An error in the callback is logged: it must not affect batch-mates."""
         if self.cancelled:
             return
         try:

@@ -1,4 +1,4 @@
-"""What a model's inputs and outputs look like, and whether a given shape fits."""
+"""Specifications of a model's inputs and outputs, and whether a given shape fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Tensors: TypeAlias = Mapping[str, Array]
 
 ANY_SIZE = -1
-MAX_SHOWN = 16  # sizes that a text quotes; a client's shape may have millions
+MAX_SHOWN = 16  # sizes that an error text quotes; a client's shape may have millions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class TensorSpec:
 
     Attributes:
         name: as in the ONNX graph.
-        datatype: what the client sends or gets. What the backend computes in may be wider.
+        datatype: on the wire. The backend may compute in a wider one.
         shape: sizes, with the batch dimension first where the model has one; -1 where any size is taken.
         model_shape: the model's own shape, where the configuration has clients use another one (`reshape`).
     """
@@ -35,7 +35,7 @@ class TensorSpec:
     model_shape: tuple[int, ...] | None = None
 
     def shape_for_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The model's own shape for a client's one that fits."""
+        """The model's own shape for a client's shape that fits."""
         if self.model_shape is None:
             return shape
         known = math.prod(size for size in self.model_shape if size != ANY_SIZE)
@@ -47,7 +47,7 @@ class TensorSpec:
         return array if self.model_shape is None else array.reshape(self.model_shape)
 
     def to_client(self, array: Array) -> Array:
-        """The model's array in the shape that clients use."""
+        """The model's array in the clients' shape."""
         return array if self.model_shape is None else array.reshape(self.shape)
 
     def mismatch(self, shape: Sequence[int]) -> str | None:

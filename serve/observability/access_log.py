@@ -11,8 +11,8 @@ import time
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
-from serve.engine.figures.statistics import BatchTimes
 from serve.engine.model import Model
+from serve.engine.model_statistics import BatchTimes
 from serve.observability.exchange import MAX_TEXT, Caller, Exchange, told
 from serve.observability.outbox import Outbox
 from serve.observability.trace_context import TraceContext

@@ -8,7 +8,7 @@ from itertools import accumulate
 from prometheus_client.metrics_core import Metric
 
 from serve.engine.model import Model
-from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
+from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from serve.observability.text_format import number
 from serve.observability.triton_metrics import labels_of
 

@@ -15,11 +15,9 @@ from serve.engine.errors import (
     QueueFullError,
     UnavailableError,
 )
-from serve.engine.figures.histograms import EDGES_NS, Histogram
-from serve.engine.figures.statistics import CANCELLED, zeros
-from serve.engine.model import Model
-from serve.engine.precision_guard.texts import NonFiniteError
-from serve.engine.repository.version_states import State, VersionStatus
+from serve.engine.model import Model, VersionState, VersionStatus
+from serve.engine.model_statistics import CANCELLED, EDGES_NS, Histogram, zeros
+from serve.engine.precision_guard.guard import NonFiniteError
 from serve.observability.text_format import number
 from serve.observability.triton_metrics import labels_of
 
@@ -50,7 +48,7 @@ def state_metric(statuses: Sequence[VersionStatus]) -> Metric:
     """1 for the state that each model version is in, 0 for the others."""
     metric = Metric("halfserve_model_state", "1 for the state that a model version is in", "gauge")
     for status in statuses:
-        for state in State:
+        for state in VersionState:
             labels = {"model": status.name, "version": status.version, "state": state.value}
             metric.add_sample(metric.name, labels, int(state is status.state))
     return metric

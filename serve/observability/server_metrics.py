@@ -21,8 +21,7 @@ from serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from serve.engine.figures.server_figures import ServerFigures
-from serve.engine.figures.statistics import zeros
+from serve.engine.model_statistics import ServerFigures, zeros
 
 # Figures that other rooms tell when they are asked: (type, name, text).
 READINGS = {

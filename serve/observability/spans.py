@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from serve.engine.figures.statistics import BatchTimes
+from serve.engine.model_statistics import BatchTimes
 from serve.observability.tracer import TraceRecord
 
 INTERNAL, SERVER = "INTERNAL", "SERVER"

@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from serve.engine.figures.statistics import BatchTimes
+from serve.engine.model_statistics import BatchTimes
 from serve.observability.exchange import MAX_TEXT, Exchange, told
 from serve.observability.outbox import Outbox
 from serve.observability.trace_context import TraceContext

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.metrics_core import Metric
 
-from serve.engine.figures.statistics import CANCELLED, Totals
 from serve.engine.model import Model
+from serve.engine.model_statistics import CANCELLED, Totals
 
 # Triton knows four reasons: what was not computed on purpose, what nobody waited for, what the model failed on, and the rest.
 REASONS = {

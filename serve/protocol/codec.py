@@ -12,10 +12,9 @@ import numpy as np
 
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferRequest
-from serve.engine.batches.late_inputs import LateArray, LateInputs
-from serve.engine.batches.raw_inputs import RawInput, RawLayout
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
+from serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
 from serve.engine.tensors import Array, Tensors, TensorSpec
 from serve.protocol.raw_tensors import from_raw
 from serve.protocol.shared_memory import MAX_BYTES, Place, SharedMemory

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDeviceMemory, cuda_driver
-from serve.engine.device_faults import is_device_lost
-from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Protocol
 
 from protos.inference_pb2 import ModelInferRequest
-from serve.engine.batches.raw_inputs import RawInputs, RawLayout
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.engine.requests import Done, InferRequest
+from serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
 from serve.engine.tensors import Tensors
 from serve.protocol.codec import decode_inputs, input_places, raw_layout
 from serve.protocol.infer_wire import cut_request

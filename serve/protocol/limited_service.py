@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
 from serve.engine.errors import PermissionDeniedError
-from serve.engine.visible_core import VisibleCore
+from serve.engine.inference_core import RestrictedCore
 from serve.protocol.service import SERVICE, Service, UnaryMethod
 
 FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
@@ -30,7 +30,7 @@ class LimitedService(Service):
             whole: knows all models.
             may_use: whether a model is visible, by its name.
         """
-        self._view = VisibleCore(whole.core, may_use)
+        self._view = RestrictedCore(whole.core, may_use)
         super().__init__(self._view, server_version=whole.server_version, beside=whole)
         for name in ("TraceSetting", "LogSettings"):
             path = f"/{SERVICE}/{name}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from protos import inference_pb2 as pb
-from serve.engine.figures.statistics import Duration
 from serve.engine.model import Model
+from serve.engine.model_statistics import Duration
 from serve.engine.tensors import TensorSpec
 
 TensorMetadata = pb.ModelMetadataResponse.TensorMetadata

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from protos import inference_pb2 as pb
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.repository.version_states import State
+from serve.engine.model import VersionState
 
 M = TypeVar("M", bound=Message)
 Answer = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
@@ -42,7 +42,7 @@ class RepositoryRpcs:
         entries = [
             pb.RepositoryIndexResponse.ModelIndex(name=s.name, version=s.version, state=s.state.value, reason=s.reason)
             for s in self._core.index()
-            if s.state is State.READY or not request.ready
+            if s.state is VersionState.READY or not request.ready
         ]
         return pb.RepositoryIndexResponse(models=entries)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from serve.engine.batches.raw_inputs import RawLayout
-from serve.engine.configuration.queue_policy import Turn
+from serve.engine.config.batching import Turn
 from serve.engine.model import Model
+from serve.engine.requests import RawLayout
 from serve.engine.tensors import Tensors
 from serve.protocol.infer_wire import CutRequest
 from serve.protocol.placed_responses import PlacedResponses

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos.inference_pb2 import ModelInferResponse
-from serve.engine.batches.answer import Answer
 from serve.engine.model import Model
+from serve.engine.requests import Answer
 from serve.engine.tensors import Tensors
 from serve.protocol.infer_wire import put_id, put_response, raw_tag
 from serve.protocol.raw_tensors import to_raw

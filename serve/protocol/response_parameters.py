@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.inference_pb2 import ModelInferResponse
-from serve.engine.batches.answer import RemarkedAnswer
+from serve.engine.requests import RemarkedAnswer
 from serve.engine.tensors import Tensors
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
@@ -16,7 +16,7 @@ from tests.serve.running_server import RunningServer, running_server
 
 
 def load_repository(repository: Path) -> list[Model]:
-    placement = Placement(use_gpu=False, threads=1)
+    placement = DevicePlacement(use_gpu=False, threads=1)
     return [load_model(files, OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
 
 

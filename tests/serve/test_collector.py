@@ -13,7 +13,7 @@ import pytest
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.collector import NEW_OBJECTS, seldom_collecting
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.server import Ready, ServerOptions, serve
 from serve.transports.choice import TransportName
 from tests.models import save_mlp
@@ -51,7 +51,7 @@ def test_an_error_leaves_the_collector_as_it_was() -> None:
 def test_only_the_transport_that_leaves_no_circles_has_it_look_seldom(
     tmp_path: Path, transport: TransportName, is_seldom: bool
 ) -> None:
-    placement = Placement(use_gpu=False, threads=1)
+    placement = DevicePlacement(use_gpu=False, threads=1)
     options = ServerOptions(
         path=save_mlp(tmp_path / "mlp.onnx"), grpc_port=0, placement=placement, http=None, transport=transport
     )

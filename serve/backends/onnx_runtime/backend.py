@@ -22,7 +22,7 @@ from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
 from serve.backends.onnx_runtime.session import CPU, OpenSession, SessionOpener
 from serve.backends.onnx_runtime.session_settings import read_settings
 from serve.backends.runtime_errors import reason_of
-from serve.engine.backend import ModelInterface, Placement
+from serve.engine.backend import DevicePlacement, ModelInterface
 from serve.engine.errors import BackendError, InvalidArgumentError
 from serve.engine.tensors import Array, Tensors
 
@@ -56,7 +56,9 @@ class OnnxRuntime:
         """
         return read_interface(path)
 
-    def load(self, path: Path, interface: ModelInterface, placement: Placement, config: ModelConfig) -> OnnxRuntimeBackend:
+    def load(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
+    ) -> OnnxRuntimeBackend:
         """Load one copy, on the CUDA device where there is one and it may be used, and on the CPU otherwise.
 
         Where the model had to be optimized less than is usual, the configuration's parameters say so afterwards.

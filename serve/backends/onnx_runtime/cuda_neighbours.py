@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from serve.engine.batches.assembly import lock_buffers
 from serve.engine.cuda_driver import CudaError, cuda_driver
+from serve.engine.execution.batch import lock_buffers
 
 
 class Turns:

@@ -15,8 +15,8 @@ from onnx import TensorProto
 
 from protos.onnx_tensors import all_tensors
 from serve.backends.onnx_runtime.type_attributes import nodes_below
+from serve.engine.disk_files import open_regular, require_regular
 from serve.engine.errors import ModelLoadError
-from serve.engine.regular_files import open_regular, require_regular
 
 ENGINE = "EPContext"
 IN_MEMORY = "_ORT_MEM_ADDR_"  # of a location by which ONNX Runtime means an address in its own process

@@ -15,8 +15,8 @@ from onnx import TensorProto
 
 from serve.backends.onnx_runtime.external_data import data_files
 from serve.backends.onnx_runtime.onnx_outline import LARGE_BYTES, Outline, Place, read_outline
+from serve.engine.disk_files import open_regular
 from serve.engine.errors import ModelLoadError
-from serve.engine.regular_files import open_regular
 
 # Smaller files are parsed as a whole, which takes a millisecond: as long as to walk through a graph of a hundred nodes.
 SMALL_FILE_BYTES = 1 << 22

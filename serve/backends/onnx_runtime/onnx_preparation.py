@@ -15,8 +15,8 @@ from serve.backends.onnx_runtime.external_data import require_no_engine, take_in
 from serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx
 from serve.backends.onnx_runtime.upcast import HALF_TYPES, half_types, upcast_to_fp32
 from serve.backends.onnx_runtime.weight_file import large_weights_bytes, move_weights
+from serve.engine.disk_files import temporary_folder
 from serve.engine.errors import ModelLoadError
-from serve.engine.repository.temporary_folders import temporary_folder
 
 # From here on weights go to the runtime through a file; see weight_file.
 INLINE_BYTES = 1 << 18

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.configuration.own_parameters import own_parameter
+from serve.engine.config.parameters import own_parameter
 from serve.engine.errors import ModelLoadError
 
 KEY = "halfserve.optimization_level"

@@ -27,11 +27,10 @@ from serve.backends.onnx_runtime.probe.probe_child import FORMAT_ENTRY
 from serve.backends.onnx_runtime.session_settings import SessionSettings
 from serve.backends.onnx_runtime.thread_choice import is_quick, may_be_quick
 from serve.backends.runtime_errors import is_about_an_option, reason_of
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
+from serve.engine.background_threads import pause
 from serve.engine.cuda_driver import device_count
-from serve.engine.device_faults import is_device_lost
-from serve.engine.errors import ModelLoadError
-from serve.engine.pauses import pause
+from serve.engine.errors import ModelLoadError, is_device_lost
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class SessionOpener:
     """
 
     path: Path
-    placement: Placement
+    placement: DevicePlacement
     settings: SessionSettings = field(default_factory=SessionSettings)
     probe: CrashProbe | None = None
     rows: int | None = None
@@ -225,7 +224,7 @@ class SessionOpener:
         return options
 
 
-def _why_no_device(placement: Placement) -> str | None:
+def _why_no_device(placement: DevicePlacement) -> str | None:
     if CUDA not in ort.get_available_providers():
         return "this ONNX Runtime is built without CUDA"
     devices = device_count()

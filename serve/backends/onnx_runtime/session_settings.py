@@ -10,7 +10,7 @@ from pathlib import Path
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.accelerators import Accelerators, read_accelerators
 from serve.backends.onnx_runtime.optimization_level import OptimizationLevel, declared_level
-from serve.engine.configuration.own_parameters import own_parameter
+from serve.engine.config.parameters import own_parameter
 from serve.engine.errors import ModelLoadError
 
 # https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html: handed on as they are.

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from serve.backends.cores import fewer_cores
 from serve.backends.onnx_runtime.probe.probe_child import ones
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 
 QUICK_S = 200e-6
 QUICK_BYTES = 1 << 26  # of inputs: no memory delivers more in that time, and a batch of millions of rows may not fit into it
@@ -24,7 +24,7 @@ RUNS = 5
 SMALL_FILE_BYTES = 4 << 20
 
 
-def may_be_quick(path: Path, placement: Placement) -> bool:
+def may_be_quick(path: Path, placement: DevicePlacement) -> bool:
     """Whether it is worth a trial: the number of threads is open, there are several to have, and the file is small."""
     return placement.threads == 0 and (fewer_cores() or os.cpu_count() or 1) > 1 and path.stat().st_size <= SMALL_FILE_BYTES
 

@@ -1,1 +1,1 @@
-"""Watches a model's numbers while it serves: values that are not finite, and the distance from its fp32 twin."""
+"""Check a model's numbers while it serves: non-finite values, and the drift from its fp32 twin."""

@@ -1,32 +1,54 @@
-"""Looks at what a model answered, between the computation and the answers."""
+"""Check a model's outputs between the computation and the answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate
 from operator import and_, or_
 
-from serve.engine.errors import InferenceError
-from serve.engine.precision_guard.counters import GuardCounters, GuardEvent
-from serve.engine.precision_guard.fallback import Fallback
+from serve.engine.errors import BackendError, InferenceError
 from serve.engine.precision_guard.non_finite import bad_stretches, check_of, count_non_finite, has_non_finite
-from serve.engine.precision_guard.parts import Part, parts
-from serve.engine.precision_guard.settings import Policy
-from serve.engine.precision_guard.shadow import Shadow
-from serve.engine.precision_guard.tally import Tally
-from serve.engine.precision_guard.texts import NonFiniteError, what_is_bad
+from serve.engine.precision_guard.tally import GuardCounters, GuardEvent, Tally
+from serve.engine.precision_guard.twin import Fallback, Part, Shadow, parts
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors, TensorSpec
 
+ADVICE = "send inputs of the size that the model was verified with, or serve it with the guard's policy 'fallback'"
+
+
+class GuardPolicy(StrEnum):
+    """What happens to a request with non-finite outputs although its inputs are finite."""
+
+    OFF = "off"
+    COUNT = "count"
+    REJECT = "reject"
+    FALLBACK = "fallback"
+
+
+class NonFiniteError(BackendError):
+    """An answer held NaN or infinities although the request's inputs did not, and the guard's policy rejects it."""
+
+    def __init__(self, what: str, trouble: str = ADVICE) -> None:
+        super().__init__(f"{what}, though every input is finite; {trouble}")
+
+
+def what_is_bad(counts: Mapping[str, int], outputs: Tensors, part: Part) -> str:
+    """A part of a sentence: "output 'y' holds 3 values of 10 that are NaN or infinite"."""
+    return " and ".join(
+        f"output {name!r} holds {count} of {outputs[name][part].size} values that are NaN or infinite"
+        for name, count in counts.items()
+    )
+
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardVerdict:
     """What is to change in a batch.
 
     Attributes:
-        outputs: to answer from, in the place of the model's.
-        rejected: requests that get an error instead, by their place in the batch.
+        outputs: to answer from, in place of the model's.
+        rejected: errors of requests, by their place in the batch.
     """
 
     outputs: Tensors
@@ -41,7 +63,7 @@ class PrecisionGuard:
         outputs: Sequence[TensorSpec],
         tally: Tally,
         *,
-        policy: Policy,
+        policy: GuardPolicy,
         batched: bool,
         fallback: Fallback | None = None,
         shadow: Shadow | None = None,
@@ -50,9 +72,9 @@ class PrecisionGuard:
         """A guard.
 
         Args:
-            outputs: of the model, with the datatypes that `after` sees.
-            tally: where everything is counted.
-            policy: for answers that are not finite.
+            outputs: of the model, with the datatypes that `after` gets.
+            tally: counts everything.
+            policy: for non-finite answers.
             batched: the model has a batch dimension.
             fallback: answers in fp32; needed for that policy.
             shadow: compares samples with the fp32 twin.
@@ -74,15 +96,14 @@ class PrecisionGuard:
 
     @property
     def blocks_readiness(self) -> bool:
-        """The model is degraded, and its configuration says that it is not ready then."""
+        """The model is degraded, and its configuration makes it not ready then."""
         return self._degraded_not_ready and self._tally.degraded
 
     def counters(self) -> GuardCounters:
-        """All counters as they are now."""
         return self._tally.counters()
 
     def recent_events(self) -> list[GuardEvent]:
-        """The latest hundred events, newest first."""
+        """The latest events, newest first."""
         return self._tally.recent_events()
 
     def stop(self) -> None:
@@ -90,17 +111,8 @@ class PrecisionGuard:
         if self._shadow is not None:
             self._shadow.stop()
 
-    def after(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> Verdict | None:
-        """Look at a batch that was computed.
-
-        Args:
-            requests: of the batch, in the order of their rows.
-            inputs: that the model got, by name; rows beyond the requests' are padding.
-            outputs: that it gave, in the interface's dtypes.
-
-        Returns:
-            What is to change; None where the answers can go out as they are.
-        """
+    def after(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> GuardVerdict | None:
+        """Check a computed batch, whose inputs may end in padding; None where the answers can go out as they are."""
         shadow = self._shadow
         if shadow is not None:
             shadow.until -= len(requests)
@@ -111,35 +123,35 @@ class PrecisionGuard:
                 return self._judge(requests, inputs, outputs)
         return None
 
-    def _judge(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> Verdict | None:
-        # perf_analyzer sends random bytes, so that nearly every request of its is here and must cost little.
+    def _judge(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> GuardVerdict | None:
+        # perf_analyzer sends random bytes: nearly all of its requests come here, and must cost little.
         places = list(parts(requests, inputs, batched=self._batched))
         if len(requests) == 1 and _from_inputs(inputs, places[0]):
             self._tally.bad_inputs({name: 1 for name, is_bad in self._checks if is_bad(outputs[name])})
             return None
-        # One that was computed alone has finite inputs, or it would not be here.
+        # A request that was computed alone has finite inputs, by the check above.
         innocent = [0] if places[0] is ... else self._innocent(requests, inputs, outputs)
         bad: dict[int, dict[str, int]] = {}
         for index in innocent:
             part = places[index]
             counts = {name: count for name, _ in self._checks if (count := count_non_finite(outputs[name][part]))}
-            if self._policy is Policy.COUNT or not any(name in counts for name in requests[index].outputs):
+            if self._policy is GuardPolicy.COUNT or not any(name in counts for name in requests[index].outputs):
                 self._tally.bad_answer(counts, "non_finite", f"passed on: {what_is_bad(counts, outputs, part)}")
             else:
                 bad[index] = counts
         if not bad:
             return None
         if self._fallback is not None:
-            return self._answer_anew(self._fallback, requests, inputs, outputs, bad, places)
+            return self._answer_in_fp32(self._fallback, requests, inputs, outputs, bad, places)
         rejected: dict[int, InferenceError] = {}
         for index, counts in bad.items():
             text = what_is_bad(counts, outputs, places[index])
             self._tally.bad_answer(counts, "rejected", f"rejected: {text}")
             rejected[index] = NonFiniteError(text)
-        return Verdict(outputs, rejected)
+        return GuardVerdict(outputs, rejected)
 
     def _innocent(self, requests: Sequence[InferRequest], inputs: Tensors, outputs: Tensors) -> list[int]:
-        """The requests with bad outputs whose inputs are finite. What comes in comes out: the others are only counted."""
+        """Requests with non-finite outputs and finite inputs. The other requests with non-finite outputs are only counted."""
         ends = list(accumulate([request.rows for request in requests]))
         guilty = [False] * len(requests)
         for array in inputs.values():
@@ -157,7 +169,7 @@ class PrecisionGuard:
             self._tally.bad_inputs(from_inputs)
         return sorted(innocent)
 
-    def _answer_anew(
+    def _answer_in_fp32(
         self,
         fallback: Fallback,
         requests: Sequence[InferRequest],
@@ -165,7 +177,7 @@ class PrecisionGuard:
         outputs: Tensors,
         bad: Mapping[int, Mapping[str, int]],
         places: Sequence[Part],
-    ) -> Verdict:
+    ) -> GuardVerdict:
         answers = fallback.answer(inputs, outputs, {index: places[index] for index in bad})
         rejected: dict[int, InferenceError] = {}
         for index, counts in bad.items():
@@ -177,7 +189,7 @@ class PrecisionGuard:
             else:
                 self._tally.bad_answer(counts, "rejected", f"rejected, as fp32 does not help: {text}; {trouble}")
                 rejected[index] = NonFiniteError(text, trouble)
-        return Verdict(answers.outputs, rejected)
+        return GuardVerdict(answers.outputs, rejected)
 
 
 def _from_inputs(inputs: Tensors, part: Part) -> bool:

@@ -4,44 +4,93 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.as_loaded import AsLoaded
-from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
+from serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from serve.engine.config.parameters import own_parameter
+from serve.engine.disk_files import UnchangedFiles, read_regular
 from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.degradation import Degradation
-from serve.engine.precision_guard.fallback import Fallback
-from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.precision_guard.settings import GuardSettings, Policy, guard_settings, why_idle
-from serve.engine.precision_guard.shadow import Shadow
-from serve.engine.precision_guard.tally import Tally
-from serve.engine.precision_guard.twin import Fp32Twin
-from serve.engine.regular_files import read_regular
+from serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from serve.engine.precision_guard.tally import Degradation, Tally
+from serve.engine.precision_guard.twin import Fallback, Fp32Twin, Shadow
 from serve.engine.tensors import TensorSpec
 
 logger = logging.getLogger(__name__)
 
+
+# Parameters of the comparison with the fp32 twin, and all that need the twin.
+COMPARING = ("halfserve.degraded_not_ready", "halfserve.drift_threshold", "halfserve.shadow_share")
+OF_TWIN = (*COMPARING, "halfserve.fp32_twin", "halfserve.shadow_rate")
 CERTIFICATE = "certificate.json"
-# What a certificate's budget allows where it says nothing else: twenty float16 roundings of the output's size.
+# A certificate's default budget: twenty float16 roundings of the output's size.
 DEFAULT_THRESHOLD = 0.01
 FLOATING = frozenset({"FP16", "BF16", "FP32", "FP64"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """How a model is guarded.
+
+    Attributes:
+        policy: off does not check; count passes the values on; reject fails the request; fallback answers from the fp32 twin.
+        shadow_rate: the share of requests, 0 to 1, that also run on the fp32 twin, where there is one.
+        shadow_share: the share of one thread's time that these runs may use; further samples are dropped.
+        drift_threshold: the scaled error that shadow runs may show; None takes the certificate's.
+        degraded_not_ready: a model whose drift is over the threshold is not ready.
+        fp32_twin: the twin's file, as a path in the version's folder.
+    """
+
+    policy: GuardPolicy = GuardPolicy.COUNT
+    shadow_rate: float = 0.001
+    shadow_share: float = 0.0005
+    drift_threshold: float | None = None
+    degraded_not_ready: bool = False
+    fp32_twin: str = "fp32/model.onnx"
+
+
+def guard_settings(config: ModelConfig, source: Path | str) -> GuardSettings:
+    """The settings in a configuration from the file `source`.
+
+    Raises:
+        ModelLoadError: a value is invalid.
+    """
+    keys = {field.name: f"halfserve.{field.name}" for field in fields(GuardSettings)} | {"policy": "halfserve.precision_guard"}
+    given = {name: own_parameter(config, key, source) for name, key in keys.items()}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if "policy" in settings:
+        settings["policy"] = GuardPolicy(settings["policy"])
+    return GuardSettings(**settings)
+
+
+def why_idle(config: ModelConfig, settings: GuardSettings, *, has_twin: bool) -> tuple[list[str], str]:
+    """The parameters in a configuration that have no effect, and why."""
+    idle: tuple[str, ...] = COMPARING
+    reason = "halfserve.shadow_rate is 0"
+    if settings.policy is GuardPolicy.OFF:
+        idle, reason = OF_TWIN, "halfserve.precision_guard is 'off'"
+    elif not has_twin:
+        idle, reason = OF_TWIN, f"there is no fp32 twin, {settings.fp32_twin!r} in the version's folder"
+    elif settings.shadow_rate:
+        return [], ""
+    return [key for key in idle if key in config.parameters], reason
 
 
 def make_guard(
     model: Path,
     runtime: Runtime,
-    placement: Placement,
+    placement: DevicePlacement,
     *,
     label: str,
     interface: ModelInterface,
     config: ModelConfig,
     source: Path,
 ) -> PrecisionGuard | None:
-    """The guard that a model version asks for.
+    """The guard that a model version asks for; None where its policy is "off".
 
-    The twin of a model with the policy "fallback" is loaded here; for shadow runs alone it is loaded with the first of them, so
-    that it costs neither time at the start nor memory where nothing is ever sampled.
+    The twin of a model with the policy "fallback" is loaded here; for shadow runs alone it is loaded by the first of them, so
+    that it costs no time at the start, and no memory where no request is ever sampled.
 
     Args:
         model: the model file.
@@ -52,23 +101,20 @@ def make_guard(
         config: completed.
         source: the configuration's file, for error texts.
 
-    Returns:
-        None where the policy is "off".
-
     Raises:
-        ModelLoadError: a setting is not what it should be, or there is no twin, or none of this model, where one is needed.
+        ModelLoadError: a setting is invalid, or the policy needs a twin and there is none of this model.
     """
     settings = guard_settings(config, source)
-    path = None if settings.policy is Policy.OFF else _twin_path(settings, model.parent, source)
+    path = None if settings.policy is GuardPolicy.OFF else _twin_path(settings, model.parent, source)
     idle, reason = why_idle(config, settings, has_twin=path is not None)
     if idle:
         logger.warning("%s: no effect here, as %s: %s", source, reason, ", ".join(f"parameters.{key}" for key in idle))
-    if settings.policy is Policy.OFF:
+    if settings.policy is GuardPolicy.OFF:
         return None
     twin = None
     if path is not None:
-        twin = Fp32Twin(AsLoaded.look(path).guarded(lambda: _load(path, runtime, placement, interface, config)))
-    if settings.policy is Policy.FALLBACK:
+        twin = Fp32Twin(UnchangedFiles.look(path).guarded(lambda: _load(path, runtime, placement, interface, config)))
+    if settings.policy is GuardPolicy.FALLBACK:
         if twin is None:
             raise ModelLoadError(
                 f"{source}: the precision guard is to fall back on the fp32 model, but there is no "
@@ -80,13 +126,13 @@ def make_guard(
     threshold = settings.drift_threshold or _certified(model.parent / CERTIFICATE) or DEFAULT_THRESHOLD
     batched = config.max_batch_size > 0
     outputs = [spec.name for spec in interface.outputs]
-    tally = Tally(label, settings.policy, outputs, Degradation(threshold) if shadowed else None)
+    tally = Tally(label, str(settings.policy), outputs, Degradation(threshold) if shadowed else None)
     return PrecisionGuard(
         interface.outputs,
         tally,
         policy=settings.policy,
         batched=batched,
-        fallback=Fallback(twin) if twin is not None and settings.policy is Policy.FALLBACK else None,
+        fallback=Fallback(twin) if twin is not None and settings.policy is GuardPolicy.FALLBACK else None,
         shadow=Shadow(twin, tally, rate=settings.shadow_rate, share=settings.shadow_share, batched=batched)
         if twin is not None and shadowed
         else None,
@@ -104,7 +150,7 @@ def _twin_path(settings: GuardSettings, folder: Path, source: Path) -> Path | No
     return path if path.is_file() else None
 
 
-def _load(path: Path, runtime: Runtime, placement: Placement, interface: ModelInterface, config: ModelConfig) -> Backend:
+def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: ModelInterface, config: ModelConfig) -> Backend:
     own = runtime.describe(path)
     for kind, ours, theirs in (("input", interface.inputs, own.inputs), ("output", interface.outputs, own.outputs)):
         wanted, found = _kinds(ours), _kinds(theirs)
@@ -114,7 +160,7 @@ def _load(path: Path, runtime: Runtime, placement: Placement, interface: ModelIn
                     f"{path}: is no fp32 twin of the model: its {kind} {name!r} is {found.get(name, 'absent')}, the model's is "
                     f"{wanted.get(name, 'absent')}; export both again with --fp32-twin"
                 )
-    # A copy: the runtime writes into it what it decided, and clients are told that of the model, not of its twin.
+    # A copy: the runtime writes its decisions into it, and clients see the model's, not its twin's.
     scratch = ModelConfig()
     scratch.CopyFrom(config)
     return runtime.load(path, own, placement, scratch)
@@ -125,9 +171,9 @@ def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:
 
 
 def _certified(path: Path) -> float | None:
-    """The scaled error that a certificate's budget allows; None where there is no such figure."""
+    """The scaled error that a certificate's budget allows; None where there is none."""
     try:
         allowed = json.loads(read_regular(path))["budget"]["max_scaled_error"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # whether the certificate is sound is for others to judge
+        return None  # model_control/checks.py judges the certificate
     return float(allowed) if isinstance(allowed, int | float) and allowed > 0 else None

@@ -1,4 +1,4 @@
-"""Whether arrays hold NaN or infinities, at the least cost: this runs on every output of every batch."""
+"""Detect NaN and infinities in arrays at the least cost: this runs on every output of every batch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from protos.datatypes import Datatype
 from serve.engine.tensors import Array
 
 Check = Callable[[Array], bool]
-
 WORD = np.dtype(np.uint16)
 WITHOUT_SIGN = np.array(0x7FFF, np.uint16)
-# A 16-bit number is not finite where its exponent is all ones, and then its bits without the sign are no less than these.
+# A 16-bit number is not finite where its exponent is all ones: its bits without the sign are then at least these.
 EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}
-# Up to here a look at every other byte is done before numpy has started.
+# Up to this size, checking every other byte is faster than starting numpy.
 BYTES_ELEMENTS = 512
-# The same where each request's share is looked at.
+# Likewise where each request's rows are checked.
 FLAGS_ELEMENTS = 8192
-# Up to here BLAS has the product before a reduction of numpy's has started; beyond, it would wake threads of its own.
+# Up to this size BLAS's dot product is faster than a numpy reduction; beyond, BLAS would wake its threads.
 VDOT_ELEMENTS = 4096
-# A large array that holds any usually holds some of them among its first.
+# A large array with non-finite values usually has some among the first.
 PEEK_ELEMENTS = 2048
 _largest, _and = np.maximum.reduce, np.bitwise_and
 
 
 def check_of(datatype: Datatype) -> Check | None:
-    """The check for outputs of a datatype: True where a value is NaN or infinite. None where there can be no such values."""
+    """The check for outputs of a datatype: True where a value is NaN or infinite. None for datatypes without such values."""
     return {"FP16": _fp16, "BF16": _bf16, "FP32": _wide, "FP64": _wide}.get(datatype.wire)
 
 
 def has_non_finite(array: Array, *, likely: bool = False) -> bool:
-    """Whether a value is NaN or infinite. Where that is likely, the first ones are looked at by themselves first."""
+    """Whether a value is NaN or infinite; `likely` checks the first values by themselves first."""
     if likely and array.size > PEEK_ELEMENTS:
         array = array.reshape(-1)
         return has_non_finite(array[:PEEK_ELEMENTS]) or has_non_finite(array[PEEK_ELEMENTS:])
@@ -45,7 +44,7 @@ def has_non_finite(array: Array, *, likely: bool = False) -> bool:
 
 
 def non_finite_mask(array: Array) -> Array:
-    """Where the values are NaN or infinite; all False for a dtype that has no such values. The array's shape, bool."""
+    """Where the values are NaN or infinite: bool, of the array's shape; all False for dtypes without such values."""
     exponent = EXPONENTS.get(array.dtype.name)
     if exponent is not None:
         bits: Array = _and(array.view(WORD), WITHOUT_SIGN) >= exponent
@@ -54,12 +53,7 @@ def non_finite_mask(array: Array) -> Array:
 
 
 def bad_stretches(array: Array, ends: Sequence[int]) -> list[bool]:
-    """For each stretch of rows whether it holds such a value.
-
-    Args:
-        array: rows first.
-        ends: where each stretch ends, in rising order; it begins where the one before ends, the first one at 0.
-    """
+    """Whether each stretch of rows holds NaN or infinities. `ends`, rising and exclusive, divide the rows into stretches."""
     if array.dtype == np.float16 and 0 < array.size <= FLAGS_ELEMENTS:
         flags = array.tobytes()[1::2].translate(FP16_SUSPECTS)
         width = array.size // array.shape[0]
@@ -69,16 +63,15 @@ def bad_stretches(array: Array, ends: Sequence[int]) -> list[bool]:
 
 
 def count_non_finite(array: Array) -> int:
-    """How many values are NaN or infinite."""
     return int(np.count_nonzero(non_finite_mask(array)))
 
 
 def _suspects(exponent: int) -> bytes:
-    """A table that makes 1 of the upper bytes, with either sign, that a number that is not finite can have, and 0 of others."""
+    """A table from upper bytes, with either sign, to 1 where a non-finite number can have that byte, else 0."""
     return bytes(byte & 0x7F >= exponent >> 8 for byte in range(256))
 
 
-FP16_SUSPECTS = _suspects(EXPONENTS["float16"])  # and for float16 there is no need to look at the lower byte
+FP16_SUSPECTS = _suspects(EXPONENTS["float16"])  # for float16 the upper byte decides
 
 
 def _sixteen_bits(name: str) -> Check:
@@ -91,7 +84,7 @@ def _sixteen_bits(name: str) -> Check:
             suspect = 1 in array.tobytes()[1::2].translate(suspects)
             if suspects_are_bad or not suspect:
                 return suspect
-        # numpy's own half-precision arithmetic goes through float32 one by one; on the bits it runs in vectors.
+        # numpy's half-precision arithmetic converts element by element; on the bits it is vectorized.
         return array.size > 0 and bool(_largest(_and(array.view(WORD), WITHOUT_SIGN), None) >= exponent)
 
     return check
@@ -100,7 +93,7 @@ def _sixteen_bits(name: str) -> Check:
 def _wide(array: Array) -> bool:
     if array.size <= VDOT_ELEMENTS and np.vdot(array, array) < np.inf:  # NaN is not less either
         return False
-    return not np.isfinite(array).all()  # large numbers' squares overflow too
+    return not np.isfinite(array).all()  # squares of large finite numbers overflow too
 
 
 def _check_of_dtype(dtype: np.dtype[Any]) -> Check | None:

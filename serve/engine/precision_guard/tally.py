@@ -1,41 +1,256 @@
-"""The guard's counters as they are written: from worker threads and the shadow's, and only when something is amiss."""
+"""Count what the guard finds: non-finite values, and the drift of shadow runs from the fp32 twin."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from serve.engine.precision_guard.counters import GuardCounters, GuardEvent, OutputCounters
-from serve.engine.precision_guard.degradation import Degradation
-from serve.engine.precision_guard.drift import Distance, OutputDrift
-from serve.engine.precision_guard.settings import Policy
+import numpy as np
+
+from serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
 
+
+# Runs in the window, and the fewest that decide.
+WINDOW = 200
+LEAST_RUNS = 20
+# Samples at the edge of the training data may be over the threshold now and then; one in twenty is no accident. Recovery takes
+# far fewer, so that a share near the limit does not flip the state with every run.
+DEGRADED_SHARE = 0.05
+RECOVERED_SHARE = 0.01
+# Scaled errors: float16 rounds to 5e-4 of a number's size, and an error of 1 is as large as the output.
+BOUNDS = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
+# float16's smallest normal number: in a smaller output no error is relatively large.
+LEAST_SCALE = 2.0**-14
+# Decay of a reference's size with each further run: half after 69.
+SCALE_MEMORY = 0.99
 KEPT_EVENTS = 100
-# A model whose every answer is bad must not fill the log.
+# Bounds the log for a model whose every answer is bad.
 LOG_EVERY_S = 60.0
+
+
+class Degradation:
+    """Decides from the scaled errors of shadow runs whether a model is degraded.
+
+    Attributes:
+        threshold: the allowed scaled error.
+        degraded: more than DEGRADED_SHARE of the window was over it, and at least RECOVERED_SHARE is since.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self.degraded = False
+        self._over: deque[bool] = deque(maxlen=WINDOW)
+
+    @property
+    def share(self) -> float:
+        """The share of runs in the window over the threshold; 0 without runs."""
+        return sum(self._over) / len(self._over) if self._over else 0.0
+
+    def add(self, scaled_error: float) -> bool:
+        """Record a run; True when it changed `degraded`."""
+        self._over.append(not scaled_error <= self.threshold)
+        if len(self._over) < LEAST_RUNS:
+            return False
+        before, share = self.degraded, self.share
+        self.degraded = share > (RECOVERED_SHARE if before else DEGRADED_SHARE)
+        return self.degraded is not before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftHistogram:
+    """Scaled errors of shadow runs, one entry per compared request (see `compare`).
+
+    Attributes:
+        bounds: upper bounds of the buckets, rising; the last bucket, without one, holds larger and non-finite errors.
+        counts: per bucket, not cumulative; one more than bounds.
+        total: sum of the finite errors.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputCounters:
+    """One output of a model.
+
+    Attributes:
+        non_finite_values: NaN and infinities in answers to requests with finite inputs.
+        non_finite_requests: requests that got such values.
+        from_inputs: requests that got non-finite values and whose own inputs held some.
+        drift: of shadow runs; None before the first.
+        rows_compared: rows of shadow runs that choose between classes (elements, for non-floating outputs).
+        rows_agreeing: rows that choose as the fp32 twin does (equal elements).
+    """
+
+    non_finite_values: int = 0
+    non_finite_requests: int = 0
+    from_inputs: int = 0
+    drift: DriftHistogram | None = None
+    rows_compared: int = 0
+    rows_agreeing: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardCounters:
+    """Totals since the model was loaded.
+
+    Attributes:
+        policy: for requests with non-finite outputs: "count", "reject" or "fallback".
+        outputs: by the output's name; every output is there.
+        rejected: requests that failed for such values.
+        fallbacks: requests that were answered from the fp32 twin.
+        shadow_runs: requests that were also run on the twin, to compare.
+        shadow_dropped: sampled requests that were not run, since the shadow was busy or had used its share of time.
+        shadow_failed: shadow runs that ended in an error.
+        degraded: the drift is over its threshold (see `Degradation`).
+        drift_threshold: the allowed scaled error; None without a twin to compare with.
+    """
+
+    policy: str
+    outputs: Mapping[str, OutputCounters]
+    rejected: int = 0
+    fallbacks: int = 0
+    shadow_runs: int = 0
+    shadow_dropped: int = 0
+    shadow_failed: int = 0
+    degraded: bool = False
+    drift_threshold: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardEvent:
+    """An event for operators.
+
+    Attributes:
+        time: seconds since the epoch.
+        model: "name/version".
+        kind: "non_finite", "rejected", "fallback", "degraded", "recovered" or "shadow".
+        text: one line.
+    """
+
+    time: float
+    model: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """One answer's distance from the reference.
+
+    Attributes:
+        error: the largest |answer - reference| where both are finite; infinite where only one of them is, or where both are
+            infinite with different signs.
+        scale: the largest finite |reference|; 0 where there is none.
+        rows: that choose between classes; elements, for non-floating arrays.
+        agreeing: rows that choose alike.
+    """
+
+    error: float
+    scale: float
+    rows: int
+    agreeing: int
+
+
+def compare(answer: Array, reference: Array) -> Distance:
+    """The distance between two arrays of one shape; the reference is as wide or wider.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if answer.shape != reference.shape:
+        raise ValueError(f"the answer has shape {list(answer.shape)}, the fp32 twin's {list(reference.shape)}")
+    if not _floating(answer):
+        return Distance(0.0, 0.0, answer.size, int(np.count_nonzero(answer == reference)))
+    with np.errstate(invalid="ignore"):  # casts of NaNs warn
+        a, r = answer.astype(np.float64), reference.astype(np.float64)
+    finite = np.isfinite(r)
+    both = finite & np.isfinite(a)
+    scale = float(np.abs(r[finite]).max(initial=0.0))
+    error = float(np.abs(a[both] - r[both]).max(initial=0.0))
+    # NaN equals NaN here, and an infinity itself.
+    unequal = ~both & (a != r) & ~(np.isnan(a) & np.isnan(r))
+    if unequal.any():
+        error = math.inf
+    rows, agreeing = _agreement(a, r, answer)
+    return Distance(error, scale, rows, agreeing)
+
+
+def _floating(array: Array) -> bool:
+    return array.dtype.kind == "f" or str(array.dtype.name) == "bfloat16"
+
+
+def _agreement(answer: Array, reference: Array, narrow_like: Array) -> tuple[int, int]:
+    """Rows, and those with the reference's argmax or one that the answer's dtype cannot tell from it.
+
+    Classes lie along the last axis, and along axis 1 of images' (N, C, H, W).
+    """
+    axis = 1 if answer.ndim > 3 else -1
+    if answer.ndim < 2 or answer.shape[axis] < 2 or not answer.size:
+        return 0, 0
+    a, r = np.moveaxis(answer, axis, -1), np.moveaxis(reference, axis, -1)
+    chosen, wanted = a.argmax(-1)[..., None], r.argmax(-1)[..., None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = r.astype(narrow_like.dtype)
+    tied = np.take_along_axis(narrow, chosen, -1) == np.take_along_axis(narrow, wanted, -1)
+    return chosen.size, int(np.count_nonzero((chosen == wanted) | tied))
 
 
 @dataclass(slots=True)
 class OutputTally:
-    """What is counted of one output (see `OutputCounters`)."""
+    """Counts of one output (see `OutputCounters`), and the scaled errors of its shadow runs."""
 
     values: int = 0
     requests: int = 0
     from_inputs: int = 0
-    drift: OutputDrift = field(default_factory=OutputDrift)
-    runs: int = 0
+    rows: int = 0
+    agreeing: int = 0
+    _errors: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    _total: float = 0.0
+    _scale: float = 0.0
+
+    def add(self, distance: Distance) -> float:
+        """Record a shadow run.
+
+        Returns:
+            Its error relative to the output's size, the largest reference of late: relative to an answer that happens to be
+            near 0 throughout, any rounding would look large.
+        """
+        self._scale = max(distance.scale, self._scale * SCALE_MEMORY)
+        scaled = distance.error / max(self._scale, LEAST_SCALE)
+        self._errors[bisect_left(BOUNDS, scaled)] += 1
+        if math.isfinite(scaled):
+            self._total += scaled
+        self.rows += distance.rows
+        self.agreeing += distance.agreeing
+        return scaled
+
+    def counters(self) -> OutputCounters:
+        drift = DriftHistogram(bounds=BOUNDS, counts=tuple(self._errors), total=self._total)
+        return OutputCounters(
+            non_finite_values=self.values,
+            non_finite_requests=self.requests,
+            from_inputs=self.from_inputs,
+            drift=drift if any(self._errors) else None,
+            rows_compared=self.rows,
+            rows_agreeing=self.agreeing,
+        )
 
 
 class Tally:
-    """Counts, remembers the latest events and writes the log's lines about them. Every method may be called on any thread."""
+    """Counts, keeps the latest events and logs them. Every method may be called on any thread."""
 
-    def __init__(self, model: str, policy: Policy, outputs: Iterable[str], degradation: Degradation | None) -> None:
+    def __init__(self, model: str, policy: str, outputs: Iterable[str], degradation: Degradation | None) -> None:
         self._model = model
         self._policy = policy
         self._degradation = degradation
@@ -53,12 +268,9 @@ class Tally:
         return self._degradation is not None and self._degradation.degraded
 
     def bad_answer(self, values: Mapping[str, int], outcome: str, text: str) -> None:
-        """A request with finite inputs got values that are not finite.
+        """A request with finite inputs got non-finite values.
 
-        Args:
-            values: how many, by output.
-            outcome: the event's kind: "non_finite", "rejected" or "fallback".
-            text: the event's.
+        `values` is their number by output, `outcome` the event's kind: "non_finite", "rejected" or "fallback".
         """
         with self._lock:
             for name, count in values.items():
@@ -76,18 +288,17 @@ class Tally:
         logger.warning("%s: %s%s", self._model, text, more)
 
     def bad_inputs(self, requests: Mapping[str, int]) -> None:
-        """So many requests got values that are not finite in these outputs, as their own inputs were not."""
+        """Count requests, by output, whose outputs and own inputs hold non-finite values."""
         with self._lock:
             for name, count in requests.items():
                 self._outputs[name].from_inputs += count
 
     def shadow_dropped(self) -> None:
-        """A request chosen for the shadow was not run there."""
+        """A sampled request was not run."""
         with self._lock:
             self._shadow_dropped += 1
 
     def shadow_failed(self, reason: str) -> None:
-        """A shadow run ended in an error."""
         with self._lock:
             self._shadow_failed += 1
             first = self._shadow_failed == 1
@@ -101,9 +312,7 @@ class Tally:
             self._shadow_runs += 1
             worst, where = 0.0, ""
             for name, distance in distances.items():
-                output = self._outputs[name]
-                output.runs += 1
-                scaled = output.drift.add(distance)
+                scaled = self._outputs[name].add(distance)
                 if scaled >= worst:
                     worst, where = scaled, name
             if self._degradation is None or not self._degradation.add(worst):
@@ -112,11 +321,10 @@ class Tally:
         logger.warning("%s: %s", self._model, text)
 
     def counters(self) -> GuardCounters:
-        """All as it is now."""
         with self._lock:
             return GuardCounters(
-                policy=str(self._policy),
-                outputs={name: _counters(output) for name, output in self._outputs.items()},
+                policy=self._policy,
+                outputs={name: output.counters() for name, output in self._outputs.items()},
                 rejected=self._rejected,
                 fallbacks=self._fallbacks,
                 shadow_runs=self._shadow_runs,
@@ -127,7 +335,7 @@ class Tally:
             )
 
     def recent_events(self) -> list[GuardEvent]:
-        """The latest hundred, newest first."""
+        """The latest KEPT_EVENTS events, newest first."""
         with self._lock:
             return list(reversed(self._events))
 
@@ -144,14 +352,3 @@ class Tally:
 
     def _remember(self, kind: str, text: str) -> None:
         self._events.append(GuardEvent(time=time.time(), model=self._model, kind=kind, text=text))
-
-
-def _counters(output: OutputTally) -> OutputCounters:
-    return OutputCounters(
-        non_finite_values=output.values,
-        non_finite_requests=output.requests,
-        from_inputs=output.from_inputs,
-        drift=output.drift.histogram() if output.runs else None,
-        rows_compared=output.drift.rows,
-        rows_agreeing=output.drift.agreeing,
-    )

@@ -1,9 +1,9 @@
-"""Which model may compute next, where several share the same cores: one model's flood must not starve another. Pure.
+"""Share the CPU cores fairly between models: which model may compute its next batch. Pure.
 
-A slot is the right to run one batch. Each model's compute time is counted, divided by its weight; a free slot goes to whoever
-has had the least of those that wait (start-time fair queueing, Goyal, Vin and Cheng 1996). A model that comes back after a
-pause starts where the others are: what it did not use is not saved up. Of two models that both want all they can get, neither
-gets ahead of the other by more than a batch of each a slot. No slot is idle while a model waits for one.
+A slot is the right to run one batch. Each model's compute time, divided by its weight, is counted; a free slot goes to the
+waiting model with the least (start-time fair queueing, Goyal, Vin and Cheng 1996). A model that comes back after a pause starts
+level with the others: unused time is not saved up. Of two models that are always busy, neither gets ahead of the other by more
+than one batch per slot. No slot is idle while a model waits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Share:
-    """One model's part.
+class ComputeShare:
+    """One model's share of the slots.
 
     Attributes:
-        attained: seconds computed so far, divided by the weight; what runs counts with what the last batch took.
+        attained: seconds computed so far, divided by the weight; a running batch counts as long as the previous one took.
         waits: it wants a slot.
+        wake: called when it is the model's turn.
     """
 
     __slots__ = ("_charged", "_expected", "_slots", "_weight", "attained", "waits", "wake")
@@ -28,7 +29,7 @@ class Share:
         self._expected = 0.0
         self.wake = wake
         self.attained = 0.0
-        self._charged: deque[float] = deque()  # for what runs; which batch ends first does not matter to the sum
+        self._charged: deque[float] = deque()  # one entry per running batch; the order does not matter to the sum
         self.waits = False
 
     @property
@@ -37,17 +38,17 @@ class Share:
         return self.waits or bool(self._charged)
 
     def claim(self) -> bool:
-        """Take a slot for one batch. False when it is another's turn; `wake` is called when it has come."""
+        """Take a slot for one batch. False when it is another model's turn; `wake` is called once it is this model's."""
         return self._slots.claim(self)
 
     def give_back(self, seconds: float, *, wants_more: bool = False) -> None:
-        """Give a slot back after a batch of `seconds`; `wants_more`: another batch waits."""
+        """Return a slot after a batch of `seconds`; `wants_more`: another batch waits."""
         self.attained += (seconds - self._charged.popleft()) / self._weight
         self._expected = seconds
         self._slots.give_back(self, wants_more=wants_more)
 
     def leave(self) -> None:
-        """Want no slot any more."""
+        """Withdraw a waiting claim."""
         self._slots.withdraw(self)
 
     def charge(self) -> None:
@@ -63,22 +64,21 @@ class ComputeSlots:
         if slots < 1:
             raise ValueError(f"there are {slots} compute slots, expected at least 1")
         self.free = slots
-        self._waiting: list[Share] = []
-        self._floor = 0.0  # what a model has attained, at least, that comes back
+        self._waiting: list[ComputeShare] = []
+        self._floor = 0.0  # minimum `attained` of a model that comes back
 
-    def join(self, wake: Callable[[], None], weight: float = 1.0) -> Share:
-        """A part for one more model.
+    def join(self, wake: Callable[[], None], weight: float = 1.0) -> ComputeShare:
+        """Add a model.
 
         Args:
-            wake: called when it is the model's turn, after it asked in vain; it should claim a slot at once, if it still wants
+            wake: called when it is the model's turn, after a refused claim; it should claim a slot at once, if it still wants
                 one.
-            weight: a model of weight 2 gets twice as much as one of weight 1, while both want more.
+            weight: a model of weight 2 gets twice the time of one of weight 1, while both are busy.
         """
-        return Share(self, wake, weight)
+        return ComputeShare(self, wake, weight)
 
-    def claim(self, share: Share) -> bool:
-        """See `Share.claim`."""
-        if not (share.is_active):
+    def claim(self, share: ComputeShare) -> bool:
+        if not share.is_active:
             share.attained = max(share.attained, self._floor)
         if self.free and not any(other.attained < share.attained for other in self._waiting if other is not share):
             self.withdraw(share)
@@ -89,8 +89,7 @@ class ComputeSlots:
         self._wait(share)
         return False
 
-    def give_back(self, share: Share, *, wants_more: bool) -> None:
-        """See `Share.give_back`."""
+    def give_back(self, share: ComputeShare, *, wants_more: bool) -> None:
         self.free += 1
         if wants_more:
             self._wait(share)
@@ -99,13 +98,12 @@ class ComputeSlots:
             self.withdraw(turn)
             turn.wake()
 
-    def withdraw(self, share: Share) -> None:
-        """See `Share.leave`."""
+    def withdraw(self, share: ComputeShare) -> None:
         if share.waits:
             share.waits = False
             self._waiting.remove(share)
 
-    def _wait(self, share: Share) -> None:
+    def _wait(self, share: ComputeShare) -> None:
         if not share.waits:
             share.waits = True
             self._waiting.append(share)

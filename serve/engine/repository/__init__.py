@@ -1,1 +1,1 @@
-"""Models on disk: where they lie, which versions there are, and one of them loaded."""
+"""Models on disk: find them, and load their versions."""

@@ -1,33 +1,90 @@
-"""One version of a model, loaded from its files: all that is needed to serve it."""
+"""Load one version of a model from its files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.as_loaded import AsLoaded
-from serve.engine.backend import Backend, ModelInterface, Placement, Runtime
-from serve.engine.configuration.batching import batch_limits
-from serve.engine.configuration.config import (
-    DeclaredConfig,
-    Defaults,
-    client_interface,
-    complete_config,
-    instances,
-)
-from serve.engine.configuration.declared_outputs import declared_outputs
-from serve.engine.configuration.own_parameters import check_own_parameters, drop_reported
+from serve.engine.backend import ONNX, Backend, DevicePlacement, ModelInterface, Runtime
+from serve.engine.background_threads import pause
+from serve.engine.config.batching import batch_limits
+from serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
+from serve.engine.config.parameters import check_own_parameters, drop_reported
+from serve.engine.disk_files import UnchangedFiles, read_regular_text
 from serve.engine.errors import ModelLoadError
+from serve.engine.execution.batch_invariance import BatchInvariance
 from serve.engine.model import Model
-from serve.engine.pauses import pause
 from serve.engine.precision_guard.guard import PrecisionGuard
 from serve.engine.precision_guard.loading import make_guard
-from serve.engine.queueing.batch_limits import BatchLimits
-from serve.engine.queueing.joining import Joining
-from serve.engine.regular_files import read_regular_text
-from serve.engine.repository.model_repository import ModelFiles
-from serve.engine.repository.named_files import named_file
+from serve.engine.queueing.pace import BatchLimits
+from serve.engine.repository.model_repository import ModelFiles, named_file
+from serve.engine.tensors import ANY_SIZE, Tensors
+
+
+def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:
+    """A runtime for models of this configuration: outputs that it does not list do not exist (Triton). No list is all."""
+    names = frozenset(entry.name for entry in config.output)
+    return DeclaredOutputs(runtime, names, says_batch_size=config.max_batch_size > 0) if names else runtime
+
+
+class DeclaredOutputs:
+    """A runtime that leaves out outputs."""
+
+    def __init__(self, runtime: Runtime, names: frozenset[str], *, says_batch_size: bool) -> None:
+        """`says_batch_size`: the configuration declares one, so the kept tensors may be a batch where the whole is not."""
+        self._runtime = runtime
+        self._names = names
+        self._says_batch_size = says_batch_size
+        self._whole: dict[Path, ModelInterface] = {}
+
+    def describe(self, path: Path) -> ModelInterface:
+        """The interface with the kept outputs; the whole one where an output is missing, which is then refused."""
+        whole = self._whole[path] = self._runtime.describe(path)
+        left = tuple(spec for spec in whole.outputs if spec.name in self._names)
+        if len(left) < len(self._names):
+            return whole
+        firsts = [spec.shape[:1] for spec in (*whole.inputs, *left)]
+        # A torch program declares its batch dimension.
+        is_batch = self._says_batch_size and whole.kind is ONNX and all(first == (ANY_SIZE,) for first in firsts)
+        return replace(whole, outputs=left, batched=whole.batched or is_batch)
+
+    def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> Backend:
+        whole = self._whole[path]
+        backend = self._runtime.load(path, whole, placement, config)
+        if len(interface.outputs) == len(whole.outputs):
+            return backend
+        return _SomeOutputs(backend, tuple(spec.name for spec in interface.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _SomeOutputs:
+    """A backend that returns some of its outputs."""
+
+    _backend: Backend
+    _names: tuple[str, ...]
+
+    @property
+    def provider(self) -> str:
+        return self._backend.provider
+
+    @property
+    def precision(self) -> str:
+        return self._backend.precision
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return self._backend.compute_dtype(name)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        outputs = self._backend.run(inputs)
+        return {name: outputs[name] for name in self._names}
+
+    def give_up(self) -> None:
+        self._backend.give_up()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +92,16 @@ class LoadedVersion:
     """A model version that is ready to run and not served yet.
 
     Attributes:
-        files: where it comes from.
+        files: on disk.
         interface: as clients see it.
         config: completed.
         backends: the loaded copies.
         limits: the batching policy.
-        labels: names of the classes of an output, by the output's name.
-        guard: looks at what the model answers; None does not.
-        reload: loads the copy of a number anew.
-        short_s: seconds that short batches take, by their rows, where that has been tried; see `ShortBatches`.
-        joining: whether requests may share batches; None where there are no rows to share.
+        labels: class names of an output, by the output's name.
+        guard: checks the model's outputs; None does not.
+        reload: loads the copy of a number again.
+        short_s: seconds that short batches take, by their rows, where measured; see `ShortBatches`.
+        invariance: whether requests may share batches; None where there are no rows to share.
     """
 
     files: ModelFiles
@@ -56,10 +113,10 @@ class LoadedVersion:
     guard: PrecisionGuard | None = None
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
-    joining: Joining | None = None
+    invariance: BatchInvariance | None = None
 
     def model(self) -> Model:
-        """The version with its queue and counters. Any thread may make it; from then on it is the event loop's."""
+        """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
         return Model(
             name=self.files.name,
             version=self.files.version,
@@ -72,18 +129,18 @@ class LoadedVersion:
             guard=self.guard,
             reload=self.reload,
             short_s=self.short_s,
-            joining=self.joining,
+            invariance=self.invariance,
         )
 
 
-def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defaults: Defaults) -> LoadedVersion:
+def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> LoadedVersion:
     """Read, check and load one model version, with every copy that its configuration asks for. Any thread may do it.
 
     Raises:
         ModelLoadError: the file or its configuration cannot be used; the text says which and why.
     """
     check_own_parameters(files.config.message, files.config.source)
-    as_loaded = AsLoaded.look(files.model)
+    as_loaded = UnchangedFiles.look(files.model)
     runtime = declared_outputs(runtime, files.config.message)
     interface = runtime.describe(files.model)
     as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
@@ -113,21 +170,21 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: Placement, defa
             source=files.config.source,
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
-        joining=Joining(f"{files.name}/{files.version}") if config.max_batch_size else None,
+        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size else None,
     )
 
 
-def load_model(files: ModelFiles, runtime: Runtime, placement: Placement, defaults: Defaults) -> Model:
+def load_model(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> Model:
     """`load_version` and its model, in one.
 
     Raises:
-        ModelLoadError: the file or its configuration cannot be used; the text says which and why.
+        ModelLoadError: see `load_version`.
     """
     return load_version(files, runtime, placement, defaults).model()
 
 
 def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
-    """The class names that a configuration's label files hold, one a line, by the output's name.
+    """The class names in a configuration's label files, one per line, by the output's name.
 
     Raises:
         ModelLoadError: a file is missing, unreadable, not beside the configuration, or a link out of the repository.
@@ -143,12 +200,12 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ModelLoadError(f"{declared.source}: cannot read the labels {name!r}: {reason}") from None
-        # Not splitlines, for which a class's name can hold ends of lines, too: the names of all that follow would be others.
+        # Not splitlines: a class name may hold other line separators, and all that follow would shift.
         labels[output.name] = text.removesuffix("\n").split("\n") if text else []
     return labels
 
 
-def _place(placement: Placement, kind: str, device: int) -> Placement:
+def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacement:
     use_gpu = placement.use_gpu and kind != "cpu"
     return replace(
         placement, use_gpu=use_gpu, require_gpu=use_gpu and (placement.require_gpu or kind == "gpu"), device_id=device

@@ -14,18 +14,50 @@ from functools import cache
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.configuration.config import (
-    DeclaredConfig,
-    read_config,
-    require_served,
-)
+from serve.engine.backend import KINDS, ONNX, asked_kinds
+from serve.engine.config.model_config import DeclaredConfig, read_config, require_served
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_kinds import KINDS, ONNX, asked_kinds
-from serve.engine.repository.named_files import require_file_name, require_inside
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.pbtxt"
+
+
+def require_file_name(name: str, what: str) -> None:
+    """Check that a name is only a file's name. `what` begins the error text: "config.pbtxt: label_filename is".
+
+    Raises:
+        ModelLoadError: it leads into another folder, or is not a valid file name.
+    """
+    if Path(name).name != name or "\0" in name:
+        raise ModelLoadError(f"{what} {name!r}, expected a file name without folders or NUL characters")
+
+
+def named_file(declared: DeclaredConfig, name: str, what: str, *, folder: str = "") -> Path:
+    """A file that a configuration names, in its model's folder or in `folder` below. `what` begins the error text.
+
+    Raises:
+        ModelLoadError: the name or a link leads elsewhere.
+    """
+    require_file_name(name, what)
+    model_folder = declared.source.parent
+    path = model_folder / folder / name
+    require_inside(model_folder.parent, path)
+    return path
+
+
+def require_inside(root: Path, path: Path) -> None:
+    """Check that a path, with all links resolved, is inside a folder.
+
+    Raises:
+        ModelLoadError: it is not.
+    """
+    try:
+        is_inside = path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # which one depends on the Python version
+        raise ModelLoadError(f"{path}: is a link that leads to itself, expected what lies in the repository") from None
+    if not is_inside:
+        raise ModelLoadError(f"{path}: is a link out of the repository, expected what lies in it; copy it there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +67,8 @@ class ModelFiles:
     Attributes:
         name: the model folder's name, or the bare file's without its ending.
         version: the version folder's name; 1 for a bare file.
-        model: the ONNX file.
-        config: what the model folder's config.pbtxt says.
+        model: the model file.
+        config: from the model folder's config.pbtxt.
     """
 
     name: str
@@ -63,10 +95,10 @@ def find_models(path: Path) -> list[ModelFiles]:
 
 
 def model_names(path: Path) -> list[str]:
-    """The models that a repository folder holds, or the one that a bare model file is, whether they can be loaded or not.
+    """The names of the models in a repository folder, loadable or not, or of a bare model file.
 
     Raises:
-        ModelLoadError: there is nothing at `path`, or it cannot be read.
+        ModelLoadError: `path` does not exist or cannot be read.
     """
     try:
         if path.is_file():
@@ -86,12 +118,9 @@ def model_names(path: Path) -> list[str]:
 
 
 def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelFiles]:
-    """The versions of one model that should be served, oldest first.
+    """The versions of one of `model_names` that should be served, oldest first.
 
-    Args:
-        path: a repository folder, or a bare model file.
-        name: one of `model_names`.
-        declared: a configuration to use in place of the model folder's config.pbtxt.
+    `declared` is a configuration to use in place of the model folder's config.pbtxt.
 
     Raises:
         ModelLoadError: no version is to be served, a configuration cannot be read, or something lies outside the repository.
@@ -120,19 +149,19 @@ def _hint(path: Path) -> str:
 
 
 def _is_text(name: str) -> bool:
-    """Whether messages, metrics and JSON can hold it: one name that they cannot hold would fail all that list models."""
+    """Whether messages, metrics and JSON can hold the name: otherwise it would fail all listings of models."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 @cache
 def _warn_of_name(folder: Path) -> None:
-    # Once: with --model-control poll the folder is looked at again and again.
+    # Once: with --model-control poll the folder is scanned repeatedly.
     logger.warning("%a: is passed over: its name is not UTF-8, so no client can ask for it; rename it", str(folder))
 
 
 def _is_model_folder(folder: Path) -> bool:
-    # A leading dot marks what a writer has not finished. What cannot be looked into is a model that is refused with the reason,
-    # as is one that has a configuration and no version.
+    # A leading dot marks an unfinished folder. Unreadable folders, and those with a configuration and no version, count as
+    # models, so that loading them reports the reason.
     try:
         if folder.name.startswith(".") or not folder.is_dir():
             return False
@@ -143,7 +172,7 @@ def _is_model_folder(folder: Path) -> bool:
 
 def _version_folders(folder: Path) -> dict[int, Path]:
     numbered = sorted((f for f in folder.iterdir() if f.name.isascii() and f.name.isdigit()), key=lambda f: -len(f.name))
-    return {int(f.name): f for f in numbered if int(f.name) > 0 and f.is_dir()}  # of 1 and 01 the former counts
+    return {int(f.name): f for f in numbered if int(f.name) > 0 and f.is_dir()}  # of 1 and 01, the former is used
 
 
 def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
@@ -158,7 +187,7 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     if missing and chosen:
         logger.warning("%s: version_policy asks for versions that are not there: %s", folder, ", ".join(map(str, missing)))
     if not chosen:
-        require_served(declared)  # what is there is of another server's kind
+        require_served(declared)  # raises where the files are of a kind that is not supported
     if not _version_folders(folder):
         raise ModelLoadError(f"{folder}: has no version; expected a folder with a number for a name, such as {folder / '1'}")
     if present and not chosen and not _version_folders(folder).keys() & set(missing):
@@ -172,20 +201,20 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
 
 
 def _places(path: Path) -> tuple[Path, ...]:
-    """Where a model file may lie: Triton also takes a folder of its name, which holds its data files, too."""
+    """Where a model file may lie: as in Triton, also in a folder of its name, beside its data files."""
     return path, path / ONNX.file_name
 
 
 def _file_names(declared: DeclaredConfig) -> list[str]:
-    """What the model file of a version may be called, the first that is there counts."""
+    """Names that a version's model file may have; the first one found is used."""
     name = declared.message.default_model_filename
     require_file_name(name, f"{declared.source}: default_model_filename is")
-    # A configuration that asks for what is not served is refused with a better text, also where there is such a file.
+    # A configuration of an unsupported kind is refused later with a better text.
     return [name] if name else [kind.file_name for kind in asked_kinds(declared.message) or KINDS]
 
 
 def _chosen(config: ModelConfig, versions: Sequence[int]) -> Sequence[int]:
-    """What the version policy picks: the latest one unless it says otherwise."""
+    """The versions that the version policy selects: by default the latest."""
     policy = config.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 
-from serve.engine.figures.histograms import EDGES_NS, Histogram
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
+from serve.engine.model_statistics import EDGES_NS, Histogram
 
 INTERVAL_S = 1.0
 SAMPLES = 300

@@ -6,10 +6,9 @@ import time
 from dataclasses import astuple, fields
 from typing import Any
 
+from serve.engine.execution.instance import Instance
 from serve.engine.inference_core import InferenceCore
-from serve.engine.instances.instance import Instance
-from serve.engine.model import Model
-from serve.engine.repository.version_states import VersionStatus
+from serve.engine.model import Model, VersionStatus
 from serve.engine.tensors import TensorSpec
 from serve.http.answers import with_written, written_one_by_one
 from serve.http.page.certificates import Certificates, summary

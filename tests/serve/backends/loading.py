@@ -7,13 +7,13 @@ from pathlib import Path
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
 from serve.backends.onnx_runtime.session import OpenSession, SessionOpener
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 
 
-def load_backend(path: Path, placement: Placement, config: ModelConfig | None = None) -> OnnxRuntimeBackend:
+def load_backend(path: Path, placement: DevicePlacement, config: ModelConfig | None = None) -> OnnxRuntimeBackend:
     runtime = OnnxRuntime()
     return runtime.load(path, runtime.describe(path), placement, config or ModelConfig())
 
 
-def open_session(path: Path, placement: Placement) -> OpenSession:
+def open_session(path: Path, placement: DevicePlacement) -> OpenSession:
     return SessionOpener(path=path, placement=placement).open()

@@ -10,7 +10,7 @@ from torch import nn
 
 from export import export_onnx, to_half
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from tests.serve.backends.loading import load_backend
 
 
@@ -19,7 +19,7 @@ def test_it_is_served_on_the_cpu_with_the_fp32_models_answers(tmp_path: Path) ->
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     path, samples = tmp_path / "model.onnx", torch.randn(3, 8, 32)
     export_onnx(to_half(model).module, [samples.half()], path, output_names=["y"])
-    backend = load_backend(path, Placement(use_gpu=False, threads=1))
+    backend = load_backend(path, DevicePlacement(use_gpu=False, threads=1))
     (name,) = (spec.name for spec in OnnxRuntime().describe(path).inputs)
     with torch.no_grad():
         expected = model(samples).numpy()

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from serve.backends.cores import fewer_cores
-from serve.engine import control_groups
+from serve.engine import resource_limits
 
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands in for /sys/fs/cgroup, on a machine of eight cores."""
     (tmp_path / "membership").write_text("5:cpu,cpuacct:/pod/main\n0::/pod/main\n")
-    monkeypatch.setattr(control_groups, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(control_groups, "CGROUP", tmp_path)
+    monkeypatch.setattr(resource_limits, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(resource_limits, "CGROUP", tmp_path)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     return tmp_path

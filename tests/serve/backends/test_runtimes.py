@@ -11,15 +11,15 @@ import torch
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.runtimes import Runtimes
-from serve.engine.backend import Backend, ModelInterface, Placement
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import Backend, DevicePlacement, ModelInterface
+from serve.engine.config.model_config import Defaults
 from serve.engine.errors import BackendError, ModelLoadError
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
 from serve.engine.tensors import Array
 from tests.models import mlp_weights
 
-ON_CPU = Placement(use_gpu=False, threads=1)
+ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 KINDS = ("onnx", "torch")
 
 
@@ -159,4 +159,4 @@ def test_a_gpu_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (path,) = (folders[kind] / "mlp" / "1").iterdir()
     with pytest.raises(ModelLoadError, match="a GPU is required, but .*CUDA device 0"):
-        runtimes.load(path, runtimes.describe(path), Placement(require_gpu=True), ModelConfig())
+        runtimes.load(path, runtimes.describe(path), DevicePlacement(require_gpu=True), ModelConfig())

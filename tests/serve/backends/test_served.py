@@ -12,8 +12,8 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 
 from serve.backends.runtimes import Runtimes
-from serve.engine.backend import Placement
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
@@ -24,7 +24,7 @@ PLATFORMS = {"onnx": "onnxruntime_onnx", "torch": "torch_export"}
 
 
 def load_all(folder: Path) -> list[Model]:
-    runtimes, placement = Runtimes(trust_torch_archives=True), Placement(use_gpu=False, threads=1)
+    runtimes, placement = Runtimes(trust_torch_archives=True), DevicePlacement(use_gpu=False, threads=1)
     return [load_model(files, runtimes, placement, Defaults()) for files in find_models(folder)]
 
 

@@ -19,18 +19,18 @@ from torch.export import Dim
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.runtimes import Runtimes
 from serve.backends.torch_backend import TorchBackend, TorchRuntime
-from serve.control.loader import Loader
-from serve.engine.backend import ModelInterface, Placement
-from serve.engine.configuration.config import DeclaredConfig, Defaults, complete_config
+from serve.engine.backend import DevicePlacement, ModelInterface
+from serve.engine.config.model_config import DeclaredConfig, Defaults, complete_config
 from serve.engine.errors import InvalidArgumentError, ModelLoadError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.queueing.compute_slots import ComputeSlots
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
+from serve.model_control.loading import VersionLoader
 from tests.serve.backends.torch_programs import BATCH, Twice, save_program
 from tests.serve.hostile_files import PICKLES, save_hostile_archive
 
-ON_CPU = Placement(use_gpu=False)
+ON_CPU = DevicePlacement(use_gpu=False)
 HALF = torch.float16
 
 
@@ -209,7 +209,9 @@ def test_settings_of_onnx_runtime_are_named_in_a_warning(tmp_path: Path, caplog:
     save_program(tmp_path / "m" / "1" / "model.pt2", Twice(), torch.ones(2, 1), dynamic_shapes=BATCH)
     config = tmp_path / "m" / "config.pbtxt"
     config.write_text('parameters { key: "execution_mode" value { string_value: "1" } }')
-    loader = Loader(runtime=Runtimes(trust_torch_archives=True), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0)
+    loader = VersionLoader(
+        runtime=Runtimes(trust_torch_archives=True), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0
+    )
     loader.load(*find_models(tmp_path))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [f"{config}: no effect here: parameters.execution_mode"]

@@ -12,7 +12,7 @@ from torch import nn
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.torch_backend import TorchBackend, TorchRuntime
 from serve.backends.torch_writes import written
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from tests.serve.backends.torch_programs import BATCH, Mlp, Outputs, save_program
 
 HALF = torch.float16
@@ -66,7 +66,7 @@ class Normalizing(nn.Module):
 
 def loaded(path: Path) -> TorchBackend:
     runtime = TorchRuntime()
-    return runtime.load(path, runtime.describe(path), Placement(use_gpu=False), ModelConfig())
+    return runtime.load(path, runtime.describe(path), DevicePlacement(use_gpu=False), ModelConfig())
 
 
 @pytest.mark.parametrize("module", [Keeping(), Keeping(HALF), KeepingInAView(), KeepingWithoutGradient(), KeepingStatistics()])

@@ -12,14 +12,14 @@ from onnx import ModelProto, TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE
 from tests.models import save_model
 from tests.serve.backends.loading import load_backend
 
 HALF = TensorProto.FLOAT16
-ON_CPU = Placement(use_gpu=False, threads=1)
+ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.tensors import Array
 from tests.serve.backends.loading import load_backend
 
@@ -46,7 +46,7 @@ def with_graphs(**parameters: str) -> ModelConfig:
 
 
 def load(path: Path, config: ModelConfig | None = None, *, sized: bool = False) -> OnnxRuntimeBackend:
-    return load_backend(save(path, sized=sized), Placement(), config)
+    return load_backend(save(path, sized=sized), DevicePlacement(), config)
 
 
 def rows(count: int, start: int = 0) -> dict[str, Array]:

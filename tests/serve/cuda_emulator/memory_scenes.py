@@ -12,11 +12,9 @@ import pytest
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
-from serve.engine.backend import Placement
-from serve.engine.batches.assembly import assemble
-from serve.engine.batches.batch import Answered, run_batch
-from serve.engine.batches.raw_inputs import RawInput, RawInputs, RawLayout
-from serve.engine.requests import InferRequest
+from serve.engine.backend import DevicePlacement
+from serve.engine.execution.batch import Answered, assemble, run_batch
+from serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from tests.serve.backends.loading import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs
 
@@ -66,7 +64,7 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(
 
 
 def test_nothing_is_locked_for_the_cpu(tmp_path: Path, device: ctypes.CDLL) -> None:
-    backend = load_backend(save(tmp_path / "m.onnx"), Placement(use_gpu=False))
+    backend = load_backend(save(tmp_path / "m.onnx"), DevicePlacement(use_gpu=False))
     before = device.emulated_locked_bytes()
     with ThreadPoolExecutor(1) as worker:
         worker.submit(numbers, backend, requests(2, 4096)).result()

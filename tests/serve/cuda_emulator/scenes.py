@@ -15,9 +15,8 @@ from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.cuda_neighbours import TURNS
-from serve.engine.backend import Placement
-from serve.engine.device_faults import is_device_lost
-from serve.engine.errors import BackendError, ModelLoadError
+from serve.engine.backend import DevicePlacement
+from serve.engine.errors import BackendError, ModelLoadError, is_device_lost
 from tests.serve.backends.loading import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
 
@@ -63,7 +62,7 @@ def test_an_output_that_no_node_makes_on_the_device_is_not_recorded(
     made = value("n", TensorProto.INT64, [2]) if name == "n" else value("x", TensorProto.FLOAT, ["n", COLUMNS])
     model.graph.output.append(made)
     onnx.save(model, tmp_path / "m.onnx")
-    backend = load_backend(tmp_path / "m.onnx", Placement(), with_graphs())
+    backend = load_backend(tmp_path / "m.onnx", DevicePlacement(), with_graphs())
     for start, count in enumerate([2, 2, 3, 3, 3, 2, 2]):
         feeds = rows(count, start)
         expected = [count, COLUMNS] if name == "n" else feeds["x"].ravel().tolist()
@@ -76,7 +75,7 @@ def test_a_model_that_draws_numbers_is_not_recorded(tmp_path: Path, caplog: pyte
     model.graph.node.append(helper.make_node("RandomUniformLike", ["x"], ["r"]))
     model.graph.output.append(helper.make_tensor_value_info("r", TensorProto.FLOAT, ["n", COLUMNS]))
     onnx.save(model, tmp_path / "m.onnx")
-    backend = load_backend(tmp_path / "m.onnx", Placement(), with_graphs())
+    backend = load_backend(tmp_path / "m.onnx", DevicePlacement(), with_graphs())
     assert backend._replays is None
     assert "m.onnx: RandomUniformLike draws numbers, which CUDA graphs would not do for each batch" in caplog.text
 
@@ -194,7 +193,7 @@ def test_a_lost_device_is_told_and_ends_nothing(
         assert is_device_lost(lost.value)
     for config in (ModelConfig(), with_graphs()):
         with pytest.raises(ModelLoadError, match=r"illegal memory access was encountered$") as refused:
-            load_backend(tmp_path / "p.onnx", Placement(require_gpu=require_gpu), config)
+            load_backend(tmp_path / "p.onnx", DevicePlacement(require_gpu=require_gpu), config)
         assert is_device_lost(refused.value)
     assert "without CUDA graphs" not in caplog.text
     del backend
@@ -210,7 +209,7 @@ def test_why_a_device_cannot_be_used_is_told(
     reason = "CUDA failure 35: CUDA driver version is insufficient for CUDA runtime version"
     assert f"m.onnx: ONNX Runtime cannot use CUDA device 0 ({reason}); it runs on the CPU" in caplog.text
     with pytest.raises(ModelLoadError, match=f"a GPU is required, but .*{reason}"):
-        load_backend(tmp_path / "m.onnx", Placement(require_gpu=True))
+        load_backend(tmp_path / "m.onnx", DevicePlacement(require_gpu=True))
     assert capfd.readouterr().out == ""
 
 

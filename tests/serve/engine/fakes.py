@@ -11,9 +11,9 @@ import numpy as np
 from protos.datatypes import BY_WIRE
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
-from serve.engine.instances.short_batches import NOTHING_KNOWN
+from serve.engine.execution.short_batches import NOTHING_KNOWN
 from serve.engine.model import Model
-from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.pace import BatchLimits
 from serve.engine.tensors import Tensors, TensorSpec
 
 HOLD_S = 20.0

@@ -12,16 +12,15 @@ import numpy as np
 from serve.engine.backend import Backend
 from serve.engine.batcher import Batcher
 from serve.engine.errors import InferenceError
-from serve.engine.figures.statistics import Statistics
-from serve.engine.instances.instance import Instance
-from serve.engine.instances.short_batches import NOTHING_KNOWN
-from serve.engine.instances.supervision import Supervision
-from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.execution.instance import Instance, Supervision
+from serve.engine.execution.short_batches import NOTHING_KNOWN
+from serve.engine.model_statistics import Statistics
+from serve.engine.queueing.pace import BatchLimits
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors
 
 WAIT_S = 20.0
-DOWN = "the model failed and cannot be loaded anew just now (the next try {}); try again later, or on another replica"
+DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
 
 
 class Fragile:

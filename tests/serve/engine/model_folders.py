@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
@@ -27,4 +27,4 @@ def found(root: Path) -> list[tuple[str, int]]:
 
 def load(path: Path) -> Model:
     (files,) = find_models(path)
-    return load_model(files, OnnxRuntime(), Placement(use_gpu=False, threads=1), Defaults())
+    return load_model(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())

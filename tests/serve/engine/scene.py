@@ -1,4 +1,4 @@
-"""Requests to the real batcher, and what became of each."""
+"""Requests to the real batcher, and their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.serve.engine.fakes import HeldBackend
 
 
 class Answers:
-    """Requests with consecutive values, and what became of each."""
+    """Requests with consecutive values, and their results."""
 
     def __init__(self) -> None:
         self.results: dict[float, list[Tensors | InferenceError]] = {}

@@ -1,19 +1,48 @@
-"""A model under load on a virtual clock: the queue, the pace and the shedding are real, only time and the model are not."""
+"""Queueing on a virtual clock: requests for the pure parts, and a simulated model under load."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve.engine.errors import InferenceError
-from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.admission_control import AdmissionControl, RunningBatch
 from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
-from serve.engine.queueing.pace import Pace
-from serve.engine.queueing.shedding import Running, Shedding
+from serve.engine.queueing.pace import BatchLimits, Pace
 from serve.engine.requests import InferRequest
+
+
+class Request(InferRequest):
+    """A request for the pure parts of the queue."""
+
+    def __init__(self, rows: int = 1, bucket: Hashable = "a", deadline: float | None = None, **rest: Any) -> None:
+        super().__init__({}, (), rows, bucket, deadline, print, **{"arrived_ns": 0, **rest})
+
+
+def queue(**limits: object) -> BatchQueue:
+    return BatchQueue(BatchLimits(**{"max_rows": 8, **limits}))  # type: ignore[arg-type]  # (keyword by keyword in the tests)
+
+
+def offer(q: BatchQueue, request: Request, now: float) -> Request:
+    request.arrived_ns = round(now * 1e9)
+    q.offer(request)
+    return request
+
+
+def take(q: BatchQueue, now: float) -> Batch:
+    batch = q.take(now)
+    assert batch is not None
+    return batch
+
+
+def offer_all(q: BatchQueue, requests: list[Request], now: float = 0.0) -> None:
+    for request in requests:
+        offer(q, request, now)
+
 
 Cost = Callable[[int, float], float]  # seconds of a batch, from its rows and the time
 
@@ -79,8 +108,8 @@ class Simulation:
         self._cost = cost
         self._idle = instances
         pace = Pace(limits)
-        self._queue: BatchQueue[InferRequest] = BatchQueue(limits, pace if foresees else None)
-        self._shedding = Shedding(self._queue, pace, instances) if foresees else None
+        self._queue = BatchQueue(limits, pace if foresees else None)
+        self._admission = AdmissionControl(self._queue, pace, instances) if foresees else None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()  # among what happens at one time
         self._by_request: dict[int, Outcome] = {}
@@ -111,7 +140,7 @@ class Simulation:
         self.outcomes.append(outcome)
         self._requests.append(request)
         self._by_request[id(request)] = outcome
-        refusal = self._shedding.admit(request, self.now) if self._shedding else None
+        refusal = self._admission.admit(request, self.now) if self._admission else None
         if refusal is not None:
             outcome.error = refusal
             outcome.ends.append(("refused", self.now))
@@ -140,16 +169,16 @@ class Simulation:
         if due is not None:
             self._at(max(due, self.now + 1e-6), lambda: None)
 
-    def _start(self, batch: Batch[InferRequest]) -> None:
+    def _start(self, batch: Batch) -> None:
         self._idle -= 1
         self.batches.append((self.now, batch.rows))
-        running = self._shedding.started(batch.bucket, batch.rows, self.now) if self._shedding else None
+        running = self._admission.started(batch.bucket, batch.rows, self.now) if self._admission else None
         self._at(self.now + self._cost(batch.rows, self.now), lambda: self._finish(batch, running))
 
-    def _finish(self, batch: Batch[InferRequest], running: Running | None) -> None:
+    def _finish(self, batch: Batch, running: RunningBatch | None) -> None:
         self._idle += 1
-        if self._shedding and running:
-            self._shedding.finished(running, self.now, self.now - running.started_s)
+        if self._admission and running:
+            self._admission.finished(running, self.now, self.now - running.started_s)
         for request in batch.requests:
             self._end(request, "answered")
 
@@ -175,7 +204,7 @@ def poisson(rate: float, seconds: float, *, seed: int = 0, within: float | None 
 
 
 def goodput(outcomes: list[Outcome], since: float) -> float:
-    """Requests a second that were answered in time, of those that came after `since` seconds."""
+    """Requests a second that were answered in time, counting arrivals after `since` seconds."""
     counted = [outcome for outcome in outcomes if outcome.client.at >= since]
     return sum(outcome.is_good for outcome in counted) / (counted[-1].client.at - since)
 

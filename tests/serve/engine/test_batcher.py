@@ -1,14 +1,25 @@
-"""Which requests share a batch, and what each of them gets."""
+"""From submitted requests to their answers: batches, cancellation, draining, delivery."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import re
+import time
+import weakref
 
+import numpy as np
 import pytest
 
-from serve.engine.batcher import Batcher
-from serve.engine.errors import BackendError, InferenceError
+from serve.engine.batcher import Batcher, Delivery
+from serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
+from serve.engine.execution.batch import Answered, Failed
+from serve.engine.execution.instance import LostRequests
 from serve.engine.model import Model
+from serve.engine.model_statistics import BatchTimes, Statistics
+from serve.engine.queueing.batch_queue import BatchQueue
+from serve.engine.queueing.pace import BatchLimits
+from serve.engine.requests import InferRequest
 from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, hold_first, run
@@ -42,7 +53,7 @@ def check_statistics(model: Model, *, requests: int, batches: int) -> None:
     assert s.last_inference_ms > 1_700_000_000_000
 
 
-def test_a_few_requests_wait_for_those_of_the_next_turn_and_a_lone_one_does_not() -> None:
+def test_a_few_requests_wait_one_turn_for_more_and_a_single_one_does_not() -> None:
     async def arrive_in_two_turns(batcher: Batcher, answers: Answers, first: list[int], second: list[int]) -> None:
         for value in first:
             batcher.submit(answers.request(value))
@@ -131,7 +142,7 @@ def test_a_queue_delay_ends_when_the_batch_is_not_full() -> None:
     run(scene)
 
 
-def test_a_batch_is_filled_up_to_the_next_size_and_nobody_sees_it() -> None:
+def test_a_batch_is_padded_to_the_next_size() -> None:
     async def scene(answers: Answers) -> None:
         backend = HeldBackend(held=True)
         model = held_model(backend, preferred_rows=(4, 8), padded_rows=(4, 8))
@@ -150,3 +161,231 @@ def test_a_batch_is_filled_up_to_the_next_size_and_nobody_sees_it() -> None:
         await model.batcher.drain()
 
     run(scene)
+
+
+def test_draining_finishes_accepted_requests_and_refuses_new_ones() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        await hold_first(backend, model.batcher, answers)
+        model.batcher.submit(answers.request(1))
+        draining = asyncio.create_task(model.batcher.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            model.batcher.submit(answers.request(2))
+        assert not draining.done()
+        backend.release.set()
+        await asyncio.wait_for(draining, 20)
+        assert (answers.value(100), answers.value(1)) == (101, 2)
+
+    run(scene)
+
+
+def test_draining_does_not_wait_for_batches_to_fill() -> None:
+    async def scene(answers: Answers) -> None:
+        model = held_model(HeldBackend(), max_delay_s=3600.0)
+        model.batcher.submit(answers.request(1))
+        await asyncio.wait_for(model.batcher.drain(), 20)
+        assert answers.value(1) == 2
+
+    run(scene)
+
+
+def test_draining_does_not_wait_for_a_request_that_was_cancelled() -> None:
+    async def scene(answers: Answers) -> None:
+        model = held_model(HeldBackend(), max_delay_s=3600.0)
+        request = answers.request(1)
+        model.batcher.submit(request)
+        draining = asyncio.create_task(model.batcher.drain())
+        await asyncio.sleep(0)
+        model.batcher.cancel(request)
+        await asyncio.wait_for(draining, 20)
+        assert answers.results == {1: []}
+
+    run(scene)
+
+
+def test_a_cancelled_request_leaves_the_queue_and_is_never_called_back() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        await hold_first(backend, model.batcher, answers)
+        requests = [answers.request(v) for v in range(3)]
+        for request in requests:
+            model.batcher.submit(request)
+        model.batcher.cancel(requests[1])
+        assert model.batcher.waiting == 2
+        backend.release.set()
+        await answers.all(3)
+        assert backend.batches[1] == [0, 2]
+        assert (answers.value(0), answers.value(2), answers.results[1]) == (1, 3, [])
+        await model.batcher.drain()
+
+    run(scene)
+
+
+def test_cancelling_a_running_request_leaves_its_batch_mates_alone() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        first, second = answers.request(1), answers.request(2)
+        model.batcher.submit(first)
+        model.batcher.submit(second)
+        assert await asyncio.to_thread(backend.entered.wait, 20)
+        model.batcher.cancel(first)
+        backend.release.set()
+        await answers.all(1)
+        assert (answers.results[1], answers.value(2)) == ([], 3)
+        await model.batcher.drain()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("stay", [0, 1])
+def test_cancelled_requests_do_not_count_as_successes(stay: int) -> None:
+    """Timeouts shorter than the model's time would otherwise count as successes."""
+
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        requests = [answers.request(value) for value in range(2)]
+        for request in requests:
+            model.batcher.submit(request)
+        assert await asyncio.to_thread(backend.entered.wait, 20)
+        for request in requests[stay:]:
+            model.batcher.cancel(request)
+        backend.release.set()
+        await model.batcher.drain()
+        totals = model.statistics.totals
+        assert (totals.success.count, totals.queue.count, totals.compute_infer.count) == (stay, stay, stay)
+        assert (totals.rows, totals.batches, totals.failures) == (2, 1, {"cancelled": 2 - stay})
+        assert model.statistics.histograms()["total"].count == stay
+
+    run(scene)
+
+
+def test_an_expired_request_is_answered_without_being_computed() -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend)
+        await hold_first(backend, model.batcher, answers)
+        model.batcher.submit(answers.request(1, deadline=time.monotonic() - 0.001))
+        model.batcher.submit(answers.request(2, deadline=time.monotonic() + 60))
+        backend.release.set()
+        await answers.all(3)
+        assert isinstance(answers.error(1), DeadlineExceededError)
+        assert backend.batches == [[100], [2]]
+        await model.batcher.drain()
+
+    run(scene)
+
+
+@pytest.mark.parametrize("target", [None, 60.0])
+def test_a_request_past_its_queue_timeout_is_not_computed(target: float | None) -> None:
+    async def scene(answers: Answers) -> None:
+        backend = HeldBackend(held=True)
+        model = held_model(backend, latency_target_s=target)
+        await hold_first(backend, model.batcher, answers)
+        request = answers.request(1)
+        request.leave_by = request.arrived_ns / 1e9 + 0.000_001
+        model.batcher.submit(request)
+        backend.release.set()
+        await answers.all(2)
+        assert isinstance(answers.error(1), DeadlineExceededError)
+        assert re.fullmatch(
+            r"the request waited \d+\.\d ms in the queue, longer than its timeout allows; it was not computed: send "
+            "it again later, or with a longer timeout",
+            str(answers.error(1)),
+        )
+        assert backend.batches == [[100]]
+        await model.batcher.drain()
+
+    run(scene)
+
+
+TIMES = BatchTimes(started=1, assembled=2, computed=3, split=4)
+SORRY = UnavailableError("send it again")
+
+
+class Scene:
+    """A delivery, and what it has given to whom."""
+
+    def __init__(self, max_waiting: int = 10) -> None:
+        self.queue = BatchQueue(BatchLimits(max_rows=8, max_waiting=max_waiting))
+        self.statistics = Statistics()
+        self.delivery = Delivery(self.queue, self.statistics)
+        self.given: list[tuple[str, str]] = []
+
+    def request(self, name: str) -> InferRequest:
+        def done(result: Tensors | InferenceError) -> None:
+            self.given.append((name, str(result) if isinstance(result, InferenceError) else str(result["y"][0])))
+
+        return InferRequest({"x": np.zeros((1, 1))}, ("y",), 1, (1,), None, done)
+
+
+def answered(*requests: InferRequest) -> Answered:
+    return Answered(list(requests), [{"y": np.array([number])} for number in range(len(requests))], TIMES)
+
+
+def test_batches_are_answered_in_order_each_request_with_its_own() -> None:
+    scene = Scene()
+    a, b, c, d = map(scene.request, "abcd")
+    scene.delivery.add([answered(a, b)], 2)
+    scene.delivery.add([answered(c), Failed(d, BackendError("no such row"))], 2)
+    assert not scene.delivery.deliver()
+    assert scene.given == [("a", "0"), ("b", "1"), ("c", "0"), ("d", "no such row")]
+    assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 1)
+    assert not scene.delivery.deliver(), "once"
+    assert len(scene.given) == 4
+
+
+def test_requests_lost_with_their_copy_are_replayed_once() -> None:
+    scene = Scene()
+    a, b = map(scene.request, "ab")
+    scene.delivery.add([LostRequests([a, b], SORRY)], 2)
+    assert scene.delivery.deliver()
+    for alone in (a, b):  # it may be one of them that breaks copies
+        again = scene.queue.take(0.0)
+        assert again is not None
+        assert (again.requests, scene.given) == ([alone], [])
+    scene.delivery.add([answered(a)], 1)
+    scene.delivery.add([LostRequests([b], SORRY)], 1)
+    assert not scene.delivery.deliver()
+    assert scene.given == [("a", "0"), ("b", "send it again")]
+
+
+def test_requests_lost_untouched_are_replayed_together() -> None:
+    scene = Scene()
+    a, b = map(scene.request, "ab")
+    scene.delivery.add([LostRequests([a, b], SORRY, untouched=True)], 2)
+    assert scene.delivery.deliver()
+    again = scene.queue.take(0.0)
+    assert again is not None
+    assert again.requests == [a, b]
+
+
+def test_a_request_cancelled_before_its_replay_is_dropped() -> None:
+    scene = Scene()
+    request = scene.request("a")
+    scene.delivery.add([LostRequests([request], SORRY)], 1)
+    assert scene.delivery.deliver()
+    request.cancelled = True
+    assert scene.queue.remove(request)
+    alive = weakref.ref(request.inputs["x"])
+    del request
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("why", ["cancelled", "full"])
+def test_cancelled_requests_and_those_beyond_the_queue_are_not_replayed(why: str) -> None:
+    scene = Scene(max_waiting=1)
+    request = scene.request("a")
+    if why == "cancelled":
+        request.cancelled = True
+    else:
+        scene.queue.offer(scene.request("b"))
+    scene.delivery.add([LostRequests([request], SORRY)], 1)
+    assert not scene.delivery.deliver()
+    assert scene.statistics.totals.fail.count == 1
+    assert scene.given == ([] if why == "cancelled" else [("a", "send it again")])

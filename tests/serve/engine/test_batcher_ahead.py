@@ -1,4 +1,4 @@
-"""Batches that an instance takes while it still computes the one before."""
+"""Instances take their next batch while they compute, within their share of the compute slots."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.instances.free_instances import AHEAD_S
-from serve.engine.instances.short_batches import SHORT_S
+from serve.engine.errors import InferenceError
+from serve.engine.execution.instance import AHEAD_S
+from serve.engine.execution.short_batches import SHORT_S
+from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.queueing.compute_slots import ComputeSlots
+from serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
-from tests.serve.engine.scene import Answers, hold_first, run
+from tests.serve.engine.scene import Answers, QuickBackend, hold_first, run
 
 MIDDLING_S = (SHORT_S + AHEAD_S) / 2
 
@@ -102,7 +105,7 @@ def test_no_batch_waits_for_a_long_one_that_another_copy_could_compute(
 
 
 @pytest.mark.parametrize("in_time", [[], [2]], ids=["all", "some"])
-def test_who_becomes_too_late_behind_a_long_batch_is_not_computed(in_time: list[float]) -> None:
+def test_requests_late_behind_a_long_batch_are_not_computed(in_time: list[float]) -> None:
     async def scene(answers: Answers) -> None:
         backend = HeldBackend(held=True)
         model = ahead_model(backend, max_rows=3)
@@ -178,5 +181,78 @@ def test_every_request_gets_its_own_answer_once_and_in_order(groups: list[int], 
         assert [answers.value(value) for value in range(asked)] == [value + 1 for value in range(asked)]
         assert list(chain.from_iterable(backend.batches)) == list(range(asked))
         await model.batcher.drain()
+
+    run(scene)
+
+
+def test_models_that_share_a_slot_take_turns() -> None:
+    async def scene(answers: Answers) -> None:
+        slots = ComputeSlots(1)
+        first, second = HeldBackend(held=True), HeldBackend()
+        flood, guest = held_model(first, "flood", max_rows=1), held_model(second, "guest", max_rows=1)
+        for model in (flood, guest):
+            model.batcher.compete(slots)
+        await hold_first(first, flood.batcher, answers)
+        for value in range(10):
+            flood.batcher.submit(answers.request(value))
+        asked = answers.request(50)
+        before_it: list[int] = []
+        answer = asked.done
+
+        def done(result: Tensors | InferenceError) -> None:
+            before_it.append(len(first.batches))
+            answer(result)
+
+        asked.done = done
+        guest.batcher.submit(asked)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not second.batches, "the slot is taken"
+        first.release.set()
+        await answers.all(12)
+        assert before_it == [1], "it waited for the batch that ran, and for none of the flood"
+        assert answers.value(50) == 51
+        assert len(first.batches) == 11
+        assert slots.free == 1
+        await asyncio.gather(flood.batcher.drain(), guest.batcher.drain())
+
+    run(scene)
+
+
+def test_a_cancelled_request_gives_its_turn_to_the_other_model() -> None:
+    async def scene(answers: Answers) -> None:
+        slots = ComputeSlots(1)
+        backends = [HeldBackend(held=True), HeldBackend(), HeldBackend()]
+        models = [held_model(backend, f"m{n}", max_rows=1) for n, backend in enumerate(backends)]
+        for model in models:
+            model.batcher.compete(slots)
+        await hold_first(backends[0], models[0].batcher, answers)
+        gone = answers.request(1)
+        models[1].batcher.submit(gone)
+        models[2].batcher.submit(answers.request(2))
+        await asyncio.sleep(0)
+        models[1].batcher.cancel(gone)
+        backends[0].release.set()
+        await answers.all(2)
+        assert (answers.value(2), backends[1].batches, slots.free) == (3, [], 1)
+        await asyncio.gather(*(model.batcher.drain() for model in models))
+
+    run(scene)
+
+
+def test_models_on_the_cpu_compete_for_the_slots_of_the_server() -> None:
+    async def scene(answers: Answers) -> None:
+        core = InferenceCore([])
+        core.slots = ComputeSlots(1)
+        on_cpu, elsewhere = held_model(QuickBackend(), "cpu"), held_model(HeldBackend(), "device")
+        core.replace("cpu", [on_cpu])
+        core.replace("device", [elsewhere])
+        core.replace("cpu", [on_cpu])
+        assert (on_cpu.batcher._share is None, elsewhere.batcher._share is None) == (False, True)
+        for value, model in enumerate([on_cpu, elsewhere] * 20):
+            core.submit(model, answers.request(value))
+        await answers.all(40)
+        await core.drain()
+        assert core.slots.free == 1
 
     run(scene)

@@ -46,7 +46,7 @@ def read(memory: SharedDeviceMemory, offset: int, size: int) -> bytes:
     return bytes(target)
 
 
-def test_what_another_process_left_is_read_and_answered(memory: SharedDeviceMemory, client: Owner) -> None:
+def test_memory_of_another_process_is_read_and_written(memory: SharedDeviceMemory, client: Owner) -> None:
     assert read(memory, 0, SIZE) == CONTENT
     memory.write(990, b"0123456789")
     assert client.read(980, 20) == CONTENT[980:990] + b"0123456789"
@@ -56,14 +56,14 @@ def test_what_another_process_left_is_read_and_answered(memory: SharedDeviceMemo
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_piece_comes_and_goes_as_it_is(memory: SharedDeviceMemory, data: st.DataObject) -> None:
+def test_pieces_keep_their_bytes(memory: SharedDeviceMemory, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, SIZE))
     piece = data.draw(st.binary(max_size=SIZE - offset))
     memory.write(offset, piece)
     assert read(memory, offset, len(piece)) == piece
 
 
-def test_the_size_is_what_its_owner_allocated(memory: SharedDeviceMemory) -> None:
+def test_the_size_is_that_of_the_owners_allocation(memory: SharedDeviceMemory) -> None:
     assert memory.byte_size is not None
     assert memory.byte_size >= SIZE  # the driver may round up
 
@@ -73,7 +73,7 @@ def test_any_thread_may_use_it(memory: SharedDeviceMemory) -> None:
         assert set(threads.map(lambda _: read(memory, 0, SIZE), range(32))) == {CONTENT}
 
 
-def test_a_thread_keeps_the_context_that_it_had(memory: SharedDeviceMemory, library: str) -> None:
+def test_a_threads_context_is_restored(memory: SharedDeviceMemory, library: str) -> None:
     def leftover() -> int:
         read(memory, 0, 1)
         return int(ctypes.CDLL(library).cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
@@ -82,7 +82,7 @@ def test_a_thread_keeps_the_context_that_it_had(memory: SharedDeviceMemory, libr
         assert thread.submit(leftover).result() != 0, "it had none, and has none"
 
 
-def test_what_is_not_there_is_refused_in_the_drivers_words(memory: SharedDeviceMemory) -> None:
+def test_a_missing_range_is_refused_in_the_drivers_words(memory: SharedDeviceMemory) -> None:
     beyond = 1 << 30  # a real driver rounds allocations up
     with pytest.raises(CudaError, match=r"invalid argument.* \(CUDA error 1\)"):
         read(memory, beyond, 16)
@@ -91,7 +91,7 @@ def test_what_is_not_there_is_refused_in_the_drivers_words(memory: SharedDeviceM
 
 
 @pytest.mark.parametrize("handle", [bytes(HANDLE_BYTES), b"\xff" * HANDLE_BYTES])
-def test_a_handle_that_nobody_made_is_refused(driver: CudaDriver, handle: bytes) -> None:
+def test_an_unknown_handle_is_refused(driver: CudaDriver, handle: bytes) -> None:
     with pytest.raises(CudaError, match="CUDA error"):
         driver.open_shared(handle, 0)
 
@@ -101,7 +101,7 @@ def test_a_device_that_is_not_there_is_refused(driver: CudaDriver, client: Owner
         driver.open_shared(client.handle, 99)
 
 
-def test_it_is_closed_when_nobody_holds_it(driver: CudaDriver, client: Owner, library: str) -> None:
+def test_memory_is_closed_with_its_last_reference(driver: CudaDriver, client: Owner, library: str) -> None:
     opened = getattr(ctypes.CDLL(library), "emulated_opened", None)
     if opened is None:
         pytest.skip("only the emulated driver counts")

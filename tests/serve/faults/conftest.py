@@ -9,15 +9,14 @@ from onnx import TensorProto, helper
 
 from serve.client import InferenceClient
 from tests.models import save_counter, save_mlp, save_model, save_picky
-from tests.serve.faults.load import Load, under_load
-from tests.serve.faults.processes import ServerProcess, mad_server
+from tests.serve.faults.server_process import Load, ServerProcess, run_faulty_server, under_load
 
 ROW_MB = 16
 SPAN_S = 0.3  # what one batch of "counter" may take
 
 
 @pytest.fixture(scope="session")
-def mad_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def faulty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("faults") / "models"
     save_mlp(repository / "mlp" / "1" / "model.onnx")
     save_picky(repository / "picky" / "1" / "model.onnx")
@@ -29,21 +28,21 @@ def mad_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProc
     (repository / "hungry" / "config.pbtxt").write_text(
         'max_batch_size: 32 parameters { key: "halfserve.warm_up" value { string_value: "off" } }'
     )
-    with mad_server(repository) as process:
+    with run_faulty_server(repository) as process:
         yield process
 
 
 @pytest.fixture
-def load(mad_process: ServerProcess) -> Iterator[Load]:
-    """Clients of the same server, all of whose answers must be right, and none missing, whatever the test does."""
-    with under_load([mad_process.address]) as at_work:
+def load(faulty_server: ServerProcess) -> Iterator[Load]:
+    """Clients of the server that check every answer while the test injects faults."""
+    with under_load([faulty_server.address]) as at_work:
         yield at_work
         at_work.wait_for_more()
 
 
 @pytest.fixture
-def client(mad_process: ServerProcess) -> Iterator[InferenceClient]:
-    with InferenceClient(mad_process.address, timeout_s=30, retries=0) as one:
+def client(faulty_server: ServerProcess) -> Iterator[InferenceClient]:
+    with InferenceClient(faulty_server.address, timeout_s=30, retries=0) as one:
         yield one
 
 

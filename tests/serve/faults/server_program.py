@@ -1,7 +1,7 @@
-"""A server whose wall clock is mad and whose devices break: python -m tests.serve.faults.server_program PATH ACCESS_LOG
+"""A server with injected faults: python -m tests.serve.faults.server_program PATH ACCESS_LOG
 
-Each look at the wall clock gives another day, sometimes an earlier one. The model "fragile" loses its device when it is given a
-negative number, as CUDA does, until it is loaded anew. All else is as in `halfserve serve`.
+Every reading of the wall clock returns another day, sometimes an earlier one. The model "fragile" loses its device on a
+negative number, as CUDA does, until it is loaded again. Everything else is as in `halfserve serve`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import uvloop
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.control.options import ALL, ControlMode, ControlOptions
 from serve.departure import leave_threads_behind
-from serve.engine.backend import Backend, Placement
+from serve.engine.backend import Backend, DevicePlacement
 from serve.engine.tensors import Tensors
+from serve.model_control.options import ALL, ControlMode, ControlOptions
 from serve.observability.options import AccessLog, ObserveOptions
 from serve.server import Ready, ServerOptions, serve
 
@@ -52,8 +52,8 @@ class FragileRuntime(OnnxRuntime):
         return Fragile(backend) if path.parent.parent.name == FRAGILE else backend
 
 
-def go_mad() -> None:
-    """Let the wall clock jump. Everybody asks these two functions, or takes them from the module."""
+def make_clock_jump() -> None:
+    """Let the wall clock jump, by replacing the functions that read it."""
     real = time.time_ns
 
     def time_ns() -> int:
@@ -70,11 +70,11 @@ def ready(told: Ready) -> None:
 
 def main(path: str, access_log: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    go_mad()
+    make_clock_jump()
     options = ServerOptions(
         path=Path(path),
         grpc_port=0,
-        placement=Placement(use_gpu=False, threads=1),
+        placement=DevicePlacement(use_gpu=False, threads=1),
         control=ControlOptions(mode=ControlMode.EXPLICIT, load_at_start=(ALL,), warm_up_budget_s=0.2),
         shared_memory=True,
         observe=ObserveOptions(access_log=AccessLog.ALL, access_log_file=Path(access_log)),

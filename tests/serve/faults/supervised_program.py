@@ -1,7 +1,7 @@
 """A supervised server whose process loses its device: python -m tests.serve.faults.supervised_program PATH
 
-The model "fragile" loses its device when it is given a negative number, as CUDA does: from then on no model can be loaded in
-this process. All else is as in `halfserve serve --supervise`.
+The model "fragile" loses its device on a negative number, as CUDA does: from then on no model can be loaded in this
+process. Everything else is as in `halfserve serve --supervise`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import uvloop
 from serve.addresses import addresses
 from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.departure import leave_at_once
-from serve.engine.backend import Backend, Placement
+from serve.engine.backend import Backend, DevicePlacement
 from serve.engine.tensors import Tensors
 from serve.lost_device import LostDeviceError
 from serve.server import Ready, ServerOptions, serve
@@ -75,7 +75,7 @@ def work(options: ServerOptions, inherited: Inheritance) -> None:
 
 def main(path: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    options = ServerOptions(path=Path(path), grpc_port=0, placement=Placement(use_gpu=False, threads=1))
+    options = ServerOptions(path=Path(path), grpc_port=0, placement=DevicePlacement(use_gpu=False, threads=1))
     inherited = take_over(os.environ)
     if inherited is None:
         become_supervisor(addresses(options))

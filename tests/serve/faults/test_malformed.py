@@ -39,7 +39,7 @@ def answered(rows: int = 1, *, value: float = 3.0, request_id: str = "7") -> byt
     return response.SerializeToString()
 
 
-def test_every_kind_gets_what_it_must(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_malformed_call_gets_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as ended:
         malformed.main(count=COUNT, as_json=True)
     said = json.loads(capsys.readouterr().out)
@@ -58,7 +58,7 @@ def test_good_requests_are_due_an_answer(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "rest"), [(3, ""), (SHOWN_BYTES, ""), (SHOWN_BYTES + 7, " and 7 bytes more")])
-def test_a_complaint_shows_what_was_sent(size: int, rest: str) -> None:
+def test_an_error_quotes_the_given_value(size: int, rest: str) -> None:
     case = Case("kind", bytes(size), lambda answer: f"got {answer.code}" if answer.code else "")
     assert case.complaint(Answer(code=0)) == ""
     assert case.complaint(Answer(code=13)) == f"got 13; sent: {'00' * min(size, SHOWN_BYTES)}{rest}"
@@ -94,14 +94,14 @@ FAULTS: dict[str, tuple[Callable[[Request], object], set[int]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
-def test_what_a_fault_is_due_follows_from_the_protocol(name: str) -> None:
+def test_the_expected_status_follows_from_the_protocol(name: str) -> None:
     spoil, codes = FAULTS[name]
     request = affine()
     spoil(request)
     assert due(request.SerializeToString()).codes == codes
 
 
-def test_what_is_no_message_is_due_invalid_argument() -> None:
+def test_a_broken_message_gets_invalid_argument() -> None:
     assert due(b"\xff").codes == {3}
     assert due(affine().SerializeToString()[:-1]).codes == {3}
 
@@ -121,7 +121,7 @@ def test_what_is_no_message_is_due_invalid_argument() -> None:
     ],
     ids=["right", "refused", "values", "shape", "id", "empty", "two", "none", "reset"],
 )
-def test_a_wrong_answer_is_told(answer: Answer, complaint: str) -> None:
+def test_a_misfitting_answer_is_reported(answer: Answer, complaint: str) -> None:
     said = infer_case("good", affine().SerializeToString()).check(answer)
     assert complaint in said
     assert bool(said) is bool(complaint)

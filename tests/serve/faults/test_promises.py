@@ -1,9 +1,10 @@
-"""docs/reliability.md names a test for each fault, and commands: they exist."""
+"""Tests and commands that docs/reliability.md names exist, and only listed modules read the wall clock."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,3 +35,37 @@ def test_the_commands_exist() -> None:
     programs = set(re.findall(r"python -m (benchmarks\.\w+)", TEXT))
     assert {"benchmarks.soak", "benchmarks.million", "benchmarks.malformed"} <= programs
     assert [program for program in programs if find_spec(program) is None] == []
+
+
+WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
+
+
+# Modules that show the time. Any other module that reads the wall clock may decide something by it.
+TELLERS = {
+    "serve/benchmark/reports/report.py",
+    "serve/engine/precision_guard/tally.py",
+    "serve/engine/model_statistics.py",
+    "serve/http/page/history.py",
+    "serve/http/page/state.py",
+    "serve/observability/access_log.py",
+    "serve/observability/tracer.py",
+    "serve/security/cli.py",  # `halfserve token --expires 90d`
+    # Tokens expire at a time of day: a clock that jumps expires them early or late, until it is right again.
+    "serve/security/security.py",
+    "serve/security/tokens.py",
+    "serve/security/tls.py",  # the warning before a certificate expires
+}
+
+
+def wall_clocks(path: Path) -> Iterator[str]:
+    """The wall clocks that a file reads, under any imported name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield from WALL_CLOCKS & {f"{node.value.id}.{node.attr}"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from WALL_CLOCKS & {f"time.{alias.name}" for alias in node.names}
+
+
+def test_the_wall_clock_is_only_displayed() -> None:
+    askers = {str(path.relative_to(ROOT)) for path in (ROOT / "serve").rglob("*.py") if any(wall_clocks(path))}
+    assert askers == TELLERS

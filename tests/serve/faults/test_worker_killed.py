@@ -20,8 +20,7 @@ import pytest
 from halfserve import main
 from serve.client import InferenceClient, InferenceClientError, RetryPolicy, ServerUnavailable
 from tests.models import save_mlp, save_picky
-from tests.serve.faults.load import under_load
-from tests.serve.faults.processes import ROOT, WAIT_S
+from tests.serve.faults.server_process import ROOT, WAIT_S, under_load
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
 SMALL = ["--supervise", "--cpu", "--threads", "1", "--grpc-port", "0"]
@@ -101,7 +100,7 @@ def test_workers_that_are_killed_under_load_cost_patient_clients_nothing(reposit
     assert "Traceback" not in errors
 
 
-def test_the_end_of_the_supervisor_is_that_of_its_worker_and_the_ports_are_free(repository: Path) -> None:
+def test_the_supervisors_end_ends_its_worker_and_frees_the_ports(repository: Path) -> None:
     with started(*HALFSERVE, str(repository), *SMALL, "--json", "--no-http") as (process, line):
         port = json.loads(line)["grpc_port"]
         with InferenceClient(f"127.0.0.1:{port}", timeout_s=WAIT_S, retries=0) as client:
@@ -153,7 +152,7 @@ def test_a_first_worker_that_cannot_serve_is_the_end_of_it() -> None:
         (["--admin-socket", "/no/such/folder/a"], 1, "cannot listen on /no/such/folder/a: No such file or directory; choose"),
     ],
 )
-def test_wrong_use_is_told_what_to_do(arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_say_what_to_do(arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "x", *SMALL, *arguments])
     out, errors = capsys.readouterr()

@@ -12,15 +12,15 @@ import pytest
 import tritonclient.http as tc
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from serve.control.options import ControlMode
 from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
+from serve.model_control.options import ControlMode
 from serve.protocol import cuda_region
 from tests.models import mlp_weights, save_mlp
-from tests.serve.control.controlled import controlled_server
 from tests.serve.cuda_emulator.library import driver_of, library_path
 from tests.serve.cuda_emulator.owner import owner
 from tests.serve.http.running_http import running_http
+from tests.serve.model_control.controlled import controlled_server
 
 
 @pytest.fixture(scope="module")

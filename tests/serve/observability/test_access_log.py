@@ -17,9 +17,9 @@ from tritonclient.utils import InferenceServerException
 
 from protos import inference_pb2 as pb
 from serve.engine.errors import InvalidArgumentError
-from serve.engine.figures.statistics import BatchTimes
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
+from serve.engine.model_statistics import BatchTimes
 from serve.engine.requests import InferRequest
 from serve.observability.access_log import AccessLogger
 from serve.observability.exchange import Caller, Exchange

@@ -14,8 +14,8 @@ from tritonclient.utils import InferenceServerException
 
 from serve.engine.errors import BackendError, QueueFullError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
-from serve.engine.repository.version_states import State
+from serve.engine.model import VersionState
+from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from serve.observability.cpu_metrics import CpuMetrics
 from serve.observability.exposition import STATES_TOGETHER, TOGETHER, exposition
 from serve.observability.options import ObserveOptions
@@ -173,7 +173,7 @@ def test_the_loop_goes_on_while_many_states_are_told() -> None:
     async def run() -> tuple[str, int]:
         core = InferenceCore([])
         for number in range(3 * STATES_TOGETHER + 1):
-            core.states.set(f"m{number}", 1, State.LOADING)
+            core.states.set(f"m{number}", 1, VersionState.LOADING)
         telling = asyncio.create_task(exposition(core))
         turns = 0
         while not telling.done():

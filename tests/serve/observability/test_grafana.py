@@ -14,7 +14,7 @@ import pytest
 
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
-from serve.engine.precision_guard.counters import DriftHistogram, GuardCounters, OutputCounters
+from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
 from serve.observability.exposition import exposition
 from serve.observability.gpu_metrics import gpu_metrics
 from serve.observability.server_metrics import READINGS

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from serve.engine.figures.statistics import BatchTimes
+from serve.engine.model_statistics import BatchTimes
 from serve.observability.otlp_json import to_line
 from serve.observability.sdk_spans import SCOPE, resource, to_sdk
 from serve.observability.spans import spans_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.engine.figures.statistics import BatchTimes
+from serve.engine.model_statistics import BatchTimes
 from serve.observability.span_exporters import CHUNK, FileExporter
 from serve.observability.trace_context import TraceContext
 from serve.observability.tracer import TraceRecord

@@ -12,10 +12,10 @@ from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferRequest
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.backend import ModelInterface
-from serve.engine.batches.late_inputs import LateInputs
 from serve.engine.errors import InvalidArgumentError, UnsupportedError
 from serve.engine.model import Model
-from serve.engine.queueing.batch_limits import BatchLimits
+from serve.engine.queueing.pace import BatchLimits
+from serve.engine.requests import LateInputs
 from serve.engine.tensors import TensorSpec
 from serve.protocol.codec import decode_inputs, raw_layout
 from serve.protocol.shared_memory import SharedMemory

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve.engine.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError, SharedDeviceMemory
-from serve.engine.device_faults import is_device_lost
-from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
 from serve.protocol import cuda_region
 from serve.protocol.cuda_region import CudaRegion, has_cuda, open_cuda_region
 from tests.serve.cuda_emulator.library import driver_of, library_path

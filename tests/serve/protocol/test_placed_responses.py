@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from protos.inference_pb2 import ModelInferResponse
-from serve.engine.batches.answer import Answer, BatchOutputs, RemarkedAnswer
 from serve.engine.errors import InvalidArgumentError
+from serve.engine.requests import Answer, BatchOutputs, RemarkedAnswer
 from serve.engine.tensors import Array
 from serve.protocol.placed_responses import MAX_ENTRIES, PlacedResponses
 from serve.protocol.shared_memory import Place, SharedMemory

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.engine.batches.raw_inputs import RawInputs
+from serve.engine.requests import RawInputs
 from serve.engine.tensors import Tensors
 from serve.protocol.codec import raw_layout
 from serve.protocol.infer_wire import CutRequest, cut_request

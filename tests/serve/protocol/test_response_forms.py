@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from protos.inference_pb2 import ModelInferResponse
-from serve.engine.batches.answer import Answer, BatchOutputs
+from serve.engine.requests import Answer, BatchOutputs
 from serve.engine.tensors import Array
 from serve.protocol.response_forms import MAX_SHAPES, ResponseForms
 from tests.serve.protocol.test_codec import TWO

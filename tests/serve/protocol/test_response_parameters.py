@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from protos.inference_pb2 import InferParameter, ModelInferResponse
-from serve.engine.batches.answer import RemarkedAnswer
+from serve.engine.requests import RemarkedAnswer
 from serve.protocol.response_parameters import parameters_of
 
 Y = {"y": np.zeros((1, 2), np.float16)}

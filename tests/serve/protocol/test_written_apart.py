@@ -14,9 +14,8 @@ from onnx import TensorProto, helper
 from protos import inference_pb2 as pb
 from protos.datatypes import BY_WIRE
 from serve.engine.errors import InvalidArgumentError
-from serve.engine.inference_core import InferenceCore
+from serve.engine.inference_core import InferenceCore, RestrictedCore
 from serve.engine.tensors import Tensors
-from serve.engine.visible_core import VisibleCore
 from serve.protocol.raw_tensors import to_raw
 from serve.protocol.service import INFER_PATH
 from serve.protocol.written_apart import LARGE_BYTES, MANY, Written, WrittenApart
@@ -134,7 +133,7 @@ def test_a_core_that_drains_waits_for_what_is_written() -> None:
     async def run() -> list[Written]:
         replies: list[Written] = []
         core = InferenceCore([])
-        view = VisibleCore(core, lambda _: True)
+        view = RestrictedCore(core, lambda _: True)
         for each in (core, view):
             WrittenApart(where, replies.append, each.wait_for).done(LONG)
         await core.drain()

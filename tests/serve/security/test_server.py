@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import ModelInterface, Placement
+from serve.engine.backend import DevicePlacement, ModelInterface
 from serve.http.options import HttpOptions
 from serve.security.errors import SecurityError
 from serve.security.options import ClientLimits, SecurityOptions
@@ -80,7 +80,7 @@ def test_sighup_while_models_are_loaded_ends_nothing(tmp_path: Path) -> None:
     options = ServerOptions(
         path=path,
         grpc_port=0,
-        placement=Placement(use_gpu=False, threads=1),
+        placement=DevicePlacement(use_gpu=False, threads=1),
         security=SecurityOptions(token_file=tmp_path / "tokens"),
     )
     ended_by: list[int] = []
@@ -127,7 +127,7 @@ def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificat
     options = ServerOptions(
         path=path,
         grpc_port=0,
-        placement=Placement(use_gpu=False, threads=1),
+        placement=DevicePlacement(use_gpu=False, threads=1),
         http=HttpOptions(port=0, metrics_port=None),
         security=security,
     )

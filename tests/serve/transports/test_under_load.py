@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import inference_pb2 as pb
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.queueing.latency_model import CONFIDENT
+from serve.engine.queueing.pace import CONFIDENT
 from serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server

@@ -23,8 +23,8 @@ from serve.backends.onnx_runtime.probe.alarm import Alarm
 from serve.backends.onnx_runtime.probe.crash_verdicts import CrashVerdicts, Verdict, verdict_key
 from serve.backends.onnx_runtime.probe.probe_process import CrashedError, ProbeProcess, TrialEndedError
 from serve.backends.onnx_runtime.session_settings import SessionSettings
+from serve.engine.background_threads import pause
 from serve.engine.errors import ModelLoadError
-from serve.engine.pauses import pause
 
 logger = logging.getLogger(__name__)
 

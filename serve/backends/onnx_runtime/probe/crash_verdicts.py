@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
-from serve.engine.regular_files import open_regular
+from serve.engine.disk_files import open_regular
 
 READ_BYTES = 1 << 20
 

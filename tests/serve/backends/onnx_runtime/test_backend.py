@@ -9,13 +9,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.cuda_driver import device_count
 from serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
 from tests.models import mlp_weights, save_echo_types, save_mlp, save_model, save_picky
 from tests.serve.backends.loading import load_backend
 
-ON_CPU = Placement(use_gpu=False, threads=1)
+ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 FP16 = TensorProto.FLOAT16
 
 
@@ -102,7 +102,7 @@ def test_cuda_computes_in_bf16(tmp_path: Path) -> None:
     bf16 = TensorProto.BFLOAT16
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
     path = save_model(tmp_path / "m.onnx", nodes, [("x", bf16, ["batch", 1])], [("y", bf16, ["batch", 1])])
-    backend = load_backend(path, Placement(require_gpu=True))
+    backend = load_backend(path, DevicePlacement(require_gpu=True))
     assert (backend.provider, backend.precision) == ("CUDAExecutionProvider", "bf16")
     y = backend.run({"x": np.array([[1.5], [3e38]], backend.compute_dtype("x"))})["y"]
     assert y.dtype == ml_dtypes.bfloat16
@@ -113,7 +113,7 @@ def test_cuda_computes_in_bf16(tmp_path: Path) -> None:
 def test_cuda_computes_in_fp16(tmp_path: Path) -> None:
     if not device_count():
         pytest.skip("no CUDA device")
-    backend = load_backend(save_mlp(tmp_path / "m.onnx"), Placement(require_gpu=True))
+    backend = load_backend(save_mlp(tmp_path / "m.onnx"), DevicePlacement(require_gpu=True))
     assert (backend.provider, backend.precision) == ("CUDAExecutionProvider", "fp16")
     assert backend.compute_dtype("x") == np.float16
     x = np.random.default_rng(2).standard_normal((7, 64)).astype(np.float16)

@@ -10,7 +10,7 @@ import pytest
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.cuda_graphs import GraphReplays
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.cuda_driver import device_count
 from serve.engine.tensors import Array
 from tests.models import save_mlp, save_unbatched
@@ -54,8 +54,8 @@ def test_cuda_replays_what_it_recorded(tmp_path: Path) -> None:
     if not device_count():
         pytest.skip("no CUDA device")
     path, config = save_mlp(tmp_path / "m.onnx"), ModelConfig()
-    plain = load_backend(path, Placement(require_gpu=True), config)
+    plain = load_backend(path, DevicePlacement(require_gpu=True), config)
     config.optimization.cuda.graphs = True
-    graphs = load_backend(path, Placement(require_gpu=True), config)
+    graphs = load_backend(path, DevicePlacement(require_gpu=True), config)
     for seed, rows in enumerate([4, 4, 1, 4, 1, 1, 8]):
         np.testing.assert_allclose(graphs.run(batch(rows, seed))["y"], plain.run(batch(rows, seed))["y"], rtol=2e-3, atol=2e-3)

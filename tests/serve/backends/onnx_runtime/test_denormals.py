@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from tests.models import save_mlp
 from tests.serve.backends.loading import load_backend
 
@@ -18,7 +18,7 @@ import sys, threading
 from pathlib import Path
 import numpy as np
 from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from tests.serve.backends.loading import load_backend
 
 def keeps_subnormals():
@@ -28,7 +28,7 @@ path, flushes, seen = Path(sys.argv[1]), sys.argv[2:], []
 for flush in flushes:
     config = ModelConfig()
     config.parameters["session.set_denormal_as_zero"].string_value = flush
-    load_backend(path, Placement(use_gpu=False, threads=2), config)
+    load_backend(path, DevicePlacement(use_gpu=False, threads=2), config)
     seen.append(keeps_subnormals())
     thread = threading.Thread(target=lambda: seen.append(keeps_subnormals()))
     thread.start()
@@ -51,5 +51,5 @@ def test_a_wish_that_one_thread_cannot_fulfil_is_a_warning(
     config = ModelConfig()
     config.parameters["session.set_denormal_as_zero"].string_value = "1"
     config.parameters["intra_op_thread_count"].string_value = threads
-    load_backend(save_mlp(tmp_path / "m.onnx"), Placement(use_gpu=False), config)
+    load_backend(save_mlp(tmp_path / "m.onnx"), DevicePlacement(use_gpu=False), config)
     assert ("set_denormal_as_zero has no effect with one thread; set intra_op" in caplog.text) is warns

@@ -14,7 +14,7 @@ from onnx import helper
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.backends.onnx_runtime.onnx_file import open_onnx
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.errors import ModelLoadError
 from tests.models import save_mlp
 from tests.serve.hostile_files import READERS, SIZE, elsewhere, reading_model
@@ -41,7 +41,7 @@ def write(folder: Path, place: str, location: str) -> Path:
 
 def answer(path: Path) -> bytes:
     runtime = OnnxRuntime()
-    backend = runtime.load(path, runtime.describe(path), Placement(use_gpu=False, threads=1), ModelConfig())
+    backend = runtime.load(path, runtime.describe(path), DevicePlacement(use_gpu=False, threads=1), ModelConfig())
     return np.asarray(backend.run({"x": np.ones(1, backend.compute_dtype("x"))})["y"]).tobytes()
 
 

@@ -13,13 +13,13 @@ import pytest
 from onnx import helper
 
 from serve.backends.onnx_runtime import session as onnxruntime_session
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.cuda_driver import device_count
 from serve.engine.errors import ModelLoadError
 from tests.models import save_mlp, save_unbatched
 from tests.serve.backends.loading import open_session
 
-ON_CPU = Placement(use_gpu=False, threads=1)
+ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def test_without_a_device_the_cpu_is_used_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(onnxruntime_session, "device_count", lambda: 0)
-    assert open_session(save_mlp(tmp_path / "m.onnx"), Placement()).provider == "CPUExecutionProvider"
+    assert open_session(save_mlp(tmp_path / "m.onnx"), DevicePlacement()).provider == "CPUExecutionProvider"
     assert caplog.text == ""
 
 
 def test_a_required_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime_session, "device_count", lambda: 1)
     with pytest.raises(ModelLoadError, match=r"a GPU is required, but CUDA device 1 is not there \(1 found"):
-        open_session(save_mlp(tmp_path / "m.onnx"), Placement(require_gpu=True, device_id=1))
+        open_session(save_mlp(tmp_path / "m.onnx"), DevicePlacement(require_gpu=True, device_id=1))
 
 
 @pytest.mark.usefixtures("unusable_gpu")
@@ -66,7 +66,7 @@ def test_a_device_that_cannot_be_used_is_named_and_the_model_upcast(
 ) -> None:
     path = save_mlp(tmp_path / "m.onnx")
     with caplog.at_level(logging.WARNING):
-        opened = open_session(path, Placement(threads=1))
+        opened = open_session(path, DevicePlacement(threads=1))
     assert (opened.provider, opened.precision) == ("CPUExecutionProvider", "fp32 (the fp16 model, upcast)")
     np.testing.assert_array_equal(answer(opened), answer(open_session(path, ON_CPU)))
     assert "ONNX Runtime cannot use CUDA device 0" in caplog.text
@@ -105,7 +105,7 @@ def test_two_that_load_at_once_leave_stdout_as_it_was(tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("unusable_gpu")
 def test_a_required_device_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="a GPU is required, but ONNX Runtime cannot use CUDA device 0"):
-        open_session(save_mlp(tmp_path / "m.onnx"), Placement(require_gpu=True))
+        open_session(save_mlp(tmp_path / "m.onnx"), DevicePlacement(require_gpu=True))
 
 
 def test_weights_in_a_file_beside_the_model_are_found(tmp_path: Path) -> None:
@@ -133,5 +133,5 @@ def test_a_model_that_the_runtime_refuses_is_a_load_error(tmp_path: Path) -> Non
 def test_cuda_runs_the_fp16_model_as_it_is(tmp_path: Path) -> None:
     if not device_count():
         pytest.skip("no CUDA device")
-    opened = open_session(save_mlp(tmp_path / "m.onnx"), Placement(require_gpu=True))
+    opened = open_session(save_mlp(tmp_path / "m.onnx"), DevicePlacement(require_gpu=True))
     assert (opened.provider, opened.precision) == ("CUDAExecutionProvider", "fp16")

@@ -9,10 +9,9 @@ from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.accelerators import CUDA_DEFAULTS, CUDA_PARAMETERS
 from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
 from serve.backends.onnx_runtime.session_settings import SESSION_KEYS, SessionSettings, read_settings
-from serve.engine.backend import Placement
-from serve.engine.configuration.ignored_settings import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
+from serve.engine.backend import ONNX, DevicePlacement
+from serve.engine.config.parameters import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
 from serve.engine.errors import ModelLoadError
-from serve.engine.model_kinds import ONNX
 from tests.models import save_mlp
 from tests.serve.backends.loading import load_backend
 
@@ -94,7 +93,7 @@ def test_a_session_opens_with_all_of_them(tmp_path: Path) -> None:
     config.parameters["enable_mem_arena"].string_value = "1"
     config.parameters["memory.enable_memory_arena_shrinkage"].string_value = "cpu:0"
     config.optimization.graph.level = -1
-    backend = load_backend(save_mlp(tmp_path / "m.onnx"), Placement(use_gpu=False), config)
+    backend = load_backend(save_mlp(tmp_path / "m.onnx"), DevicePlacement(use_gpu=False), config)
     assert backend.provider == "CPUExecutionProvider"
     assert config.parameters["halfserve.optimization_level"].string_value == "basic"
 

@@ -13,11 +13,11 @@ from serve.backends.onnx_runtime import thread_choice
 from serve.backends.onnx_runtime.session import SessionOpener
 from serve.backends.onnx_runtime.session_settings import SessionSettings
 from serve.backends.onnx_runtime.thread_choice import is_quick, may_be_quick
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.backends.loading import load_backend
 
-ON_CPU = Placement(use_gpu=False)
+ON_CPU = DevicePlacement(use_gpu=False)
 FLOAT = TensorProto.FLOAT
 
 
@@ -59,10 +59,10 @@ def test_a_slow_model_gets_no_more_threads_than_the_process_may_use_cores(
 @pytest.mark.usefixtures("several_cores")
 @pytest.mark.parametrize(
     ("placement", "settings", "expected"),
-    [(Placement(use_gpu=False, threads=3), SessionSettings(), 3), (ON_CPU, SessionSettings(intra_op_threads=2), 2)],
+    [(DevicePlacement(use_gpu=False, threads=3), SessionSettings(), 3), (ON_CPU, SessionSettings(intra_op_threads=2), 2)],
 )
 def test_what_somebody_says_is_taken_without_a_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Placement, settings: SessionSettings, expected: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: DevicePlacement, settings: SessionSettings, expected: int
 ) -> None:
     monkeypatch.setattr(onnxruntime_session, "is_quick", lambda *_: pytest.fail("no trial is needed"))
     opener = SessionOpener(path=save_mlp(tmp_path / "m.onnx"), placement=placement, settings=settings, rows=8)

@@ -1,17 +1,21 @@
-"""Guarded models, loaded as the server loads them."""
+"""Models with and without fp32 twins, and requests to them."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Placement
-from serve.engine.configuration.config import Defaults
+from serve.engine.backend import DevicePlacement
+from serve.engine.config.model_config import Defaults
+from serve.engine.errors import InferenceError
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Array, Tensors
 from tests.models import save_table, save_thousandfold
 
 TWIN = Path("1/fp32/model.onnx")
@@ -44,5 +48,29 @@ def write_thousandfold(folder: Path, **parameters: str) -> Path:
 
 def load(repository: Path) -> list[Model]:
     """Every model of a repository, on one CPU thread."""
-    placement = Placement(use_gpu=False, threads=1)
+    placement = DevicePlacement(use_gpu=False, threads=1)
     return [load_model(files, OnnxRuntime(), placement, Defaults()) for files in find_models(repository)]
+
+
+WAIT_S = 20.0
+
+
+async def ask_model(model: Model, array: Array) -> list[float] | str:
+    """The model's answer to its only input, flat, or the text of its error. Requests of one turn of the loop share a batch."""
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Tensors | InferenceError] = loop.create_future()
+    (name,), (output,) = model.inputs, model.outputs
+    model.batcher.submit(
+        InferRequest(
+            inputs={name: array},
+            outputs=(output,),
+            rows=array.shape[0],
+            bucket=array.shape[1:],
+            deadline=None,
+            done=answered.set_result,
+        )
+    )
+    result = await asyncio.wait_for(answered, WAIT_S)
+    if isinstance(result, InferenceError):
+        return str(result)
+    return [float(v) for v in np.ravel(result[output])]

@@ -1,24 +1,30 @@
-"""The guard alone, on batches made by hand."""
+"""What the guard does with non-finite answers."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from protos.datatypes import BY_WIRE
-from serve.engine.batches.answer import RemarkedAnswer
-from serve.engine.batches.batch import Answered, Failed, run_batch
-from serve.engine.precision_guard.degradation import LEAST_RUNS, Degradation
-from serve.engine.precision_guard.drift import Distance
-from serve.engine.precision_guard.fallback import Fallback
-from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.precision_guard.settings import Policy
-from serve.engine.precision_guard.tally import KEPT_EVENTS, Tally
-from serve.engine.precision_guard.twin import Fp32Twin
-from serve.engine.requests import InferRequest
+from serve.engine.execution.batch import Answered, Failed, run_batch
+from serve.engine.model import Model
+from serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS, Degradation, Distance, GuardCounters, Tally
+from serve.engine.precision_guard.twin import Fallback, Fp32Twin
+from serve.engine.requests import InferRequest, RemarkedAnswer
 from serve.engine.tensors import Array, Tensors, TensorSpec
+from serve.http.options import HttpOptions
+from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
+from tests.serve.http.running_http import running_http
+from tests.serve.running_server import RunningServer, running_server
 
 TWIN_VALUE = 7.0
 
@@ -53,7 +59,7 @@ class Constant:
         return {"y": np.full((rows, 2), self._value, np.float32), "n": np.full((rows, 1), 3, np.int64)}
 
 
-def guard_of(policy: Policy, twin: Constant | None = None, *, batched: bool = True) -> PrecisionGuard:
+def guard_of(policy: GuardPolicy, twin: Constant | None = None, *, batched: bool = True) -> PrecisionGuard:
     specs = [
         TensorSpec(name="y", datatype=BY_WIRE["FP16"], shape=(-1, 2)),
         TensorSpec(name="n", datatype=BY_WIRE["INT64"], shape=(-1, 1)),
@@ -65,7 +71,7 @@ def guard_of(policy: Policy, twin: Constant | None = None, *, batched: bool = Tr
 def batch(
     *rows: int, outputs: tuple[str, ...] = ("y", "n"), bad: tuple[int, ...] = ()
 ) -> tuple[Any, Tensors, dict[str, Array]]:
-    """Requests of so many rows, with 1 in every input and output but the "y" of the rows that are bad."""
+    """Requests with the given rows; every input and output is 1, except "y" in the bad rows."""
     requests = [InferRequest({}, outputs, count, None, None, lambda _: None) for count in rows]
     total = sum(rows)
     y = np.ones((total, 2), np.float16)
@@ -74,13 +80,13 @@ def batch(
 
 
 def test_finite_answers_pass() -> None:
-    guard = guard_of(Policy.REJECT)
+    guard = guard_of(GuardPolicy.REJECT)
     assert guard.after(*batch(1, 2)) is None
     assert guard.counters().outputs["y"].non_finite_values == 0
 
 
 def test_each_request_is_judged_by_its_own_rows() -> None:
-    verdict = guard_of(Policy.REJECT).after(*batch(2, 3, 1, bad=(2, 4)))
+    verdict = guard_of(GuardPolicy.REJECT).after(*batch(2, 3, 1, bad=(2, 4)))
     assert verdict is not None
     assert list(verdict.rejected) == [1]
     assert str(verdict.rejected[1]).startswith("output 'y' holds 2 of 6 values that are NaN or infinite, though every input is")
@@ -89,7 +95,7 @@ def test_each_request_is_judged_by_its_own_rows() -> None:
 def test_requests_with_bad_inputs_are_let_be_and_counted_apart() -> None:
     requests, inputs, outputs = batch(2, 1, 3, 1, bad=(1, 2, 4, 6))
     inputs["x"][[0, 3]] = np.inf  # rows of the first and the third
-    guard = guard_of(Policy.REJECT)
+    guard = guard_of(GuardPolicy.REJECT)
     verdict = guard.after(requests, inputs, outputs)
     assert verdict is not None
     assert sorted(verdict.rejected) == [1, 3]
@@ -101,37 +107,37 @@ def test_requests_with_bad_inputs_are_let_be_and_counted_apart() -> None:
 def test_a_request_alone_with_bad_inputs_is_let_be(batched: bool) -> None:
     requests, inputs, outputs = batch(1, bad=(0,))
     inputs["x"][0] = np.nan
-    guard = guard_of(Policy.REJECT, batched=batched)
+    guard = guard_of(GuardPolicy.REJECT, batched=batched)
     assert guard.after(requests, inputs, outputs) is None
     assert guard.counters().outputs["y"].from_inputs == 1
 
 
 def test_one_bad_input_is_enough_to_be_let_be() -> None:
     requests, inputs, outputs = batch(1, bad=(0,))
-    guard = guard_of(Policy.REJECT)
+    guard = guard_of(GuardPolicy.REJECT)
     assert guard.after(requests, {**inputs, "z": np.full((1, 1), np.inf, np.float16)}, outputs) is None
     assert guard.counters().outputs["y"].from_inputs == 1
 
 
-def test_rows_that_only_fill_the_batch_up_are_nobodys() -> None:
+def test_padding_rows_are_not_judged() -> None:
     requests, inputs, outputs = batch(2, 1, bad=(2,))
-    guard = guard_of(Policy.REJECT)
+    guard = guard_of(GuardPolicy.REJECT)
     assert guard.after(requests[:1], inputs, outputs) is None
     assert guard.counters().outputs["y"].non_finite_values == 0
 
 
-def test_an_output_that_nobody_asked_for_is_counted_only() -> None:
-    guard = guard_of(Policy.REJECT)
+def test_an_unrequested_output_is_only_counted() -> None:
+    guard = guard_of(GuardPolicy.REJECT)
     assert guard.after(*batch(1, outputs=("n",), bad=(0,))) is None
     counters = guard.counters()
     assert (counters.outputs["y"].non_finite_values, counters.rejected) == (1, 0)
 
 
-def test_the_twin_answers_all_that_are_bad_in_one_run_and_only_those() -> None:
+def test_the_twin_answers_exactly_the_bad_requests_in_one_run() -> None:
     twin = Constant()
     requests, inputs, outputs = batch(2, 1, 3, bad=(0, 5))
     before = {name: array.copy() for name, array in outputs.items()}
-    verdict = guard_of(Policy.FALLBACK, twin).after(requests, inputs, outputs)
+    verdict = guard_of(GuardPolicy.FALLBACK, twin).after(requests, inputs, outputs)
     assert verdict is not None
     assert twin.rows == [5]
     assert verdict.outputs["y"].tolist() == [[7, 7]] * 2 + [[1, 1]] + [[7, 7]] * 3
@@ -141,14 +147,14 @@ def test_the_twin_answers_all_that_are_bad_in_one_run_and_only_those() -> None:
     assert all(np.array_equal(outputs[name], before[name], equal_nan=True) for name in outputs)
 
 
-def test_each_gets_what_the_twin_answers_to_its_own_rows() -> None:
+def test_each_request_gets_the_twins_answer_to_its_rows() -> None:
     class Telling(Constant):
         def run(self, inputs: Tensors) -> Tensors:
             return {**super().run(inputs), "y": np.repeat(inputs["x"], 2, axis=1)}
 
     requests, inputs, outputs = batch(2, 1, 3, 2, bad=(0, 4, 7))
     inputs["x"][:, 0] = np.arange(8) + 20
-    verdict = guard_of(Policy.FALLBACK, Telling()).after(requests, inputs, outputs)
+    verdict = guard_of(GuardPolicy.FALLBACK, Telling()).after(requests, inputs, outputs)
     assert verdict is not None
     assert verdict.outputs["y"][:, 0].tolist() == [20, 21, 1, 23, 24, 25, 26, 27]
 
@@ -159,7 +165,7 @@ def test_a_request_that_is_rejected_has_no_other_end() -> None:
             return {**super().run(inputs), "y": np.where(inputs["x"] == 2, np.inf, inputs["x"]).astype(np.float16)}
 
     requests = [InferRequest({"x": np.full((1, 2), x, np.float32)}, ("y",), 1, None, None, lambda _: None) for x in range(4)]
-    results = run_batch(Overflowing(), requests, guard_of(Policy.REJECT))
+    results = run_batch(Overflowing(), requests, guard_of(GuardPolicy.REJECT))
     failed, answered = results
     assert isinstance(failed, Failed)
     assert failed.request is requests[2]
@@ -171,8 +177,8 @@ def test_a_request_that_is_rejected_has_no_other_end() -> None:
 
 def test_a_model_without_a_batch_dimension_is_answered_whole() -> None:
     requests, inputs, outputs = batch(2, bad=(1,))
-    assert guard_of(Policy.FALLBACK, Constant(), batched=False).after(*batch(2)) is None
-    verdict = guard_of(Policy.FALLBACK, Constant(), batched=False).after(requests, inputs, outputs)
+    assert guard_of(GuardPolicy.FALLBACK, Constant(), batched=False).after(*batch(2)) is None
+    verdict = guard_of(GuardPolicy.FALLBACK, Constant(), batched=False).after(requests, inputs, outputs)
     assert verdict is not None
     assert verdict.outputs["y"].tolist() == [[7, 7]] * 2
 
@@ -180,23 +186,23 @@ def test_a_model_without_a_batch_dimension_is_answered_whole() -> None:
 def test_a_request_computed_alone_is_judged_by_all_rows_that_it_gets() -> None:
     (request,), inputs, _ = batch(1)
     _, _, outputs = batch(3, bad=(2,))  # as models answer that find boxes
-    verdict = guard_of(Policy.REJECT).after([request], inputs, outputs)
+    verdict = guard_of(GuardPolicy.REJECT).after([request], inputs, outputs)
     assert verdict is not None
     assert str(verdict.rejected[0]).startswith("output 'y' holds 1 of 6 values that are NaN or infinite")
 
 
-def test_a_request_computed_alone_is_answered_anew_with_all_its_rows() -> None:
+def test_a_request_computed_alone_gets_all_rows_of_the_twin() -> None:
     (request,), inputs, _ = batch(1)
     _, _, outputs = batch(3, bad=(2,))
     twin = Constant(rows_each=3)
-    verdict = guard_of(Policy.FALLBACK, twin).after([request], inputs, outputs)
+    verdict = guard_of(GuardPolicy.FALLBACK, twin).after([request], inputs, outputs)
     assert verdict is not None
     assert (verdict.outputs["y"].tolist(), verdict.rejected) == ([[7, 7]] * 3, {})
 
 
-def test_what_fp32_finds_infinite_too_is_the_models_own_answer() -> None:
+def test_infinities_that_fp32_gives_too_are_answers() -> None:
     requests, inputs, outputs = batch(1, bad=(0,))
-    verdict = guard_of(Policy.FALLBACK, Constant(-np.inf)).after(requests, inputs, outputs)
+    verdict = guard_of(GuardPolicy.FALLBACK, Constant(-np.inf)).after(requests, inputs, outputs)
     assert verdict is not None
     assert verdict.outputs["y"].tolist() == [[-np.inf, -np.inf]]
     assert not verdict.rejected
@@ -205,24 +211,24 @@ def test_what_fp32_finds_infinite_too_is_the_models_own_answer() -> None:
 def test_a_twin_that_fails_fails_the_bad_requests_alone() -> None:
     requests, inputs, outputs = batch(1, 1, bad=(1,))
     inputs["x"][1] = 13
-    verdict = guard_of(Policy.FALLBACK, Constant()).after(requests, inputs, outputs)
+    verdict = guard_of(GuardPolicy.FALLBACK, Constant()).after(requests, inputs, outputs)
     assert verdict is not None
     assert list(verdict.rejected) == [1]
     assert str(verdict.rejected[1]).endswith("though every input is finite; the fp32 twin failed on it too")
 
 
-def test_a_twin_of_another_shape_helps_nobody() -> None:
+def test_a_twin_with_other_output_shapes_is_not_used() -> None:
     class Narrow(Constant):
         def run(self, inputs: Tensors) -> Tensors:
             return {**super().run(inputs), "y": np.zeros((len(inputs["x"]), 1), np.float32)}
 
-    verdict = guard_of(Policy.FALLBACK, Narrow()).after(*batch(1, bad=(0,)))
+    verdict = guard_of(GuardPolicy.FALLBACK, Narrow()).after(*batch(1, bad=(0,)))
     assert verdict is not None
     assert str(verdict.rejected[0]).endswith("the fp32 twin answers with output 'y' of another shape, [1, 1]")
 
 
 def test_the_log_has_one_line_for_many_of_a_kind(caplog: pytest.LogCaptureFixture) -> None:
-    guard = guard_of(Policy.COUNT)
+    guard = guard_of(GuardPolicy.COUNT)
     for _ in range(KEPT_EVENTS + 50):
         guard.after(*batch(1, bad=(0,)))
     assert caplog.messages == ["m/1: passed on: output 'y' holds 1 of 2 values that are NaN or infinite"]
@@ -232,10 +238,169 @@ def test_the_log_has_one_line_for_many_of_a_kind(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_degraded_model_is_not_ready_where_the_configuration_says_so(blocks: bool) -> None:
-    tally = Tally("m/1", Policy.COUNT, ["y"], Degradation(0.01))
-    guard = PrecisionGuard([], tally, policy=Policy.COUNT, batched=True, degraded_not_ready=blocks)
+    tally = Tally("m/1", GuardPolicy.COUNT, ["y"], Degradation(0.01))
+    guard = PrecisionGuard([], tally, policy=GuardPolicy.COUNT, batched=True, degraded_not_ready=blocks)
     assert not guard.blocks_readiness
     for _ in range(LEAST_RUNS):
         tally.shadow_run({"y": Distance(1.0, 1.0, 1, 1)})
     assert guard.degraded
     assert guard.blocks_readiness is blocks
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Models "count", "reject", "fallback" and "off" (the table), "wide" (x 1000, fallback), "wide_reject", "shadowed"."""
+    root = tmp_path_factory.mktemp("guarded")
+    for policy in ("count", "reject", "fallback", "off"):
+        write_table(root / policy, precision_guard=policy)
+    write_thousandfold(root / "wide", precision_guard="fallback")
+    write_thousandfold(root / "wide_reject", precision_guard="reject")
+    write_thousandfold(root / "shadowed", shadow_rate="1", shadow_share="1")
+    with running_server(lambda: load(root)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.address) as connected:
+        yield connected
+
+
+def ask(client: triton.InferenceServerClient, model: str, array: Array, outputs: object = None) -> triton.InferResult:
+    name, datatype = ("i", "INT64") if array.dtype == np.int64 else ("x", "FP16")
+    given = triton.InferInput(name, list(array.shape), datatype)
+    given.set_data_from_numpy(array)
+    return client.infer(model, [given], outputs=outputs, client_timeout=20)
+
+
+def rows(*indices: int) -> Array:
+    return np.array(indices, np.int64).reshape(-1, 1)
+
+
+def model_of(server: RunningServer, name: str) -> Model:
+    return server.call(lambda: server.core.model(name))
+
+
+def counters(server: RunningServer, name: str) -> GuardCounters:
+    guard = model_of(server, name).guard
+    assert guard is not None
+    return guard.counters()
+
+
+def test_a_model_counts_by_default_and_passes_on(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    before = counters(server, "count")
+    assert ask(client, "count", rows(0, 1, 1)).as_numpy("y").ravel().tolist() == [5.0, np.inf, np.inf]
+    after = counters(server, "count")
+    assert after.outputs["y"].non_finite_values - before.outputs["y"].non_finite_values == 2
+    assert after.outputs["y"].non_finite_requests - before.outputs["y"].non_finite_requests == 1
+    assert (after.rejected, after.fallbacks, after.policy) == (0, 0, "count")
+
+
+def test_rejecting_fails_the_request_and_says_why(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    assert ask(client, "reject", rows(0)).as_numpy("y").ravel().tolist() == [5.0]
+    with pytest.raises(InferenceServerException) as failed:
+        ask(client, "reject", rows(1, 0))
+    assert failed.value.status() == "StatusCode.INTERNAL"
+    assert failed.value.message() == (
+        "output 'y' holds 1 of 2 values that are NaN or infinite, though every input is finite; send inputs of the size "
+        "that the model was verified with, or serve it with the guard's policy 'fallback'"
+    )
+    assert counters(server, "reject").rejected >= 1
+
+
+def test_falling_back_answers_in_fp32_and_says_so(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    good, bad = ask(client, "fallback", rows(0)), ask(client, "fallback", rows(1, 0))
+    assert not good.get_response().parameters
+    assert bad.as_numpy("y").ravel().tolist() == [49_152.0, 5.0]
+    assert bad.as_numpy("y").dtype == np.float16
+    assert bad.get_response().parameters["halfserve.precision"].string_param == "fp32"
+    assert counters(server, "fallback").fallbacks >= 1
+
+
+def test_an_answer_in_fp32_may_be_wanted_as_classes(client: triton.InferenceServerClient) -> None:
+    wanted = [triton.InferRequestedOutput("y", class_count=1)]
+    answer = ask(client, "fallback", rows(1), wanted)
+    assert answer.as_numpy("y").ravel().tolist() == [b"49152.000000:0"]
+    assert answer.get_response().parameters["halfserve.precision"].string_param == "fp32"
+
+
+def test_an_answer_in_fp32_says_so_in_json_too(server: RunningServer) -> None:
+    def asked(row: int) -> dict[str, Any]:
+        body = {"inputs": [{"name": "i", "shape": [1, 1], "datatype": "INT64", "data": [row]}]}
+        answer: dict[str, Any] = httpx.post(f"{url}/v2/models/fallback/infer", json=body, timeout=20).json()
+        return answer
+
+    with running_http(server, HttpOptions(port=0, metrics_port=None)) as rest:
+        url = f"http://127.0.0.1:{rest.port}"
+        good, bad = asked(0), asked(1)
+    assert "parameters" not in good
+    assert (bad["parameters"], bad["outputs"][0]["data"]) == ({"halfserve.precision": "fp32"}, [49_152.0])
+
+
+def test_off_does_not_look(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    assert model_of(server, "off").guard is None
+    assert ask(client, "off", rows(1)).as_numpy("y").ravel().tolist() == [np.inf]
+
+
+def test_only_the_bad_one_of_a_batch_is_touched(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    model = model_of(server, "reject")
+
+    async def at_once() -> list[object]:
+        return list(await asyncio.gather(*(ask_model(model, rows(i)) for i in (0, 1, 0))))
+
+    first, second, third = server.run(at_once())
+    assert str(second).startswith("output 'y' holds 1 of 1 values")
+    assert (first, third) == ([5.0], [5.0])
+    assert model.statistics.totals.by_batch_size
+
+
+def test_infinite_inputs_may_give_infinite_outputs(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    x = np.array([[1, np.inf, 2, np.nan]], np.float16)
+    before = counters(server, "wide_reject").outputs["y"]
+    assert np.array_equal(ask(client, "wide_reject", x).as_numpy("y"), [[1000, np.inf, 2000, np.nan]], equal_nan=True)
+    after = counters(server, "wide_reject").outputs["y"]
+    assert (after.non_finite_values, after.from_inputs) == (before.non_finite_values, before.from_inputs + 1)
+
+
+def test_an_overflow_of_only_the_output_is_detected_on_the_cpu(
+    server: RunningServer, client: triton.InferenceServerClient
+) -> None:
+    with pytest.raises(InferenceServerException, match="output 'y' holds 2 of 4 values that are NaN or infinite"):
+        ask(client, "wide_reject", np.array([[1, 100, 65, -66]], np.float16))
+
+
+def test_fp32_does_not_help_where_the_output_cannot_hold_the_number(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(
+        InferenceServerException, match=r"in fp32 they are finite, but 1 of output 'y' are beyond float16's range"
+    ):
+        ask(client, "wide", np.array([[1, 100, 2, 3]], np.float16))
+
+
+def test_events_describe_what_happened(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    ask(client, "fallback", rows(1))
+    guard = model_of(server, "fallback").guard
+    assert guard is not None
+    event = guard.recent_events()[0]
+    assert (event.model, event.kind) == ("fallback/1", "fallback")
+    assert event.text == "answered in fp32: output 'y' holds 1 of 1 values that are NaN or infinite"
+    assert event.time > 1.7e9
+
+
+def test_shadow_runs_measure_the_drift(server: RunningServer, client: triton.InferenceServerClient) -> None:
+    answers = [ask(client, "shadowed", np.array([[0.1, 0.2, 0.3, 7]], np.float16)).as_numpy("y") for _ in range(3)]
+    assert all(answer.argmax() == 3 for answer in answers)
+    guard = model_of(server, "shadowed").guard
+    assert guard is not None
+    assert guard._shadow is not None
+    done = threading.Event()
+    guard._shadow._worker.submit(done.set)  # type: ignore[union-attr]  # (started by the first sample)
+    assert done.wait(20)
+    counted = guard.counters()
+    assert counted.shadow_runs + counted.shadow_dropped == 3
+    output = counted.outputs["y"]
+    assert output.drift is not None
+    # fp16 rounds the products, and that by less than 2**-11 of the largest.
+    assert sum(output.drift.counts) == counted.shadow_runs >= 1
+    assert 0 < output.drift.total / counted.shadow_runs < 2**-11
+    assert (output.rows_compared, output.rows_agreeing) == (counted.shadow_runs,) * 2
+    assert (counted.degraded, counted.drift_threshold) == (False, 0.01)

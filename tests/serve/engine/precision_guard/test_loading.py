@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.counters import GuardCounters
+from serve.engine.precision_guard.tally import GuardCounters
 from tests.models import save_mlp, save_table
 from tests.serve.engine.precision_guard.guarded_models import TWIN, config_text, load, write_table
 
@@ -47,7 +47,7 @@ def test_for_shadow_runs_alone_the_twin_is_not_loaded_at_the_start(tmp_path: Pat
     assert counters(tmp_path).drift_threshold == 0.01
 
 
-def test_a_twin_that_was_changed_before_it_was_loaded_is_none_of_this_model(tmp_path: Path) -> None:
+def test_a_twin_that_changed_before_its_load_is_refused(tmp_path: Path) -> None:
     folder = write_table(tmp_path / "m", shadow_rate="1")
     (model,) = load(tmp_path)
     assert model.guard is not None

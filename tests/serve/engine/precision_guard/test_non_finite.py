@@ -54,7 +54,7 @@ def test_wider_numbers_are_judged_as_numpy_does(array: Array) -> None:
 @pytest.mark.parametrize("wire", ["FP16", "BF16", "FP32", "FP64"])
 @pytest.mark.parametrize("elements", [1, 5, BYTES_ELEMENTS, VDOT_ELEMENTS, 3 * VDOT_ELEMENTS])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_bad_value_is_found_wherever_it_is(wire: str, elements: int, value: float) -> None:
+def test_a_single_bad_value_is_found_at_any_place(wire: str, elements: int, value: float) -> None:
     array = np.ones(elements, DTYPES.get(wire) or BY_WIRE[wire].numpy)
     assert not is_bad(wire, array)
     assert not has_non_finite(array, likely=True)

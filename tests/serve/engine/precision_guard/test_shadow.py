@@ -1,26 +1,160 @@
+"""Shadow runs: sampling, drift, degradation."""
+
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve.engine.backend import Backend
+from serve.engine.background_threads import Worker
 from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.counters import GuardCounters
-from serve.engine.precision_guard.degradation import LEAST_RUNS, WINDOW, Degradation
-from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.precision_guard.settings import Policy
-from serve.engine.precision_guard.shadow import MAX_WAITING, Shadow
-from serve.engine.precision_guard.tally import Tally
-from serve.engine.precision_guard.twin import Fp32Twin
+from serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from serve.engine.precision_guard.tally import (
+    BOUNDS,
+    LEAST_RUNS,
+    WINDOW,
+    Degradation,
+    GuardCounters,
+    OutputTally,
+    Tally,
+    compare,
+)
+from serve.engine.precision_guard.twin import MAX_WAITING, Fp32Twin, Shadow
 from serve.engine.requests import InferRequest
 from serve.engine.tensors import Array, Tensors
-from serve.engine.worker import Worker
+
+
+def test_equal_answers_have_no_distance() -> None:
+    reference = np.array([[1.0, 2.0], [4.0, -8.0]], np.float32)
+    distance = compare(reference.astype(np.float16), reference)
+    assert (distance.error, distance.scale, distance.rows, distance.agreeing) == (0.0, 8.0, 2, 2)
+
+
+def test_the_error_is_the_largest_and_the_argmax_is_compared_by_row() -> None:
+    answer = np.array([[1.0, 3.0], [5.0, 4.0]], np.float16)
+    reference = np.array([[2.0, 1.0], [5.0, 3.5]], np.float32)
+    distance = compare(answer, reference)
+    assert (distance.error, distance.scale, distance.rows, distance.agreeing) == (2.0, 5.0, 2, 1)
+
+
+def test_a_choice_that_fp16_cannot_tell_apart_agrees() -> None:
+    reference = np.array([[1.0, 1.0001]], np.float32)
+    assert compare(np.array([[1.0, 1.0]], np.float16), reference).agreeing == 1
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (0, 3)])
+def test_where_there_is_nothing_to_choose_from_nothing_agrees(shape: tuple[int, ...]) -> None:
+    distance = compare(np.ones(shape, np.float16), np.ones(shape, np.float32))
+    assert (distance.rows, distance.agreeing) == (0, 0)
+
+
+def test_images_have_their_classes_on_axis_1() -> None:
+    reference = np.zeros((2, 3, 4, 5), np.float32)
+    reference[:, 1] = 1
+    distance = compare(reference.astype(np.float16), reference)
+    assert (distance.rows, distance.agreeing) == (40, 40)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(np.nan, np.inf), (np.inf, np.inf), (7.0, 0.0)])
+def test_a_value_that_only_one_of_the_two_has_is_infinitely_far(value: float, expected: float) -> None:
+    reference = np.array([7.0, 1.0], np.float32)
+    assert compare(np.array([value, 1.0], np.float16), reference).error == expected
+
+
+def test_equal_non_finite_values_do_not_differ() -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 2.0])
+    assert compare(values.astype(np.float16), values.astype(np.float32)).error == 0.0
+    assert compare(-values.astype(np.float16), values.astype(np.float32)).error == math.inf
+
+
+def test_integers_agree_or_not() -> None:
+    distance = compare(np.array([1, 2, 3]), np.array([1, 2, 4]))
+    assert (distance.error, distance.rows, distance.agreeing) == (0.0, 3, 2)
+
+
+def test_bfloat16_is_a_floating_dtype() -> None:
+    reference = np.array([[1.001, 3.0]], np.float32)
+    distance = compare(reference.astype(ml_dtypes.bfloat16), reference)
+    assert 0 < distance.error < 0.01
+    assert distance.scale == 3.0
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the answer has shape \[2\], the fp32 twin's \[3\]"):
+        compare(np.zeros(2), np.zeros(3))
+
+
+def test_an_answer_near_zero_is_scaled_by_earlier_outputs() -> None:
+    drift = OutputTally()
+    ordinary = np.array([100.0], np.float32)
+    assert drift.add(compare(ordinary.astype(np.float16), ordinary)) == 0.0
+    small = np.array([1e-3], np.float32)
+    assert drift.add(compare(np.array([2e-3], np.float16), small)) == pytest.approx(1e-5, rel=0.05)
+    tiny = OutputTally()
+    assert tiny.add(compare(np.array([2e-7], np.float16), np.array([1e-7], np.float32))) < 0.01
+
+
+def test_the_histogram_holds_every_run_once() -> None:
+    drift = OutputTally()
+    reference = np.array([1.0], np.float32)
+    for answer in (1.0, 1.0 + BOUNDS[9], 3.0, np.inf):
+        drift.add(compare(np.array([answer]), reference))
+    histogram = drift.counters().drift
+    assert histogram is not None
+    assert sum(histogram.counts) == 4
+    assert len(histogram.counts) == len(histogram.bounds) + 1
+    assert (histogram.counts[0], histogram.counts[-1]) == (1, 2)
+    assert histogram.total == pytest.approx(2.0 + BOUNDS[9])
+
+
+def test_few_runs_say_nothing() -> None:
+    state = Degradation(0.01)
+    assert not any(state.add(1.0) for _ in range(LEAST_RUNS - 1))
+    assert not state.degraded
+    assert state.add(1.0)
+    assert state.degraded
+
+
+def test_one_bad_run_in_twenty_is_bearable_and_more_are_not() -> None:
+    state = Degradation(0.01)
+    for run in range(WINDOW):
+        assert not state.add(0.02 if run % 20 == 19 else 0.005)
+    assert not state.degraded
+    assert state.add(math.nan)
+    assert state.degraded
+
+
+def test_recovery_needs_nearly_all_runs_good() -> None:
+    state = Degradation(0.01)
+    changes = [state.add(1.0) for _ in range(30)]
+    assert changes.count(True) == 1
+    good = 0
+    while state.degraded:
+        state.add(0.0)
+        good += 1
+    # All but two of the bad runs have left the window by then.
+    assert good == WINDOW - 2
+    assert state.share <= 0.01
+
+
+@given(st.lists(st.sampled_from([0.0, 0.01, 0.02, math.inf, math.nan]), max_size=500))
+def test_a_change_is_reported_exactly_when_the_state_changes(errors: list[float]) -> None:
+    state = Degradation(0.01)
+    for error in errors:
+        before = state.degraded
+        assert state.add(error) == (state.degraded is not before)
+        assert 0 <= state.share <= 1
+
 
 WAIT_S = 20.0
 
@@ -62,7 +196,7 @@ class Scene:
     """A shadow, its counters, and batches for it."""
 
     def __init__(self, load: Callable[[], Backend], *, share: float = 1.0, batched: bool = True) -> None:
-        self.tally = Tally("m/1", Policy.COUNT, ["y"], Degradation(0.01))
+        self.tally = Tally("m/1", GuardPolicy.COUNT, ["y"], Degradation(0.01))
         self.shadow = Shadow(Fp32Twin(load), self.tally, rate=1.0, share=share, batched=batched)
 
     def sample(self, *values: float, answer: float | None = None) -> None:
@@ -104,7 +238,7 @@ def test_one_request_of_a_batch_is_taken_whole() -> None:
     assert len(twin.seen) == 8
 
 
-def test_a_model_without_a_batch_dimension_is_taken_as_it_is() -> None:
+def test_a_model_without_a_batch_dimension_is_not_split() -> None:
     twin = Doubling()
     scene = Scene(lambda: twin, batched=False)
     request = InferRequest({}, ("y",), 1, None, None, lambda _: None)
@@ -114,7 +248,7 @@ def test_a_model_without_a_batch_dimension_is_taken_as_it_is() -> None:
     assert twin.seen == [[1.0] * 6]
 
 
-def test_what_comes_while_it_is_busy_is_dropped() -> None:
+def test_samples_are_dropped_while_the_shadow_is_busy() -> None:
     twin = Doubling()
     scene = Scene(lambda: twin)
     twin.release.clear()
@@ -127,13 +261,13 @@ def test_what_comes_while_it_is_busy_is_dropped() -> None:
     assert (counters.shadow_runs, counters.shadow_dropped) == (MAX_WAITING, 3)
 
 
-def test_what_comes_while_no_thread_can_be_started_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_dropped_while_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: str) -> Worker:
         raise RuntimeError("can't start new thread")
 
     scene = Scene(Doubling)
     with monkeypatch.context() as without:
-        without.setattr("serve.engine.precision_guard.shadow.Worker", refused)
+        without.setattr("serve.engine.precision_guard.twin.Worker", refused)
         for value in range(MAX_WAITING + 1):
             scene.sample(float(value))
     scene.sample(1.0)
@@ -150,7 +284,7 @@ def test_after_a_run_it_rests_for_its_share_of_time() -> None:
     assert (counters.shadow_runs, counters.shadow_dropped) == (1, 1)
 
 
-def test_what_came_while_a_run_went_on_is_dropped_too_when_it_has_to_rest() -> None:
+def test_samples_taken_during_a_run_are_dropped_while_resting() -> None:
     twin = Doubling()
     scene = Scene(lambda: twin, share=1e-9)
     twin.release.clear()
@@ -162,7 +296,7 @@ def test_what_came_while_a_run_went_on_is_dropped_too_when_it_has_to_rest() -> N
     assert (counters.shadow_runs, counters.shadow_dropped) == (1, 1)
 
 
-def test_it_rests_for_no_time_in_which_the_process_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_while_the_process_is_stopped_is_not_rested_for(monkeypatch: pytest.MonkeyPatch) -> None:
     stood_s, clock = 0.0, time.monotonic
 
     class Stopped(Doubling):
@@ -182,7 +316,7 @@ def test_it_rests_for_no_time_in_which_the_process_stood_still(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_what_comes_in_infinite_says_nothing_about_precision(value: float) -> None:
+def test_requests_with_infinite_inputs_are_not_compared(value: float) -> None:
     scene = Scene(Doubling)
     scene.sample(value)
     assert scene.settled().shadow_runs == 0
@@ -211,7 +345,7 @@ def test_a_twin_that_cannot_be_loaded_ends_it() -> None:
     assert "there are no more" in scene.tally.recent_events()[0].text
 
 
-def test_once_stopped_it_takes_nothing() -> None:
+def test_a_stopped_shadow_takes_no_samples() -> None:
     scene = Scene(Doubling)
     scene.sample(1.0)
     scene.settled()
@@ -225,7 +359,7 @@ def test_the_guard_of_a_model_that_is_unloaded_ends_the_thread() -> None:
     twin = Doubling()
     twin.release.clear()
     scene = Scene(lambda: twin)
-    guard = PrecisionGuard([], scene.tally, policy=Policy.COUNT, batched=True, shadow=scene.shadow)
+    guard = PrecisionGuard([], scene.tally, policy=GuardPolicy.COUNT, batched=True, shadow=scene.shadow)
     scene.sample(1.0)
     (thread,) = set(threading.enumerate()) - others
     guard.stop()

@@ -1,12 +1,18 @@
+"""Which waiting requests run together, and when."""
+
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from serve.engine.queueing.batch_queue import FullError
-from tests.serve.engine.waiting import Request, offer, offer_all, queue, take
+from serve.engine.queueing.batch_queue import Batch, FullError
+from serve.engine.queueing.pace import CONFIDENT, Pace
+from serve.engine.requests import InferRequest
+from tests.serve.engine.simulation import Request, offer, offer_all, queue, take
 
 
-def test_without_delay_what_is_there_goes_at_once() -> None:
+def test_without_delay_waiting_requests_go_at_once() -> None:
     q, requests = queue(), [Request(rows=2), Request(rows=3)]
     offer_all(q, requests, 1.0)
     batch = take(q, 1.0)
@@ -122,7 +128,7 @@ def test_a_removed_request_frees_its_place() -> None:
     assert not q.remove(second)
 
 
-def test_the_bytes_that_wait_are_bounded_too_and_one_request_is_always_taken() -> None:
+def test_waiting_bytes_are_bounded_but_for_a_single_request() -> None:
     q = queue(max_waiting_bytes=10 * 2**20)
     huge, small = Request(size=50 * 2**20), Request(size=2**20)
     offer(q, huge, 0.0)
@@ -153,7 +159,7 @@ def test_the_more_urgent_go_first() -> None:
     assert taken == [[requests[2], requests[3]], [requests[0]], [requests[1]]]
 
 
-def test_who_has_waited_too_long_stands_behind_the_others_of_its_level() -> None:
+def test_requests_past_their_patience_go_behind_their_level() -> None:
     q = queue(max_rows=1, levels=2)
     lower = offer(q, Request(priority=1), 0.0)
     impatient = offer(q, Request(patience=5.0), 0.0)
@@ -161,7 +167,7 @@ def test_who_has_waited_too_long_stands_behind_the_others_of_its_level() -> None
     assert [take(q, 7.0).requests for _ in range(3)] == [[other], [impatient], [lower]]
 
 
-def test_who_has_waited_too_long_stands_behind_those_of_other_shapes_too() -> None:
+def test_requests_past_their_patience_go_behind_other_shapes_too() -> None:
     q = queue(levels=2)
     lower = offer(q, Request(bucket="a", priority=1), 0.0)
     impatient = [offer(q, Request(bucket="b", patience=5.0), 1.0), offer(q, Request(bucket="b", patience=6.0), 2.0)]
@@ -177,3 +183,181 @@ def test_a_priority_may_have_a_bound_of_its_own() -> None:
     offer(q, Request(priority=0), 0.0)
     with pytest.raises(ValueError, match="priority 2 is none of 0 to 1"):
         offer(q, Request(priority=2), 0.0)
+
+
+def test_late_requests_are_handed_out_apart() -> None:
+    q = queue()
+    late = offer(q, Request(deadline=1.0), 0.0)
+    good = offer(q, Request(deadline=3.0), 0.0)
+    batch = take(q, 2.0)
+    assert (batch.requests, batch.late) == ([good], [late])
+
+
+def test_a_late_request_leaves_its_place_in_the_batch_to_others() -> None:
+    q = queue(max_rows=2)
+    offer(q, Request(rows=2, deadline=1.0), 0.0)
+    good = offer(q, Request(rows=2), 0.0)
+    assert take(q, 2.0).requests == [good]
+
+
+def test_all_late_requests_can_be_taken_out_to_make_room() -> None:
+    q = queue(levels=2)
+    requests = [Request(bucket=b, deadline=d, priority=p) for b, d, p in (("a", 9.0, 0), ("a", 1.0, 1), ("b", 2.0, 0))]
+    offer_all(q, requests)
+    assert q.take_late(0.5) == []
+    assert q.take_late(2.0) == requests[1:]
+    assert (len(q), q.waiting_before(1)) == (1, 1)
+    assert take(q, 2.0).requests == requests[:1]
+
+
+def test_a_request_that_would_miss_its_deadline_in_the_delay_does_not_wait() -> None:
+    q = queue(max_delay_s=10.0)
+    patient = offer(q, Request(deadline=11.0), 0.0)
+    assert q.take(0.0) is None
+    hasty = offer(q, Request(deadline=3.0), 1.0)
+    assert take(q, 1.0).requests == [patient, hasty]
+    offer(q, patient, 2.0)
+    assert q.take(2.0) is not None, "11 s come before 12 s"
+
+
+def test_a_request_past_its_queue_timeout_is_late_whatever_the_batch_time() -> None:
+    q = queue(levels=2)
+    q.pace = Pace(q.limits)
+    for _ in range(CONFIDENT):
+        q.pace.observe("a", 2, 100.0)
+    requests = [Request(leave_by=5.0), Request(leave_by=7.0), Request(leave_by=6.0, priority=1)]
+    offer_all(q, requests)
+    first = take(q, 4.0)
+    assert (first.requests, first.late) == (requests, [])
+    offer_all(q, requests)
+    assert q.take_late(4.9) == []
+    assert q.take_late(5.0) == requests[:1]
+    batch = take(q, 6.0)
+    assert (batch.requests, batch.late) == (requests[1:2], requests[2:])
+
+
+def test_in_a_batch_that_begins_later_only_deadlines_make_late() -> None:
+    q = queue()
+    requests = [Request(leave_by=2.0), Request(deadline=2.0), Request(deadline=4.0)]
+    offer_all(q, requests)
+    batch = q.take(1.0, begins=3.0)
+    assert batch is not None
+    assert (batch.requests, batch.late) == ([requests[0], requests[2]], [requests[1]])
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_request_that_would_have_to_leave_within_the_delay_does_not_wait(paced: bool) -> None:
+    q = queue(max_delay_s=10.0)
+    q.pace = Pace(q.limits) if paced else None
+    offer(q, Request(leave_by=11.0), 0.0)
+    assert (q.take(0.0), q.next_due(0.0)) == (None, 10.0)
+    offer(q, Request(leave_by=9.0), 1.0)
+    assert take(q, 1.0).rows == 2
+
+
+# Times are whole milliseconds, so that sums of them are what they seem.
+ms = st.integers(0, 50).map(lambda n: n / 1000)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("offer"),
+            st.builds(
+                Request,
+                rows=st.integers(1, 8),
+                bucket=st.sampled_from("abc"),
+                deadline=st.one_of(st.none(), ms),
+                priority=st.integers(0, LEVELS - 1),
+                patience=st.one_of(st.none(), ms),
+                leave_by=st.one_of(st.none(), ms),
+                size=st.integers(0, 5),
+            ),
+        ),
+        st.tuples(st.sampled_from(["take", "make room"]), ms),
+        st.tuples(st.just("remove"), st.integers(0, 50)),
+    ),
+    max_size=60,
+)
+
+
+def place(request: InferRequest, now: float) -> int:
+    """Which line it stands in: two per priority."""
+    return 2 * request.priority + (request.patience is not None and request.patience <= now)
+
+
+def is_late(request: InferRequest, now: float) -> bool:
+    return any(bound is not None and bound <= now for bound in (request.deadline, request.leave_by))
+
+
+def checked(batch: Batch, waiting: list[InferRequest], now: float) -> list[InferRequest]:
+    """The requests that the batch took, after checking its choice."""
+    taken = [*batch.requests, *batch.late]
+    assert sum(r.rows for r in batch.requests) == batch.rows <= 8
+    assert {r.bucket for r in taken} == {batch.bucket}
+    assert not any(is_late(r, now) for r in batch.requests)
+    assert all(is_late(r, now) for r in batch.late)
+    assert all(any(r is w for w in waiting) for r in taken)
+    lines = [[r for r in waiting if r.bucket == batch.bucket and place(r, now) == number] for number in range(2 * LEVELS)]
+    for line in lines[::2]:  # those whose patience has ended stand in the order in which it was noticed
+        from_line = sorted((r for r in taken if r in line), key=line.index)
+        assert from_line == line[: len(from_line)], "order of arrival"
+        assert [r for r in from_line if r in batch.requests] == [r for r in batch.requests if r in line]
+    places = [place(r, now) for r in batch.requests]
+    assert places == sorted(places), "the more urgent first"
+    least = max(place(r, now) for r in taken)
+    assert all(r in taken for line in lines[:least] for r in line), "nobody is passed by"
+    return taken
+
+
+@given(steps, ms, st.lists(st.integers(1, 10), max_size=3), st.integers(1, 12), st.integers(1, 30))
+def test_nothing_is_lost_doubled_reordered_or_kept_too_long(
+    steps: list[tuple[str, object]], delay: float, preferred: list[int], bound: int, most: int
+) -> None:
+    q = queue(max_delay_s=delay, preferred_rows=tuple(preferred), max_waiting=bound, max_waiting_bytes=most, levels=LEVELS)
+    now = 0.0
+    accepted: list[InferRequest] = []
+    gone: list[InferRequest] = []
+
+    for kind, value in steps:
+        if isinstance(value, Request):
+            try:
+                accepted.append(offer(q, value, now))
+            except FullError:
+                held = sum(r.size for r in accepted if all(r is not g for g in gone))
+                assert len(q) == bound or (len(q) and held + value.size > most)
+        elif kind == "take" and isinstance(value, float):
+            now = round(now + value, 3)
+            while (batch := q.take(now)) is not None:
+                gone += checked(batch, [r for r in accepted if all(r is not g for g in gone)], now)
+            left = [r for r in accepted if all(r is not g for g in gone)]
+            assert all(now < r.arrived_ns / 1e9 + delay for r in left), "waited past its bound"
+            due = q.next_due(now)
+            assert (due is None) == (not left)
+            assert due is None or now < due <= now + delay
+        elif kind == "make room" and isinstance(value, float):
+            now = round(now + value, 3)
+            late = q.take_late(now)
+            left = [r for r in accepted if all(r is not g for g in gone)]
+            assert sorted(map(id, late)) == sorted(id(r) for r in left if is_late(r, now))
+            gone += late
+        elif isinstance(value, int) and value < len(accepted):
+            expected = all(accepted[value] is not g for g in gone)
+            assert q.remove(accepted[value]) is expected
+            if expected:
+                gone.append(accepted[value])
+        assert len(q) == len(accepted) - len(gone) == q.waiting_before(LEVELS - 1)
+        assert sum(line.rows for line in q.lines()) == sum(r.rows for r in accepted if all(r is not g for g in gone))
+
+
+@settings(max_examples=30)
+@given(st.permutations(range(200)), st.integers(0, 200))
+def test_requests_removed_from_the_middle_of_a_line_block_nothing(order: list[int], leaving: int) -> None:
+    q, requests = queue(max_rows=200), [Request() for _ in range(200)]
+    offer_all(q, requests)
+    for number in order[:leaving]:
+        assert q.remove(requests[number])
+    left = [requests[n] for n in sorted(order[leaving:])]
+    assert [r for line in q.lines() for r in line] == left
+    batch = q.take(0.0)
+    assert (batch.requests if batch else []) == left

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.queueing.compute_slots import ComputeSlots, Share
+from serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
 
 
 class Competitor:
-    """A model with batches to run, of so many seconds each."""
+    """A model with batches to run, given their seconds."""
 
     def __init__(self, machine: Machine, costs: Sequence[float], weight: float) -> None:
         self.machine = machine
         self.costs = list(costs)
         self.weight = weight
         self.computed = 0.0
-        self.share: Share = machine.slots.join(self.start, weight)
+        self.share: ComputeShare = machine.slots.join(self.start, weight)
 
     def start(self) -> None:
         while self.costs and self.share.claim():
@@ -56,7 +56,7 @@ costs = st.lists(st.integers(1, 50).map(lambda n: n / 1000), min_size=1, max_siz
 
 
 @given(st.lists(st.tuples(costs, st.sampled_from([0.5, 1.0, 2.0])), min_size=1, max_size=4), st.integers(1, 3))
-def test_all_is_run_no_slot_idles_and_nobody_gets_ahead(models: list[tuple[list[float], float]], slots: int) -> None:
+def test_slots_are_work_conserving_and_fair(models: list[tuple[list[float], float]], slots: int) -> None:
     machine = Machine(slots)
     all_ = [Competitor(machine, batches, weight) for batches, weight in models]
     # What may run before a batch's cost is known, and what the last guess was wrong by.
@@ -83,7 +83,7 @@ def test_two_floods_share_by_their_weights() -> None:
     assert heavy.computed / light.computed == pytest.approx(2.0, rel=0.05)
 
 
-def test_who_comes_after_a_pause_is_next_but_has_saved_nothing_up() -> None:
+def test_a_model_back_from_a_pause_is_next_but_has_no_credit() -> None:
     machine = Machine(1)
     flood = Competitor(machine, [0.01] * 1000, 1.0)
     flood.start()
@@ -99,7 +99,7 @@ def test_who_comes_after_a_pause_is_next_but_has_saved_nothing_up() -> None:
     assert flood.computed - 1.0 == pytest.approx(guest.computed, abs=0.03)
 
 
-def test_who_leaves_is_not_waited_for() -> None:
+def test_a_model_that_leaves_gets_no_slot() -> None:
     machine = Machine(1)
     first, second, third = (Competitor(machine, [0.01], 1.0) for _ in range(3))
     for who in (first, second, third):

@@ -28,8 +28,8 @@ def test_the_version_policy_chooses(tmp_path: Path, policy: str | None, expected
     assert found(root) == [("mlp", version) for version in expected]
 
 
-def test_a_version_is_what_its_plain_number_names(tmp_path: Path) -> None:
-    """In whatever order the file system lists the folders."""
+def test_leading_zeros_of_a_version_do_not_matter(tmp_path: Path) -> None:
+    """In any order in which the file system lists the folders."""
     root = write_versions(tmp_path, "1", *("0" * zeros + "1" for zeros in range(1, 41)), "02")
     assert [(files.version, files.model.parent.name) for files in find_models(root)] == [(2, "02")]
     (root / "mlp" / "config.pbtxt").write_text("version_policy { all {} }")
@@ -42,7 +42,7 @@ def test_versions_that_are_asked_for_and_missing_are_named(tmp_path: Path, caplo
     assert caplog.messages == [f"{root / 'mlp'}: version_policy asks for versions that are not there: 7, 9"]
 
 
-def test_what_is_no_model_is_passed_over(tmp_path: Path) -> None:
+def test_folders_that_are_not_models_are_ignored(tmp_path: Path) -> None:
     write_versions(tmp_path, "1", name=".half-written")
     write_versions(tmp_path, "1", "0", "draft", name="good")
     (tmp_path / "notes").mkdir()
@@ -65,7 +65,7 @@ def test_a_bare_file_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
         find_models(path)
 
 
-def test_a_model_may_lie_in_a_folder_that_is_called_as_its_file(tmp_path: Path) -> None:
+def test_a_model_may_lie_in_a_folder_with_its_files_name(tmp_path: Path) -> None:
     path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx" / "model.onnx")
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     assert found(tmp_path) == [("mlp", 1)]

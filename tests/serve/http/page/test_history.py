@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.figures.histograms import EDGES_NS
-from serve.engine.figures.statistics import BatchTimes
+from serve.engine.model_statistics import EDGES_NS, BatchTimes
 from serve.http.page.history import SAMPLES, History, quantile_ms
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import running_server

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.engine.repository.version_states import State
+from serve.engine.model import VersionState
 from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
 from tests.models import save_mlp, save_picky
@@ -155,7 +155,7 @@ def test_what_is_being_read_stays_while_figures_change(tab: Tab, url: str) -> No
 
 def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
     server, _ = served
-    server.call(lambda: server.core.states.set("broken", 1, State.UNAVAILABLE, "model.onnx is <b>cut</b> off"))
+    server.call(lambda: server.core.states.set("broken", 1, VersionState.UNAVAILABLE, "model.onnx is <b>cut</b> off"))
     try:
         visit(tab, f"{url}/#broken%2F1")
         text = tab.wait_for("document.querySelector('#heading .reason') && document.querySelector('#heading').innerText")
@@ -163,7 +163,7 @@ def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, served: t
         assert "model.onnx is <b>cut</b> off" in text
         assert "takes no requests" in tab.read("document.querySelector('#try').innerText")
     finally:
-        server.call(lambda: server.core.states.clear("broken", 1, State.UNAVAILABLE))
+        server.call(lambda: server.core.states.clear("broken", 1, VersionState.UNAVAILABLE))
     tab.wait_for("!document.querySelector('#models').innerText.includes('broken')")
     assert tab.read("document.querySelector('#try form') !== null")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.engine.repository.version_states import State
+from serve.engine.model import VersionState
 from serve.http.options import HttpOptions
 from serve.http.page.page import FILES, POLICY
 from tests.models import save_mlp
@@ -79,7 +79,7 @@ def test_a_certificate_is_shown_and_so_is_what_was_refused(tmp_path: Path) -> No
         running_server(lambda: load_repository(tmp_path)) as server,
         running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
     ):
-        server.call(lambda: server.core.states.set("mlp", 2, State.UNAVAILABLE, "it is cut off"))
+        server.call(lambda: server.core.states.set("mlp", 2, VersionState.UNAVAILABLE, "it is cut off"))
         url = f"http://127.0.0.1:{rest.port}/ui"
         assert httpx.get(f"{url}/certificates/mlp/1", timeout=20).json() == certificate
         served, refused = httpx.get(f"{url}/state", timeout=20).json()["models"]

@@ -23,12 +23,12 @@ from serve.backends.onnx_runtime.probe.probe_process import LOWEST, NICENESS, Pr
 from serve.backends.onnx_runtime.session import Providers
 from serve.backends.onnx_runtime.session_settings import SessionSettings
 from serve.backends.runtimes import probing_runtimes
-from serve.engine.backend import Placement
+from serve.engine.backend import DevicePlacement
 from serve.engine.errors import ModelLoadError
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.backends.crashing import save_crashing_always, save_crashing_when_folded
 
-ON_CPU = Placement(use_gpu=False, threads=1)
+ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 if sys.platform == "win32":
     pytest.skip("how a process ended is told by POSIX signals here", allow_module_level=True)
 

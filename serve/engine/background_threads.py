@@ -1,0 +1,137 @@
+"""Worker threads, and three measures that keep long work on them, such as loading a model, from delaying requests:
+pauses between its steps, Linux's SCHED_BATCH, and a shorter thread switch interval of Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+Job = tuple[Callable[..., object], tuple[Any, ...]]
+PAUSE_S = 0.002  # for the event loop to catch up
+_PAUSES = ContextVar("pauses", default=False)
+TURN_S = 0.00005
+
+
+class Worker:
+    """Runs jobs in order on a daemon thread of its own.
+
+    Unlike an executor's thread, it cannot keep the process from ending while a model never returns, and a job makes no future.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Run `function(*arguments)` after the jobs submitted before; it must not raise."""
+        self._jobs.put((function, arguments))
+
+    def stop(self) -> None:
+        """End the thread after the submitted jobs. Does not wait for it."""
+        self._jobs.put(None)
+
+    def hand_over(self, other: Worker) -> None:
+        """Give the waiting jobs to another worker, and end after the running job, if that ever returns."""
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                other.submit(job[0], *job[1])
+        self.stop()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, arguments = job
+            function(*arguments)
+            del job, function, arguments  # else they would keep a batch alive until the next one
+
+
+@contextmanager
+def pausing(*, pauses: bool = True) -> Iterator[None]:
+    """Within, `pause` sleeps on the calling thread."""
+    token = _PAUSES.set(pauses)
+    try:
+        yield
+    finally:
+        _PAUSES.reset(token)
+
+
+def pause() -> None:
+    """Sleep for PAUSE_S within `pausing`; nothing elsewhere. Call it between steps of long work, with no lock held."""
+    if _PAUSES.get():
+        time.sleep(PAUSE_S)
+
+
+class ShortSwitchInterval:
+    """A shorter thread switch interval, for the whole process: use the one instance, `SHORT_SWITCH_INTERVAL`.
+
+    A thread that runs Python code keeps Python's lock for `sys.getswitchinterval()`, 5 ms by default. The event loop releases
+    the lock whenever it waits for sockets, and would wait as long again and again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._within = 0
+        self._before_s = TURN_S
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Within, the interval is at most TURN_S; it is restored when the last caller leaves."""
+        with self._lock:
+            self._within += 1
+            if self._within == 1:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(TURN_S, self._before_s))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._within -= 1
+                if self._within == 0:
+                    sys.setswitchinterval(self._before_s)
+
+
+SHORT_SWITCH_INTERVAL = ShortSwitchInterval()
+# Ids of threads known to have the default policy: a server of a thousand models has thousands, and checks after each load.
+_seen: set[str] = set()
+
+
+@contextmanager
+def sched_batch() -> Iterator[None]:
+    """Within, the calling thread does not preempt running threads when it wakes; processes started within never do.
+
+    Its share of a core stays, unlike with niceness, under which it would hold Python's lock for long on a busy machine. Threads
+    that are started within are reset afterwards. Only on Linux, and only where the scheduling policy is the default one.
+    """
+    changed = False
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a sandbox forbids it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
+    try:
+        yield
+    finally:
+        if changed:
+            _as_before()
+
+
+def _as_before() -> None:
+    """Reset this thread and its heirs: a runtime starts its compute threads while it loads."""
+    new = {"0"}
+    # Without /proc or a free file descriptor, the other threads are reset the next time.
+    with contextlib.suppress(OSError):
+        there = set(os.listdir("/proc/self/task"))  # noqa: PTH208  (names are all that is wanted)
+        new |= there - _seen
+        _seen.intersection_update(there)  # ids are reused
+    for thread in new:
+        with contextlib.suppress(OSError):  # it has ended
+            if os.sched_getscheduler(int(thread)) == os.SCHED_BATCH:
+                os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    _seen.update(new)

@@ -1,1 +1,0 @@
-"""From requests to arrays and back: what runs on a worker thread."""

@@ -1,0 +1,1 @@
+"""The meaning of a config.pbtxt, completed from the model file and checked."""

@@ -1,0 +1,194 @@
+"""The batching and queueing that a configuration asks for: limits, priorities, timeouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
+from serve.engine.config.model_config import Defaults
+from serve.engine.config.parameters import own_parameter
+from serve.engine.errors import ModelLoadError
+from serve.engine.queueing.compute_slots import ComputeSlots
+from serve.engine.queueing.pace import BatchLimits
+
+MAX_LEVELS = 1000  # each has its own line in the queue
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelPolicy:
+    """How requests of one priority wait.
+
+    Attributes:
+        timeout_s: the queue timeout; None for none.
+        delays: after the timeout, requests go behind the others of their level; otherwise they are dropped.
+        allow_override: a request may ask for a shorter timeout.
+        max_waiting: requests of this priority in the queue; None is the queue's bound.
+    """
+
+    timeout_s: float | None = None
+    delays: bool = False
+    allow_override: bool = True
+    max_waiting: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """How one request waits.
+
+    Attributes:
+        level: 0 the most urgent.
+        drop_after_s: seconds in the queue after which it is dropped; None never.
+        delay_after_s: seconds in the queue after which it goes behind the others of its level; None never.
+    """
+
+    level: int
+    drop_after_s: float | None
+    delay_after_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuePolicy:
+    """How a model's requests wait.
+
+    Attributes:
+        levels: number of priorities: 1 to `levels` on the wire.
+        default_level: of requests without one, from 0.
+        default: for levels that `by_level` leaves out.
+        by_level: policies by level, from 0.
+    """
+
+    levels: int = 1
+    default_level: int = 0
+    default: LevelPolicy = LevelPolicy()
+    by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
+
+    @property
+    def max_waiting_by_level(self) -> dict[int, int]:
+        """The bounds of the levels that have one; the default policy's is for each level that has no policy of its own."""
+        bounds = {level: self.by_level.get(level, self.default).max_waiting for level in range(self.levels)}
+        return {level: bound for level, bound in bounds.items() if bound is not None}
+
+    def turn(self, priority: int, timeout_s: float | None) -> Turn:
+        """How a request waits that asks for this priority and timeout.
+
+        Args:
+            priority: 1 the most urgent; 0, or an unknown one, is the model's default, as in Triton.
+            timeout_s: seconds; None for the model's own.
+        """
+        level = priority - 1 if 1 <= priority <= self.levels else self.default_level
+        policy = self.by_level.get(level, self.default)
+        asked = timeout_s if policy.allow_override else None
+        timeouts = [timeout for timeout in (asked, policy.timeout_s) if timeout is not None]
+        after_s = min(timeouts, default=None)
+        return Turn(
+            level=level,
+            drop_after_s=None if policy.delays else after_s,
+            delay_after_s=after_s if policy.delays else None,
+        )
+
+
+def queue_policy(config: ModelConfig) -> QueuePolicy:
+    """The queue policy of a model's configuration.
+
+    Raises:
+        ModelLoadError: its priorities contradict each other, or are too many.
+    """
+    batching = config.dynamic_batching
+    if batching.priority_levels > MAX_LEVELS:
+        raise ModelLoadError(
+            f"model {config.name!r}: priority_levels is {batching.priority_levels}, expected at most {MAX_LEVELS}"
+        )
+    levels = max(1, batching.priority_levels)
+    default_level = batching.default_priority_level or levels
+    strange = sorted(level for level in batching.priority_queue_policy if not 1 <= level <= levels)
+    if default_level > levels or strange:
+        what = f"priority_queue_policy has a level {strange[0]}" if strange else f"default_priority_level is {default_level}"
+        raise ModelLoadError(f"model {config.name!r}: {what}, expected 1 to priority_levels, which is {levels}")
+    return QueuePolicy(
+        levels=levels,
+        default_level=default_level - 1,
+        default=_level(batching.default_queue_policy) if batching.HasField("default_queue_policy") else LevelPolicy(),
+        by_level={level - 1: _level(policy) for level, policy in batching.priority_queue_policy.items()},
+    )
+
+
+def _level(policy: ModelQueuePolicy) -> LevelPolicy:
+    return LevelPolicy(
+        timeout_s=policy.default_timeout_microseconds / 1e6 or None,
+        delays=policy.timeout_action == ModelQueuePolicy.DELAY,
+        allow_override=policy.allow_timeout_override,
+        max_waiting=policy.max_queue_size or None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingOptions:
+    """Batching options of all models together.
+
+    Attributes:
+        compute_slots: batches computed at once on the CPU, over all models, shared fairly (see `compute_slots`). 0: no bound,
+            the operating system shares, and can preempt a long batch for a short one; a bound helps where models have different
+            numbers of instances, or weights.
+    """
+
+    compute_slots: int = 0
+
+    def slots(self) -> ComputeSlots | None:
+        return ComputeSlots(self.compute_slots) if self.compute_slots else None
+
+
+def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
+    """The batching policy of a completed configuration.
+
+    Raises:
+        ModelLoadError: its settings contradict each other.
+    """
+    dynamic, policy = config.dynamic_batching, queue_policy(config)
+    bounds = policy.max_waiting_by_level
+    if policy.levels == 1:  # its bound is the queue's own
+        max_waiting, bounds = bounds.get(0, defaults.max_queue_size), {}
+    else:
+        max_waiting = max(defaults.max_queue_size, sum(bounds.values()))
+    target_ms = own_parameter(config, "halfserve.latency_target_ms", _source(config))
+    weight = own_parameter(config, "halfserve.compute_weight", _source(config))
+    return BatchLimits(
+        max_rows=max(1, config.max_batch_size),
+        max_delay_s=dynamic.max_queue_delay_microseconds / 1e6,
+        preferred_rows=_preferred_rows(config),
+        max_waiting=max_waiting,
+        max_waiting_bytes=defaults.max_queue_mib * 2**20,
+        levels=policy.levels,
+        max_waiting_by_level=bounds,
+        padded_rows=_padded_rows(config),
+        latency_target_s=None if target_ms is None else target_ms / 1e3,
+        compute_weight=1.0 if weight is None else weight,
+    )
+
+
+def _source(config: ModelConfig) -> str:
+    return f"model {config.name!r}"
+
+
+def _preferred_rows(config: ModelConfig) -> tuple[int, ...]:
+    most = config.max_batch_size
+    sizes = tuple(config.dynamic_batching.preferred_batch_size)
+    strange = [size for size in sizes if not 1 <= size <= most]
+    if strange:
+        raise ModelLoadError(f"{_source(config)}: preferred_batch_size has {strange[0]}, expected 1 to max_batch_size, {most}")
+    return sizes
+
+
+def _padded_rows(config: ModelConfig) -> tuple[int, ...]:
+    key = "halfserve.pad_to_preferred"
+    if not own_parameter(config, key, _source(config)):
+        return ()
+    if not config.max_batch_size:
+        raise ModelLoadError(f"{_source(config)}: {key} is on, but the model has no batch dimension to pad; remove it")
+    sizes = sorted(set(config.dynamic_batching.preferred_batch_size))
+    if not sizes:
+        raise ModelLoadError(
+            f"{_source(config)}: {key} is on, but there are no sizes to pad to; list them in dynamic_batching, such as "
+            "preferred_batch_size: [1, 8, 32]"
+        )
+    return tuple(sizes)

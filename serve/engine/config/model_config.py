@@ -1,0 +1,311 @@
+"""A model's configuration: read config.pbtxt or a load request's JSON, complete and check it against the model file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format
+
+from protos.datatypes import BY_CONFIG
+from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from serve.engine.backend import KINDS, ModelInterface, ModelKind, asked_kinds
+from serve.engine.disk_files import read_regular_text
+from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from serve.engine.tensors import ANY_SIZE, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+# Unsupported settings that a model made for them cannot do without, and what to do.
+UNSERVED = {
+    "sequence_batching": "use dynamic_batching or remove the setting",
+    "ensemble_scheduling": "use dynamic_batching or remove the setting",
+    "batch_input": "remove the setting, and have clients send that input",
+    "batch_output": "remove the setting, and export the model with the batch as first dimension",
+}
+
+
+MAX_COPIES = 1000  # of one model; each has a thread
+# Parts of keys of the CUDA and TensorRT providers whose values are paths, libraries or addresses.
+NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
+SOURCE = "config of the load request"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Settings of models whose config.pbtxt leaves them open.
+
+    Attributes:
+        max_batch_size: rows in one batch, for models with a batch dimension.
+        max_queue_delay_us: microseconds that a request may wait for others.
+        max_queue_size: requests waiting for one model.
+        max_queue_mib: their size together, in MiB.
+    """
+
+    max_batch_size: int = 32
+    max_queue_delay_us: int = 0
+    max_queue_size: int = 8192
+    max_queue_mib: int = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredConfig:
+    """A config.pbtxt before it is completed.
+
+    Attributes:
+        message: the parsed file; empty where there is none.
+        source: the file (or the model file, where there is none), for error texts.
+        says_batch_size: max_batch_size is written. proto3 does not tell a written 0 (no batching) from an absent one (the
+            default).
+    """
+
+    message: ModelConfig
+    source: Path
+    says_batch_size: bool
+
+
+def read_config(path: Path) -> DeclaredConfig:
+    """Parse a config.pbtxt; an absent file is an empty configuration.
+
+    Raises:
+        ModelLoadError: the file cannot be read or parsed; the text gives line and column.
+    """
+    try:
+        text = read_regular_text(path)
+    except FileNotFoundError:
+        return DeclaredConfig(message=ModelConfig(), source=path, says_batch_size=False)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelLoadError(f"{path}: cannot be read: {reason}") from None
+    try:
+        config = text_format.Parse(text, ModelConfig())
+    except text_format.ParseError as error:
+        raise ModelLoadError(f"{path}: {error}; expected a ModelConfig in protobuf's text format") from None
+    return DeclaredConfig(message=config, source=path, says_batch_size=bool(config.max_batch_size) or _says_zero(text))
+
+
+def _says_zero(text: str) -> bool:
+    """Whether a valid text without another max_batch_size sets it to 0: only a written value replaces the 1 here."""
+    return text_format.Merge(text, ModelConfig(max_batch_size=1)).max_batch_size == 0
+
+
+def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name: str, defaults: Defaults) -> ModelConfig:
+    """Complete a configuration from the model file, and check it against the file.
+
+    Raises:
+        ModelLoadError: a field contradicts the model file, or is not supported.
+    """
+    source = declared.source
+    result = ModelConfig()
+    result.CopyFrom(declared.message)
+    if result.name not in {"", name}:
+        raise ModelLoadError(
+            f"{source}: name is {result.name!r}, expected the folder's name {name!r}; change it or leave it out"
+        )
+    if interface.kind not in asked_kinds(result):
+        raise _unserved_kind(declared, interface.kind.names, f"{_names(interface.kind)} for this model file")
+    _require_served_scheduling(declared)
+    result.name, result.platform, result.backend = name, interface.kind.platform, interface.kind.backend
+    if not declared.says_batch_size and not _has_whole_shapes(result, interface):
+        result.max_batch_size = _usual_batch_size(interface, defaults, source)
+    if result.max_batch_size < 0:
+        raise ModelLoadError(f"{source}: max_batch_size is {result.max_batch_size}, expected 0 (no batching) or more")
+    if result.max_batch_size and not interface.batched:
+        raise ModelLoadError(
+            f"{source}: max_batch_size is {result.max_batch_size}, but not every input and output of the model begins with a "
+            "dimension of any size; export it with a dynamic batch dimension or set max_batch_size: 0"
+        )
+    if interface.most_rows is not None and result.max_batch_size > interface.most_rows:
+        raise ModelLoadError(
+            f"{source}: max_batch_size is {result.max_batch_size}, but the model was exported for batches of at most "
+            f"{interface.most_rows}; set that or less"
+        )
+    batched = result.max_batch_size > 0
+    _complete_tensors(result.input, interface.inputs, f"{source}: input", batched=batched)
+    _complete_tensors(result.output, interface.outputs, f"{source}: output", batched=batched)
+    if result.max_batch_size and not result.HasField("dynamic_batching"):
+        result.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
+    return result
+
+
+def require_served(declared: DeclaredConfig) -> None:
+    """Check that a configuration asks for nothing that this server supports with no model file.
+
+    Raises:
+        ModelLoadError: it does.
+    """
+    if not asked_kinds(declared.message):
+        served = frozenset[str]().union(*(kind.names for kind in KINDS))
+        raise _unserved_kind(declared, served, ", or ".join(map(_names, KINDS)))
+    _require_served_scheduling(declared)
+
+
+def _unserved_kind(declared: DeclaredConfig, served: frozenset[str], expected: str) -> ModelLoadError:
+    asked = [name for name in (declared.message.platform, declared.message.backend) if name]
+    strange = [name for name in asked if name not in served] or asked
+    return ModelLoadError(f"{declared.source}: {strange[0]!r} models are not supported, expected {expected}")
+
+
+def _names(kind: ModelKind) -> str:
+    return f"platform {kind.platform!r} or backend {kind.backend!r}"
+
+
+def _require_served_scheduling(declared: DeclaredConfig) -> None:
+    for field, _ in declared.message.ListFields():
+        if field.name in UNSERVED:
+            raise ModelLoadError(f"{declared.source}: {field.name} is not supported; {UNSERVED[field.name]}")
+
+
+def _has_whole_shapes(config: ModelConfig, interface: ModelInterface) -> bool:
+    """Whether dims include the batch dimension: without a max_batch_size, Triton reads them so."""
+    sizes = {spec.name: len(spec.shape) for spec in (*interface.inputs, *interface.outputs)}
+    entries: tuple[Any, ...] = (*config.input, *config.output)
+    return any(len(e.reshape.shape if e.HasField("reshape") else e.dims) == sizes.get(e.name) for e in entries)
+
+
+def _usual_batch_size(interface: ModelInterface, defaults: Defaults, source: Path) -> int:
+    if not interface.batched:
+        return 0
+    if len(interface.row_names) > 1:
+        logger.warning(
+            "%s: the first dimensions of the model's inputs and outputs are called %s, so requests are computed one by one; if "
+            "they are one batch, set max_batch_size",
+            source,
+            ", ".join(map(repr, sorted(interface.row_names))),
+        )
+        return 0
+    return min(defaults.max_batch_size, defaults.max_batch_size if interface.most_rows is None else interface.most_rows)
+
+
+def _complete_tensors(declared: Any, specs: tuple[TensorSpec, ...], where: str, *, batched: bool) -> None:
+    entries = {entry.name: entry for entry in declared}
+    known = {spec.name for spec in specs}
+    if len(entries) < len(declared):
+        twice = next(entry.name for entry in declared if entry is not entries[entry.name])
+        raise ModelLoadError(f"{where} {twice!r} is there twice, expected each once; remove one")
+    for unknown in sorted(entries.keys() - known):
+        raise ModelLoadError(f"{where} {unknown!r} is not in the model, which has {', '.join(map(repr, sorted(known)))}")
+    for spec in specs:
+        dims = spec.shape[1:] if batched else spec.shape
+        if spec.name in entries:
+            _check_tensor(entries[spec.name], spec, dims, f"{where} {spec.name!r}", batched=batched)
+        else:
+            declared.add(name=spec.name, data_type=spec.datatype.config, dims=dims)
+
+
+def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: str, *, batched: bool) -> None:
+    declared = list(entry.dims)
+    if not spec.shape and set(declared) == {1} and not entry.HasField("reshape"):
+        declared = []  # Triton has no empty dims, nor a reshape to them: a scalar is a tensor of [ 1 ]
+    if min(declared, default=0) < ANY_SIZE:
+        raise ModelLoadError(f"{where} has dims {declared}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
+    if entry.HasField("reshape"):
+        declared = list(entry.reshape.shape)
+        if min([*entry.dims, *declared], default=1) < 1 or math.prod(entry.dims) != math.prod(declared):
+            raise ModelLoadError(
+                f"{where} has dims {list(entry.dims)} and reshape {declared}, expected fixed sizes, equally many, of 1 or more"
+            )
+    if entry.data_type != spec.datatype.config:
+        given = BY_CONFIG[entry.data_type].config_name if entry.data_type in BY_CONFIG else "no data_type"
+        raise ModelLoadError(f"{where} has {given}, the model has {spec.datatype.config_name}")
+    if len(declared) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(declared, dims, strict=True)):
+        hint = " (dims are without the batch dimension)" if batched else ""
+        if getattr(entry, "allow_ragged_batch", False):  # outputs do not have the field
+            hint = " (allow_ragged_batch is not supported: export the model with the batch as first dimension)"
+        raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
+    if ANY_SIZE in entry.dims:  # sizes that the model fixes stay fixed
+        entry.dims[:] = [m if d == ANY_SIZE else d for d, m in zip(declared, dims, strict=True)]
+
+
+def client_interface(config: ModelConfig, interface: ModelInterface) -> ModelInterface:
+    """The interface that clients see: a completed configuration's dims may fix open sizes, its reshapes change shapes."""
+    batch = (ANY_SIZE,) if config.max_batch_size else ()
+
+    def shown(spec: TensorSpec, entries: Any) -> TensorSpec:
+        entry = next(e for e in entries if e.name == spec.name)
+        own = (*batch, *entry.reshape.shape) if entry.HasField("reshape") else None
+        if entry.dims and not spec.shape:  # a scalar
+            own = ()
+        return replace(spec, shape=(*batch, *entry.dims), model_shape=own)
+
+    return ModelInterface(
+        inputs=tuple(shown(spec, config.input) for spec in interface.inputs),
+        outputs=tuple(shown(spec, config.output) for spec in interface.outputs),
+        batched=interface.batched,
+        kind=interface.kind,
+        most_rows=interface.most_rows,
+        open_ended=interface.open_ended,
+    )
+
+
+def instances(config: ModelConfig) -> list[tuple[str, int]]:
+    """One entry per copy of the model to load: ("gpu" | "cpu" | "auto", device).
+
+    Raises:
+        ModelLoadError: a group has an invalid number of copies or device.
+    """
+    kinds = {ModelInstanceGroup.KIND_GPU: "gpu", ModelInstanceGroup.KIND_CPU: "cpu"}
+    copies: list[tuple[str, int]] = []
+    for group in config.instance_group:
+        if not 0 <= group.count <= MAX_COPIES:
+            raise ModelLoadError(
+                f"model {config.name!r}: instance_group has count {group.count}, expected 1 to {MAX_COPIES}, or 0 for 1"
+            )
+        if min(group.gpus, default=0) < 0:
+            raise ModelLoadError(f"model {config.name!r}: instance_group has gpus {list(group.gpus)}, expected 0 or more")
+        kind = kinds.get(group.kind, "auto")
+        if kind == "cpu" and group.gpus:
+            raise ModelLoadError(
+                f"model {config.name!r}: instance_group has kind KIND_CPU and gpus {list(group.gpus)}, expected one of them; "
+                "for several copies on the CPU set count"
+            )
+        devices = group.gpus or [0]
+        total = len(copies) + len(devices) * max(1, group.count)
+        if total > MAX_COPIES:
+            raise ModelLoadError(
+                f"model {config.name!r}: its instance_groups ask for {total} or more copies, expected {MAX_COPIES} at most"
+            )
+        for device in devices:
+            copies += [(kind, device)] * max(1, group.count)
+    return copies or [("auto", 0)]
+
+
+def config_from_json(text: str, folder: Path) -> DeclaredConfig:
+    """Read a load request's ModelConfig in JSON, with the names of its .proto file or in camel case.
+
+    Raises:
+        InvalidArgumentError: it is not JSON, or not a ModelConfig; the text says where.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"the config of the load request is no JSON: {_line(error)}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgumentError("the config of the load request is no JSON object; expected a ModelConfig's fields")
+    try:
+        message = json_format.ParseDict(content, ModelConfig())
+    except (json_format.ParseError, RecursionError, ValueError, TypeError) as error:
+        raise InvalidArgumentError(f"the config of the load request is no ModelConfig: {_line(error)}") from None
+    _require_no_files(message)
+    says_batch_size = bool({"max_batch_size", "maxBatchSize"} & content.keys())
+    return DeclaredConfig(message=message, source=folder / SOURCE, says_batch_size=says_batch_size)
+
+
+def _require_no_files(message: ModelConfig) -> None:
+    """Refuse settings that name files or addresses of the server: loading models does not permit access to these."""
+    for accelerator in message.optimization.execution_accelerators.gpu_execution_accelerator:
+        for key in accelerator.parameters:
+            if any(word in key for word in NAMING_FILES):
+                raise InvalidArgumentError(
+                    f"the config of the load request sets {key!r} of {accelerator.name!r}, which names files or memory of the "
+                    "server; remove it, or put it into config.pbtxt in the repository"
+                )
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

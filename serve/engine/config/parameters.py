@@ -1,0 +1,184 @@
+"""Parameters and settings of a config.pbtxt: our own keys, and the settings that have no effect here.
+
+Our settings are `parameters { key: "halfserve.xxx" value { string_value: "..." } }`: Triton keeps parameters that it does not
+know, so it can load the folder too. Unknown keys with our prefix are errors: a misspelt one would silently do nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.backend import ONNX, ModelKind
+from serve.engine.errors import ModelLoadError
+
+PREFIX = "halfserve."
+Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
+# The server writes these for clients; values in a config.pbtxt have no effect.
+REPORTED = frozenset({"halfserve.certificate", "halfserve.nodes", "halfserve.precision", "halfserve.provider"})
+# Paths that this server acts on, "*" for all below; other settings are kept, shown to clients and named in a warning.
+HONOURED = frozenset(
+    {
+        *("name", "platform", "backend", "version_policy.*", "max_batch_size", "default_model_filename", "parameters.*"),
+        "model_warmup.*",
+        *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
+        *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
+        *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
+        *("optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators.*"),
+        *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
+        *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
+        *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
+    }
+)
+# What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
+ONNX_ONLY = frozenset({"optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators"})
+ONNX_ONLY_PARAMETERS = frozenset(
+    {
+        *("halfserve.optimization_level", "halfserve.cuda_graphs"),
+        *("inter_op_thread_count", "execution_mode", "enable_mem_arena", "enable_mem_pattern"),
+        *("memory.enable_memory_arena_shrinkage", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
+        "do_copy_in_default_stream",
+    }
+)
+ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
+# What only a CUDA device acts on.
+DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators"})
+DEVICE_ONLY_PARAMETERS = frozenset(
+    {
+        *("halfserve.cuda_graphs", "cudnn_conv_algo_search", "arena_extend_strategy", "gpu_mem_limit"),
+        "do_copy_in_default_stream",
+    }
+)
+# Other parameters are free for any use; Triton acts on this one.
+UNKNOWN_HERE = frozenset({"share_session_between_instances"})
+
+
+def path(value: str) -> str:
+    """A file's path; its reader checks where it leads."""
+    if "\0" in value:
+        raise ValueError("expected a path without NUL characters")
+    return value
+
+
+def one_of(*choices: str) -> Parse:
+    def parse(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"expected one of {', '.join(map(repr, choices))}")
+        return value
+
+    return parse
+
+
+def switch(value: str) -> bool:
+    choices = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
+    if value.lower() not in choices:
+        raise ValueError("expected 'on' or 'off'")
+    return choices[value.lower()]
+
+
+def number(least: float, most: float = math.inf, *, above: bool = False) -> Parse:
+    """A finite number from `least` to `most`, inclusive; `above` excludes `least`."""
+    lower = f"above {least:g}" if above else f"of {least:g} or more"
+    expected = f"expected a number {lower}" if most == math.inf else f"expected a number {lower} and at most {most:g}"
+
+    def parse(value: str) -> float:
+        try:
+            result = float(value)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not math.isfinite(result) or result < least or (above and result == least) or result > most:
+            raise ValueError(expected)
+        return result
+
+    return parse
+
+
+# One line a key, in alphabetical order.
+OWN_PARAMETERS: dict[str, Parse] = {
+    "halfserve.compute_weight": number(0, above=True),
+    "halfserve.cuda_graphs": switch,
+    "halfserve.degraded_not_ready": switch,
+    "halfserve.drift_threshold": number(0.0, above=True),
+    "halfserve.fp32_twin": path,
+    "halfserve.latency_target_ms": number(0, above=True),
+    "halfserve.max_compute_s": number(0.0, above=True),
+    "halfserve.optimization_level": one_of("all", "extended", "basic", "disabled"),
+    "halfserve.pad_to_preferred": switch,
+    "halfserve.precision_guard": one_of("off", "count", "reject", "fallback"),
+    "halfserve.shadow_rate": number(0.0, 1.0),
+    "halfserve.shadow_share": number(0.0, 1.0, above=True),
+    "halfserve.warm_up": switch,
+}
+
+
+def check_own_parameters(config: ModelConfig, source: Path) -> None:
+    """Check every key of ours and its value, as read from the file `source`.
+
+    Raises:
+        ModelLoadError: an unknown key or an invalid value.
+    """
+    for key in sorted(config.parameters):
+        if not key.startswith(PREFIX) or key in REPORTED:
+            continue
+        if key not in OWN_PARAMETERS:
+            raise ModelLoadError(f"{source}: parameter {key!r} is not known; {_nearest(key)}")
+        own_parameter(config, key, source)
+
+
+def drop_reported(config: ModelConfig) -> None:
+    """Remove what only the server reports: a copied config.pbtxt may hold values of another model."""
+    for key in REPORTED & set(config.parameters):
+        del config.parameters[key]
+
+
+def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pbtxt") -> Any:
+    """The value of one of our parameters; None where the configuration does not give it.
+
+    Raises:
+        ModelLoadError: an invalid value.
+    """
+    if key not in config.parameters:
+        return None
+    value = config.parameters[key].string_value
+    try:
+        return OWN_PARAMETERS[key](value)
+    except ValueError as error:
+        raise ModelLoadError(f"{source}: parameter {key!r} is {value!r}, {error}") from None
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, OWN_PARAMETERS, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(OWN_PARAMETERS)}"
+
+
+def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -> list[str]:
+    """Paths of the settings in a config.pbtxt that this server ignores. `on_device`: a copy of the model uses CUDA."""
+    dropped, parameters, prefixes = frozenset[str](), UNKNOWN_HERE, tuple[str, ...]()
+    if not on_device:
+        dropped, parameters = DEVICE_ONLY, parameters | DEVICE_ONLY_PARAMETERS
+    if kind is not ONNX:
+        dropped, parameters, prefixes = dropped | ONNX_ONLY, parameters | ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES
+    keys = (key for key in config.parameters if key in parameters or key.startswith(prefixes))
+    return sorted({*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)})
+
+
+def _ignored(message: Message, prefix: str, dropped: AbstractSet[str]) -> Iterator[str]:
+    for field, value in message.ListFields():
+        path = f"{prefix}{field.name}"
+        if path in dropped:
+            yield path
+            continue
+        if path in HONOURED or f"{path}.*" in HONOURED:
+            continue
+        if not any(known.startswith(f"{path}.") for known in HONOURED):
+            yield path
+            continue
+        for part in value if field.is_repeated else [value]:
+            yield from _ignored(part, f"{path}.", dropped)

@@ -1,1 +1,0 @@
-"""What a config.pbtxt says, completed and checked."""

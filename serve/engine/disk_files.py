@@ -1,0 +1,164 @@
+"""Files of a model repository: open regular files only, detect changes since the load, and remove temporary folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+from weakref import WeakSet
+
+from serve.engine.errors import ModelLoadError
+
+if sys.platform == "win32":
+    FLAGS = os.O_RDONLY | os.O_BINARY
+else:
+    FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+
+
+KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+T = TypeVar("T")
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading, buffered, and without blocking.
+
+    Opening a named pipe waits for its other end, and reading a device may wait or act: a writer to the repository could stop
+    every reload that way.
+
+    Raises:
+        OSError: it is not a regular file, or cannot be opened; `strerror` says which.
+    """
+    _require_regular(path, path.stat())  # first: opening a device may already act on it
+    descriptor = os.open(path, FLAGS)
+    try:
+        _require_regular(path, os.fstat(descriptor))  # it may have been replaced
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path) -> bytes:
+    """Read all of a regular file.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_regular_text(path: Path, encoding: str = "utf-8") -> str:
+    """Read a regular text file; all line ends become newlines.
+
+    Raises:
+        OSError: see `open_regular`.
+        UnicodeDecodeError: it is not text in this encoding.
+    """
+    with TextIOWrapper(open_regular(path), encoding=encoding) as file:
+        return file.read()
+
+
+def require_regular(path: Path) -> None:
+    """Check that a path may be opened by other code; a missing file passes.
+
+    Raises:
+        OSError: it is not a regular file, or cannot be examined.
+    """
+    try:
+        _require_regular(path, path.stat())
+    except FileNotFoundError:
+        return
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+    raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+
+
+Stamp: TypeAlias = tuple[int, int]  # time of change in nanoseconds, and size
+
+
+@dataclass(frozen=True)
+class UnchangedFiles:
+    """Detects changes since the load: of a model file, of data files beside it that begin with its name, and of others."""
+
+    _stamps: Mapping[Path, Stamp]
+
+    @classmethod
+    def look(cls, model: Path) -> UnchangedFiles:
+        """Remember the files as they are now; unreadable ones are left to their readers."""
+        try:
+            beside = [path for path in model.parent.iterdir() if path.name.startswith(model.name)]
+        except OSError:
+            beside = []
+        return cls(_stamps_of(beside))
+
+    def also(self, paths: Iterable[Path]) -> UnchangedFiles:
+        """Remember further files as they are now."""
+        return UnchangedFiles({**_stamps_of(paths), **self._stamps})
+
+    def require(self) -> None:
+        """Check that no file has changed. A missing one is left to its reader.
+
+        Raises:
+            ModelLoadError: one has.
+        """
+        for path, before in self._stamps.items():
+            if _stamp(path) not in {before, None}:
+                raise ModelLoadError(
+                    f"{path}: has been changed since the model was loaded; put the file back, or load the model again to serve "
+                    "what is there now"
+                )
+
+    def guarded(self, read: Callable[..., T]) -> Callable[..., T]:
+        """`read` with a check before each call."""
+
+        def checked(*arguments: object) -> T:
+            self.require()
+            return read(*arguments)
+
+        return checked
+
+
+def _stamps_of(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    return {path: stamp for path in paths if (stamp := _stamp(path)) is not None}
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # ValueError: no valid file name
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+_folders: WeakSet[tempfile.TemporaryDirectory[str]] = WeakSet()
+
+
+def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A new folder, which the caller removes; `remove_temporary_folders` does so too.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    _folders.add(folder)
+    return folder
+
+
+def remove_temporary_folders() -> None:
+    """Remove all temporary folders: the process is about to end while threads may still use some."""
+    for folder in list(_folders):
+        folder.cleanup()

@@ -1,0 +1,87 @@
+"""Batch invariance: whether each row of a batch gets what it gets alone, so that requests may share batches.
+
+A model file does not say so. All of a detector's tensors may begin with a dimension of any size, where its input's rows are
+images and its output's the objects in all of them: cut by rows, one client would get another's result. Or the rows come out,
+and each depends on the others, as after a mean over the first dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from serve.engine.tensors import Array, Tensors
+
+logger = logging.getLogger(__name__)
+
+
+# Tolerance: the part of an output's largest value, or of its integers that differ. Far more than kernels for another batch size
+# differ by, or int8 scales that are taken over all rows.
+ALIKE = 0.1
+T = TypeVar("T")
+ONE_BY_ONE = "its requests are computed one by one from now on. To say so from the start, set max_batch_size: 0"
+
+
+def dependent_output(run: Callable[[T], Tensors], first: T, second: T, together: T) -> str | None:
+    """The first output whose rows depend on the other rows of a batch; None where none does.
+
+    `run` computes the outputs, in arrays of their own, of the first rows, of the second ones, and of both `together`.
+    """
+    alone, beside, both = run(first), run(second), run(together)
+    suspects = [name for name in both if differ(np.concatenate([alone[name], beside[name]]), both[name])]
+    if not suspects:
+        return None
+    again = run(first)
+    return next((name for name in suspects if not differ(alone[name], again[name])), None)  # else the model is random
+
+
+def differ(ones: Array, others: Array) -> bool:
+    """Whether two outputs differ by more than rounding; not where there is nothing to compare."""
+    if ones.shape != others.shape or not ones.size or ones.dtype.hasobject:
+        return False
+    if ones.dtype.kind in "iub" and float(np.mean(ones != others)) <= ALIKE:
+        return False  # may be roundings, as in the pixels of an image
+    a, b = (array.astype(np.float64) for array in (ones, others))
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    return bool(a.size) and float(np.abs(a - b).max()) > ALIKE * max(float(np.abs(a).max()), float(np.abs(b).max()))
+
+
+class BatchInvariance:
+    """What one model's answers have shown.
+
+    Attributes:
+        is_safe: no answer speaks against shared batches yet. Written on worker threads, and never set back.
+        is_doubtful: whether rows depend on each other could not be found out before the model served; see `may_share`.
+        same_may_share: requests with equal rows have been compared.
+    """
+
+    __slots__ = ("_label", "_mixed", "is_doubtful", "is_safe", "same_may_share")
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._mixed = False  # seen once: may be a class that a rounding has changed
+        self.is_safe = True
+        self.is_doubtful = self.same_may_share = False
+
+    def look(self, outputs: Tensors, rows: int) -> None:
+        """Check the outputs of a request that was computed alone, with `rows` rows."""
+        for name, array in outputs.items():
+            if array.ndim == 0 or array.shape[0] != rows:
+                self.is_safe = False
+                logger.warning(
+                    "%s: output %r has shape %s for %d rows; %s", self._label, name, list(array.shape), rows, ONE_BY_ONE
+                )
+                return
+
+    def looked(self, mixed: str | None, *, differed: bool) -> None:
+        """Note what a comparison of two requests has shown: the dependent output or None, and whether their rows differed."""
+        if mixed is None:
+            self.is_doubtful, self.same_may_share = not differed, True
+        elif self._mixed:
+            self.is_safe = self.is_doubtful = False
+            logger.warning("%s: output %r of a row depends on the other rows of its batch; %s", self._label, mixed, ONE_BY_ONE)
+        self._mixed = mixed is not None

@@ -1,0 +1,373 @@
+"""One copy of a model with the thread that runs it, watched: what hangs or breaks is taken out and loaded again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from serve.engine.backend import Backend
+from serve.engine.background_threads import Worker
+from serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
+from serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
+from serve.engine.execution.batch_invariance import BatchInvariance
+from serve.engine.execution.short_batches import SHORT_S
+from serve.engine.precision_guard.guard import PrecisionGuard
+from serve.engine.queueing.batch_queue import is_late
+from serve.engine.requests import InferRequest
+
+logger = logging.getLogger(__name__)
+
+
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
+LOOKS = 4  # at a running batch, within its time limit
+ON_CPU = "CPUExecutionProvider"
+# An instance whose batches take at most this long gets its next one while it computes: the way from its thread to the loop and
+# back takes half a millisecond, in which it would idle. Not for short batches, which the loop computes, nor for long ones: a
+# request would be computed before a more urgent one that arrives meanwhile.
+AHEAD_S = 0.05
+MOST_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class LostRequests:
+    """Requests that were being computed when their copy broke; another copy may compute them.
+
+    Attributes:
+        requests: in order of arrival.
+        error: what they get if none can.
+        untouched: their batch had not begun, so that none of them has broken the copy.
+    """
+
+    requests: list[InferRequest]
+    error: InferenceError
+    untouched: bool = False
+
+
+@dataclass(frozen=True)
+class LateRequests:
+    """Requests whose time ran out behind the previous batch of their copy; they were not computed."""
+
+    requests: list[InferRequest]
+
+
+Results = Sequence[Answered | Failed | LostRequests | LateRequests]
+Finished = Callable[[Results], None]
+
+
+def seconds_of(results: Results) -> float | None:
+    """Seconds that a batch took; None for one that did not run as a whole."""
+    first = results[0]
+    if len(results) > 1 or not isinstance(first, Answered):
+        return None
+    return (first.times.split - first.times.started) / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """What all copies of one model have in common.
+
+    Attributes:
+        label: "name/version", for the log.
+        guard: checks every batch's outputs; None does not.
+        padded_sizes: rows that batches are padded to, in rising order.
+        invariance: whether requests may share batches; None where there are no rows to share.
+        reload: loads the copy of a number again; None reuses the old one, once its thread is free.
+        max_compute_s: seconds after which a batch is given up (a quarter later at most); None waits for ever.
+        open_ended: a batch's values decide how long it takes.
+        first_wait_s: seconds from a fault until the copy is loaded again. They double with each further fault, up to a minute,
+            until a batch is computed.
+    """
+
+    label: str
+    guard: PrecisionGuard | None = None
+    padded_sizes: Sequence[int] = ()
+    invariance: BatchInvariance | None = None
+    reload: Callable[[int], Backend] | None = None
+    max_compute_s: float | None = None
+    open_ended: bool = False
+    first_wait_s: float = FIRST_WAIT_S
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A loaded copy. No further batch may run on a broken one."""
+
+    backend: Backend
+    is_broken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A batch that is being computed, or is next."""
+
+    loop: asyncio.AbstractEventLoop
+    requests: list[InferRequest]
+    finished: Finished
+    looks: int = 0
+    computed: bool = False
+    fault: str | None = None
+    is_behind: bool = False  # another one, when it was submitted
+
+
+@dataclass(frozen=True)
+class _NotLoaded:
+    reason: str
+    device_is_lost: bool
+
+
+class Instance:
+    """Runs batches one after the other on its thread, as long as it is up. Used on the event loop only.
+
+    It takes the next batch while one runs, so that its thread need not wait until the event loop has seen the first one's end.
+
+    Attributes:
+        name: "name/version instance number".
+        is_up: it can take batches, up to two.
+        restarts: number of recoveries from faults.
+        fault: the latest fault; None before the first.
+        memory: bounds the rows that it computes at once.
+        on_change: called when it is up again, and after each failed attempt to load it.
+        on_lost_device: called after each such attempt that failed because the device is lost to this process.
+    """
+
+    def __init__(self, backend: Backend, number: int, how: Supervision) -> None:
+        self.name = f"{how.label} instance {number}"
+        self.is_up = True
+        self.restarts = 0
+        self.fault: str | None = None
+        self.memory = MemoryLimit(self.name)
+        self.on_change: Callable[[Instance], None] = lambda _: None
+        self.on_lost_device: Callable[[str], None] = lambda _: None
+        self._copy = _Copy(backend)
+        self._number = number
+        self._how = how
+        self._worker = Worker(f"instance-{number}")
+        self._left_behind = False  # the thread was abandoned; a new one is needed before the next job
+        self._jobs: deque[_Job] = deque()  # the running one first
+        self._timer: asyncio.TimerHandle | None = None  # to watch a batch, or to load again
+        self._wait_s = how.first_wait_s
+        self._stopped = False
+
+    @property
+    def batches(self) -> int:
+        """Number of batches it has: the running one, and the next."""
+        return len(self._jobs)
+
+    def next_try_s(self) -> float:
+        """Seconds until it is loaded again; 0 while it is being loaded. Only meaningful while it is not up."""
+        return 0.0 if self._timer is None else max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+
+    def run(self, requests: list[InferRequest], finished: Finished) -> None:
+        """Start a batch, after the running one if there is one.
+
+        `finished` is called once, later, with the results. `is_up` says then whether it can take more.
+        """
+        loop = asyncio.get_running_loop()
+        job = _Job(loop, requests, finished, is_behind=bool(self._jobs))
+        self._jobs.append(job)
+        if self._how.max_compute_s is not None and self._timer is None:  # one timer watches many batches
+            self._look_later(loop, self._how.max_compute_s)
+        self._worker.submit(self._compute, job, self._copy)
+
+    @property
+    def may_run_on_loop(self) -> bool:
+        """Whether short batches need no thread: their time is predictable and has no limit, and no device is waited for."""
+        how = self._how
+        return not how.open_ended and how.max_compute_s is None and self._copy.backend.provider == ON_CPU
+
+    def run_on_loop(self, requests: list[InferRequest]) -> Results:
+        """Compute a short batch on the calling thread, while no other runs. `is_up` says then whether it can take more."""
+        results, fault = self._results(requests, self._copy)
+        if fault is not None:
+            self._take_out(fault, asyncio.get_running_loop())
+        return results
+
+    def stop(self) -> None:
+        """End the thread after the submitted batches. Does not wait for it."""
+        self._stopped = True
+        self.on_change = lambda _: None  # breaks a reference cycle that would keep an unloaded model
+        self._cancel_timer()
+        self._worker.stop()
+
+    def _compute(self, job: _Job, copy: _Copy) -> None:
+        """On the worker thread."""
+        late = _late(job.requests) if job.is_behind else []
+        if late:
+            in_time = [request for request in job.requests if request not in late]
+            results, job.fault = self._results(in_time, copy) if in_time else ([], None)
+            results = [LateRequests(late), *results]
+        else:
+            results, job.fault = self._results(job.requests, copy)
+        job.computed = True
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server gave up waiting for this batch
+            job.loop.call_soon_threadsafe(self._done, job, results)
+
+    def _results(self, requests: list[InferRequest], copy: _Copy) -> tuple[Results, str | None]:
+        """A batch's results, and the fault if this batch broke the copy."""
+        how = self._how
+        if copy.is_broken:
+            return [_lost(requests, untouched=True)], None
+        try:
+            results = run_batch(
+                copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes, invariance=how.invariance
+            )
+        except InstanceLostError as error:
+            copy.is_broken = True
+            return [_lost(requests)], _first_line(error)
+        return results, None
+
+    def _done(self, job: _Job, results: Results) -> None:
+        if not self._jobs or self._jobs[0] is not job:
+            return  # it was given up, and its requests have their errors
+        self._jobs.popleft()
+        if job.fault is not None:
+            self._take_out(job.fault, job.loop)
+        elif self.fault is not None and self.is_up:
+            self._wait_s = self._how.first_wait_s
+        job.finished(results)
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        self._timer = loop.call_later(limit_s / LOOKS, self._look, limit_s)
+
+    def _look(self, limit_s: float) -> None:
+        """Give the running batch up, once it has had its time.
+
+        It is looked at LOOKS times, since the clock goes on while the whole process is stopped, and a batch does not.
+        """
+        self._timer = None
+        if not self._jobs:
+            return
+        job = self._jobs[0]
+        job.looks += 1
+        if job.looks <= LOOKS or job.computed:
+            self._look_later(job.loop, limit_s)
+            return
+        _, *behind = self._jobs
+        self._jobs.clear()
+        self._copy.is_broken = True
+        if self._how.reload is not None:
+            # A thread cannot be killed: where the runtime cannot end its call, the thread is abandoned until that returns.
+            self._copy.backend.give_up()
+            self._worker.stop()
+            self._left_behind = True
+        self._take_out(f"a batch was not computed within {limit_s:g} s", job.loop)
+        error = UnavailableError(f"the model did not answer within its {limit_s:g} s and is being restarted; try again later")
+        job.finished([Failed(request, error) for request in job.requests])
+        for untouched in behind:
+            untouched.finished([_lost(untouched.requests, untouched=True)])
+
+    def _take_out(self, fault: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_up = False
+        self.fault = fault
+        logger.error("%s: is taken out (%s); it is loaded again in %g s", self.name, fault, self._wait_s)
+        self._bring_back_later(loop)
+
+    def _bring_back_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._cancel_timer()
+        if not self._stopped:
+            self._timer = loop.call_later(self._wait_s, self._bring_back, loop)
+            self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+
+    def _bring_back(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._left_behind:
+            try:
+                self._worker = Worker(f"instance-{self._number}")
+            except RuntimeError as error:  # the process may start no more threads
+                self._loaded(loop, _NotLoaded(_first_line(error), device_is_lost=False))
+                return
+            self._left_behind = False
+        self._worker.submit(self._load, loop)
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the worker thread. Without `reload`, waiting until the thread is free again is all there is to do."""
+        loaded: Backend | _NotLoaded
+        try:
+            loaded = self._copy.backend if self._how.reload is None else self._how.reload(self._number)
+        except Exception as error:  # noqa: BLE001  (an error of the runtime must not end the thread)
+            loaded = _NotLoaded(_first_line(error), is_device_lost(error))
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(self._loaded, loop, loaded)
+
+    def _loaded(self, loop: asyncio.AbstractEventLoop, loaded: Backend | _NotLoaded) -> None:
+        if self._stopped:
+            return
+        if isinstance(loaded, _NotLoaded):
+            self.fault = loaded.reason
+            logger.error("%s: cannot be loaded again (%s); the next attempt is in %g s", self.name, loaded.reason, self._wait_s)
+            self._bring_back_later(loop)
+            if loaded.device_is_lost:
+                self.on_lost_device(loaded.reason)
+        else:
+            self._copy = _Copy(loaded)
+            self.is_up = True
+            self.restarts += 1
+            logger.warning("%s: is up again", self.name)
+        self.on_change(self)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _late(requests: list[InferRequest]) -> list[InferRequest]:
+    """Requests whose time ran out while they waited for their copy."""
+    now = time.monotonic()
+    return [request for request in requests if is_late(request, now, now)]
+
+
+def _lost(requests: list[InferRequest], *, untouched: bool = False) -> LostRequests:
+    return LostRequests(
+        requests, UnavailableError("the device failed while it computed this request; send it again"), untouched
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+class FreeInstances:
+    """Which copies of a model can take a batch, and which busy ones can take their next.
+
+    Attributes:
+        idle: copies that compute nothing.
+        latest_s: seconds of the latest batch on a thread.
+    """
+
+    __slots__ = ("_busy", "_may_go_ahead", "idle", "latest_s")
+
+    def __init__(self, instances: Sequence[Instance], *, is_steady: bool = True) -> None:
+        """All copies are idle.
+
+        `is_steady`: the model's batches take about equally long. Otherwise a batch behind a much longer one would wait for it
+        while other copies compute what came later.
+        """
+        self.idle = list(instances)
+        self._may_go_ahead = is_steady or len(instances) == 1
+        self.latest_s = math.inf
+        self._busy: list[Instance] = []  # that have exactly one batch
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether a busy instance should take the next batch, all being busy."""
+        return self._may_go_ahead and bool(self._busy) and not self.idle and SHORT_S < self.latest_s <= AHEAD_S
+
+    def take_busy(self) -> Instance:
+        """An instance that computes one batch, to be given another."""
+        return self._busy.pop()
+
+    def sort_in(self, instance: Instance) -> None:
+        """Update an instance that was taken, has finished a batch, or was loaded again."""
+        for free in (self._busy, self.idle):
+            if instance in free:
+                free.remove(instance)
+        if instance.is_up and instance.batches < MOST_BATCHES:
+            (self._busy if instance.batches else self.idle).append(instance)

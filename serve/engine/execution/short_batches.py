@@ -1,0 +1,96 @@
+"""Which batches run on the event loop, as handing them to a worker thread and back costs more than computing them. Pure.
+
+A small model's batch takes tens of microseconds. The way to a thread and back takes as long again, and while the thread
+computes it competes with the event loop for Python's lock. The decision is based on earlier batches of one shape and about one
+size, and withdrawn as soon as they take longer: the loop must not stall. Models with batches of unpredictable time are excluded
+(`ModelInterface.open_ended`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+
+SHORT_S = 150e-6  # cost of the way to a thread and back under load
+# The limit for small batches of a model that has the loop to itself: a thread that computes it and the loop would keep waiting
+# for each other's hold on Python's lock.
+LONE_S, LONE_REQUESTS, LONE_BYTES = 2e-3, 8, 1 << 18
+# Copying more bytes takes longer than a short batch; the shape of text inputs does not tell their size.
+LOOP_BYTES = 1 << 21
+# A batch on the loop that takes this much CPU time, or this long by the clock (preemption, or a wait in the batch), sends the
+# following AFTER_STALL batches to a thread.
+STALL_S, STANDSTILL_S = 0.01, 0.05
+FIRST = 8  # batches on a thread before the first on the loop: the first ones include set-up
+AFTER_STALL = 512
+MAX_SIZES = 1024  # bounds the memory against clients that vary their shapes
+NEW = 1 / 8  # weight of a batch on the loop in the average
+DRIFT = 1 / 64  # on a thread, the time includes waits for Python's lock: the minimum counts, and is forgotten at this rate
+
+
+NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
+
+
+def limit_s(requests: int, size: int, *, alone: bool) -> float:
+    """Seconds that a batch of `size` bytes may take on the loop; -1 keeps it off. `alone`: no other model is busy there."""
+    if size > LOOP_BYTES:
+        return -1.0
+    return LONE_S if alone and requests <= LONE_REQUESTS and size <= LONE_BYTES else SHORT_S
+
+
+class _Size:
+    """Batches of one shape and about one size: up to twice as many rows.
+
+    Attributes:
+        seconds: that one takes.
+        trials: batches to run on a thread before the next on the loop.
+    """
+
+    __slots__ = ("seconds", "trials")
+
+    def __init__(self, seconds: float, trials: int) -> None:
+        self.seconds = seconds
+        self.trials = trials
+
+
+class ShortBatches:
+    """Learns how long one model's batches take."""
+
+    __slots__ = ("_known_s", "_sizes")
+
+    def __init__(self, known_s: Mapping[int, float] = NOTHING_KNOWN) -> None:
+        """`known_s`: seconds that batches take, by their rows; only for models whose requests are all of one shape."""
+        self._known_s = sorted(known_s.items())
+        self._sizes: dict[tuple[Hashable, int], _Size] = {}
+
+    def suits(self, bucket: Hashable, rows: int, limit_s: float = SHORT_S) -> bool:
+        """Whether a batch should run on the loop, as it takes at most `limit_s`."""
+        size = self._sizes.get((bucket, rows.bit_length()))
+        if size is None and self._known_s:
+            size = self._size(bucket, rows)
+        return size is not None and size.trials <= 0 and size.seconds <= limit_s
+
+    def ran_on_loop(self, bucket: Hashable, rows: int, seconds: float, clock_s: float) -> None:
+        """Learn from a batch that took `seconds` of the loop's CPU time, and `clock_s` by the clock."""
+        size = self._size(bucket, rows)
+        size.seconds += NEW * (seconds - size.seconds)
+        if seconds > STALL_S or clock_s > STANDSTILL_S:
+            size.trials = AFTER_STALL
+
+    def ran_on_thread(self, bucket: Hashable, rows: int, seconds: float) -> None:
+        size = self._size(bucket, rows)
+        size.trials -= 1
+        if not size.seconds or seconds < size.seconds:
+            size.seconds = seconds
+        else:
+            size.seconds += DRIFT * (seconds - size.seconds)
+
+    def _size(self, bucket: Hashable, rows: int) -> _Size:
+        key = (bucket, rows.bit_length())
+        size = self._sizes.get(key)
+        if size is None:
+            if len(self._sizes) >= MAX_SIZES:
+                self._sizes.clear()
+            # The time of a larger batch is an upper bound.
+            known = next((seconds for known_rows, seconds in self._known_s if known_rows >= rows), None)
+            size = self._sizes[key] = _Size(0.0, FIRST) if known is None else _Size(known, 0)
+        return size

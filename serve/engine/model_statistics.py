@@ -1,0 +1,261 @@
+"""Counters and latency histograms of a model version, and counters of the server. Used on the event loop only."""
+
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from serve.engine.errors import InferenceError
+
+# Upper bounds, in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds what is longer.
+EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)
+EDGES = np.array(EDGES_NS, np.int64)
+FOLD_REQUESTS = 4096  # counting these takes 0.2 ms of the event loop; smaller chunks cost more per request
+BUCKETS = len(EDGES_NS) + 1
+STAGES = ("queue", "compute_input", "compute_infer", "compute_output", "total")
+QUEUE, COMPUTE, TOTAL = 0, [1, 2, 3], 4
+TOGETHER = 64  # batches
+CANCELLED = "cancelled"
+CAPITALS = re.compile(r"(?<!^)(?=[A-Z])")
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Requests by latency.
+
+    Attributes:
+        counts: per bucket: up to and including each edge of EDGES_NS, and one more beyond the last.
+        ns: sum of all latencies.
+    """
+
+    counts: tuple[int, ...]
+    ns: int
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class StageHistograms:
+    """One histogram per stage; every request counts once in each. Used on one thread.
+
+    Recording only keeps numbers; they are counted FOLD_REQUESTS at a time, or when read.
+    """
+
+    _counts: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros((len(STAGES), BUCKETS), np.int64))
+    _ns: list[int] = field(default_factory=lambda: [0] * len(STAGES))
+    _batches: array[int] = field(default_factory=lambda: array("q"))  # five numbers each: four times and the number of requests
+    _arrivals: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, done: Iterable[tuple[BatchTimes, list[int], int]]) -> None:
+        """Record batches: their stage times, the arrivals of their requests on the same clock, and their rows."""
+        batches, arrivals = self._batches, self._arrivals
+        for times, arrivals_ns, _ in done:
+            batches.fromlist([times.started, times.assembled, times.computed, times.split, len(arrivals_ns)])
+            arrivals.fromlist(arrivals_ns)
+        if len(arrivals) >= FOLD_REQUESTS:
+            self._fold()
+
+    def read(self) -> dict[str, Histogram]:
+        """The histograms, by stage."""
+        self._fold()
+        return {
+            stage: Histogram(tuple(counts), ns)
+            for stage, counts, ns in zip(STAGES, self._counts.tolist(), self._ns, strict=True)
+        }
+
+    def _fold(self) -> None:
+        if not self._batches:
+            return
+        batches = np.array(self._batches).reshape(-1, 5)
+        arrived = np.array(self._arrivals)
+        del self._batches[:], self._arrivals[:]
+        started, split, requests = batches[:, 0], batches[:, 3], batches[:, 4]
+        own = np.stack([started.repeat(requests), split.repeat(requests)]) - arrived
+        self._count([QUEUE, TOTAL], own, None)
+        self._count(COMPUTE, np.diff(batches[:, :4], axis=1).T, requests)
+
+    def _count(
+        self, stages: list[int], ns: np.ndarray[Any, np.dtype[np.int64]], requests: np.ndarray[Any, np.dtype[np.int64]] | None
+    ) -> None:
+        """Count latencies of shape (stages, n), each with a weight, (n); None is 1."""
+        buckets = EDGES.searchsorted(ns) + np.arange(len(stages))[:, None] * BUCKETS
+        weights = None if requests is None else np.tile(requests, len(stages))
+        counts = np.bincount(buckets.ravel(), weights, minlength=len(stages) * BUCKETS)
+        self._counts[stages] += counts.reshape(len(stages), BUCKETS).astype(np.int64)
+        for stage, spent in zip(stages, (ns.sum(axis=1) if requests is None else ns @ requests).tolist(), strict=True):
+            self._ns[stage] += spent
+
+
+@dataclass(slots=True)
+class Duration:
+    """A number of events and their total nanoseconds."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += ns
+
+
+@dataclass(kw_only=True, slots=True)  # frozen ones take twice as long to make
+class BatchTimes:
+    """When one batch passed each stage, on time.monotonic_ns()'s clock.
+
+    Attributes:
+        started: its requests left the queue.
+        assembled: their inputs were concatenated.
+        computed: the backend was done.
+        split: the answers were cut apart.
+    """
+
+    started: int
+    assembled: int
+    computed: int
+    split: int
+
+
+@dataclass(slots=True)
+class BatchSizeStatistics:
+    """Where the time of all batches of one size went; `count` is the number of such batches."""
+
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals since the model was loaded. Every successful request counts once in each of the four stages."""
+
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+    by_batch_size: dict[int, BatchSizeStatistics] = field(default_factory=dict)
+    rows: int = 0
+    batches: int = 0
+    last_inference_ms: int = 0  # since the epoch; 0: none yet
+    failures: dict[str, int] = field(default_factory=dict)  # by `reason_of` the error
+
+    def add(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
+        requests, arrived = len(arrivals_ns), sum(arrivals_ns)
+        assembling = times.assembled - times.started
+        computing = times.computed - times.assembled
+        splitting = times.split - times.computed
+        self.queue.add(times.started * requests - arrived, requests)
+        self.compute_input.add(assembling * requests, requests)
+        self.compute_infer.add(computing * requests, requests)
+        self.compute_output.add(splitting * requests, requests)
+        self.success.add(times.split * requests - arrived, requests)
+        size = self.by_batch_size.get(rows)
+        if size is None:
+            size = self.by_batch_size[rows] = BatchSizeStatistics()
+        size.compute_input.add(assembling)
+        size.compute_infer.add(computing)
+        size.compute_output.add(splitting)
+        self.rows += rows
+        self.batches += 1
+
+
+class Statistics:
+    """Counters of one model version, with the meaning of Triton's statistics. Batches are counted TOGETHER at a time, or when
+    read, and not while answers go out.
+
+    Attributes:
+        latest: the batch whose answers are being delivered.
+        latest_rows: of it.
+        latest_failure: id() of the error that is being delivered, and the request's age in nanoseconds.
+    """
+
+    __slots__ = ("_histograms", "_totals", "_uncounted", "latest", "latest_failure", "latest_rows")
+
+    def __init__(self) -> None:
+        self._totals = Totals()
+        self._histograms = StageHistograms()
+        self._uncounted: list[tuple[BatchTimes, list[int], int]] = []
+        self.latest: BatchTimes | None = None
+        self.latest_rows = 0
+        self.latest_failure = (0, 0)
+
+    @property
+    def totals(self) -> Totals:
+        self._count()
+        return self._totals
+
+    def histograms(self) -> dict[str, Histogram]:
+        """Latencies of requests in each stage."""
+        self._count()
+        return self._histograms.read()
+
+    def batch_done(self, times: BatchTimes, arrivals_ns: list[int], rows: int) -> None:
+        """Record a batch whose requests, `rows` rows in all, arrived at `arrivals_ns`."""
+        self.latest, self.latest_rows = times, rows
+        uncounted = self._uncounted
+        uncounted.append((times, arrivals_ns, rows))
+        if len(uncounted) == TOGETHER:
+            self._count()
+
+    def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
+        """Record a request that got an error or was refused; None: its client has gone."""
+        spent_ns = time.monotonic_ns() - arrived_ns
+        self._totals.fail.add(spent_ns)
+        self.latest_failure = (id(error), spent_ns)
+        reason = reason_of(error)
+        failures = self._totals.failures
+        failures[reason] = failures.get(reason, 0) + 1
+
+    def _count(self) -> None:
+        uncounted = self._uncounted
+        if not uncounted:
+            return
+        totals = self._totals
+        for times, arrivals_ns, rows in uncounted:
+            totals.add(times, arrivals_ns, rows)
+        totals.last_inference_ms = (time.time_ns() - time.monotonic_ns() + uncounted[-1][0].split) // 1_000_000
+        self._histograms.add(uncounted)
+        self._uncounted = []
+
+
+def reason_of(error: InferenceError | None) -> str:
+    """An error as a label: its class in lower case, such as "queue_full"; "cancelled" for None."""
+    if error is None:
+        return CANCELLED
+    return _label(type(error))
+
+
+def zeros(*errors: type[InferenceError]) -> dict[str, int]:
+    """Counters that start at zero, by reason: Prometheus sees no increase in a counter that first appears with a count."""
+    return {_label(error): 0 for error in errors}
+
+
+def _label(error: type[InferenceError]) -> str:
+    return CAPITALS.sub("_", error.__name__.removesuffix("Error")).lower()
+
+
+@dataclass(slots=True)
+class ServerFigures:
+    """Counters since the start, and gauges that others provide.
+
+    Attributes:
+        refused: inference requests that reached no model's queue, by `reason_of` the error.
+        readings: functions that return a gauge's value, by name, such as "connections".
+    """
+
+    refused: dict[str, int] = field(default_factory=dict)
+    readings: dict[str, Callable[[], float]] = field(default_factory=dict)
+
+    def refuse(self, error: InferenceError) -> None:
+        """Record a request that was invalid, or asked for an unknown model."""
+        reason = reason_of(error)
+        self.refused[reason] = self.refused.get(reason, 0) + 1

@@ -1,0 +1,83 @@
+"""Memory that the machine and this process's control groups (container, pod, systemd unit) allow it to use."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+# A group's files: its limit, its usage, and the names in its statistics of cached file pages, which can be reclaimed.
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def group_folders(controller: str = "") -> list[Path]:
+    """The folders of this process's control group and of the groups around it, innermost first: each has limits of its own.
+
+    A container may see its own group as the outermost one, under another path than its membership names. So folders may be
+    missing, and the last one is always the root of the hierarchy.
+
+    Args:
+        controller: of cgroup version 1, which has a hierarchy for each; "" for version 2, which has one.
+    """
+    mount = CGROUP / controller
+    parts = [part for part in PurePosixPath(_membership(controller)).parts if part not in {"/", ".."}]
+    return [mount.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _membership(controller: str) -> str:
+    try:
+        lines = MEMBERSHIP.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return "/"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path
+    return "/"
+
+
+def available_bytes() -> int | None:
+    """Memory that this process may still take, by the machine and its groups; None where neither is known."""
+    groups = [_group(folder, *VERSION_2) for folder in group_folders()]
+    groups += [_group(folder, *VERSION_1) for folder in group_folders("memory")]
+    return min((room for room in (_machine("MemAvailable"), *groups) if room is not None), default=None)
+
+
+def memory_limit_bytes() -> int | None:
+    """Memory that this process may take in all, used or not; None where that is unknown."""
+    limits = [_limit(folder / VERSION_2[0]) for folder in group_folders()]
+    limits += [_limit(folder / VERSION_1[0]) for folder in group_folders("memory")]
+    return min((limit for limit in (_machine("MemTotal"), *limits) if limit is not None), default=None)
+
+
+def _machine(field: str) -> int | None:
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _limit(path: Path) -> int | None:
+    """One control group's limit; None where it has none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+
+
+def _group(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> int | None:
+    """One control group's limit less what is used and cannot be reclaimed; None where it has no limit."""
+    try:
+        most, taken = ((folder / name).read_text().strip() for name in (limit, used))
+        if most == "max":
+            return None
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(most) - int(taken) + sum(int(statistics.get(name, 0)) for name in cached)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,271 @@
+"""Checks of a model version around its load: certificate, memory, batch invariance.
+
+`halfserve export` writes certificate.json beside the model, with the model's hash in it, and the hash of the certificate goes
+into the model's metadata. A file that was changed or swapped breaks one of the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serve.backends.onnx_runtime.external_data import data_bytes
+from serve.backends.onnx_runtime.onnx_file import open_onnx
+from serve.engine.background_threads import pause
+from serve.engine.config.parameters import own_parameter
+from serve.engine.disk_files import open_regular, read_regular
+from serve.engine.errors import ModelLoadError
+from serve.engine.execution.batch import Answered
+from serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
+from serve.engine.execution.instance import ON_CPU
+from serve.engine.repository.loaded_version import LoadedVersion
+from serve.engine.resource_limits import available_bytes
+from serve.engine.tensors import Array, Tensors
+from serve.model_control.warm_up import WarmUpRequest, declared_requests, run_alone, sized_requests, too_large
+
+logger = logging.getLogger(__name__)
+
+
+CERTIFICATE_FILE = "certificate.json"
+SCHEMA = "halfserve.certificate"
+EMBEDDED_KEY = "halfserve.certificate_sha256"
+NOT_HASHED = frozenset({"onnx_sha256", "onnx_bytes"})  # they depend on the hash in the model's metadata
+MAX_BYTES = 64 * 2**20
+MB = 1e6
+PAIR = 2
+
+
+def check_certificate(model: Path) -> str | None:
+    """Compare a model file with the certificate beside it.
+
+    Returns:
+        "passed" or "failed", as the certificate says; None where there is none.
+
+    Raises:
+        ModelLoadError: they do not belong together, or the certificate cannot be read.
+    """
+    path = model.parent / CERTIFICATE_FILE
+    if not path.exists():
+        return None
+    certificate = _read(path)
+    locations, embedded = _look_into(model)
+    if _sha256(model, locations) != certificate.get("onnx_sha256"):
+        raise ModelLoadError(
+            f"{model}: is not the file that {CERTIFICATE_FILE} beside it was made for (its SHA-256 differs); "
+            "export it again, or remove the certificate"
+        )
+    if embedded is not None and embedded != _certificate_sha256(certificate):
+        raise ModelLoadError(f"{path}: is not the certificate that the model names in its metadata; export the model again")
+    return "passed" if certificate.get("passed") is True else "failed"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes, expected a certificate of at most {MAX_BYTES}")
+        content = json.loads(read_regular(path))
+    except OSError as error:  # of the system or the disk, not of the certificate
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ModelLoadError(f"{path}: cannot be read: it is no JSON; export the model again, or remove the file") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ModelLoadError(f"{path}: is no certificate that halfserve wrote; remove it, or export the model again")
+    return content
+
+
+def _look_into(model: Path) -> tuple[list[str], str | None]:
+    """The data files that a model names, and the hash of the certificate that it names."""
+    if model.suffix != ".onnx":
+        return [], None
+    from serve.backends.onnx_runtime.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
+
+    with open_onnx(model) as opened:
+        entries = opened.model.metadata_props
+        embedded = next((entry.value for entry in entries if entry.key == EMBEDDED_KEY), None)
+        return sorted(opened.data_files), embedded
+
+
+def _sha256(model: Path, locations: list[str]) -> str:
+    """Of the file; with data files, of the lines that sha256sum prints for the model (called `model`) and each data file."""
+    if not locations:
+        return _file_sha256(model)
+    lines = [f"{_file_sha256(model)}  model\n"]
+    lines += [f"{_file_sha256(model.parent / location)}  {location}\n" for location in locations]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    if not path.exists():
+        raise ModelLoadError(f"{path}: is missing; the model beside it keeps weights there")
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _certificate_sha256(certificate: dict[str, Any]) -> str:
+    content = {name: value for name, value in certificate.items() if name not in NOT_HASHED}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def require_memory(model: Path, copies: int) -> None:
+    """Check that memory suffices for a model file and its data files, once per copy: the least that the model takes.
+
+    Raises:
+        ModelLoadError: it does not.
+    """
+    available = available_bytes()
+    if available is None:
+        return
+    needed = _weights_bytes(model) * max(1, copies)
+    if needed > available:
+        raise ModelLoadError(
+            f"{model}: not enough memory: it takes at least {needed / MB:.0f} MB, {available / MB:.0f} MB are available; "
+            "unload another model, or ask for fewer copies (instance_group)"
+        )
+
+
+def _weights_bytes(model: Path) -> int:
+    """Size of the model file, its data files, and files beside it that begin with its name (model.onnx.data)."""
+    beside = {path for path in model.parent.iterdir() if path.name.startswith(model.name)}
+    locations, read = _data(model)
+    named = {model.parent / name for name in locations}
+    return _size(beside - named) + max(_size(named), read)
+
+
+def _size(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _data(model: Path) -> tuple[frozenset[str], int]:
+    """The data files, and bytes that tensors read from them: more than their size where several read the same bytes."""
+    try:
+        with open_onnx(model) as opened:
+            return opened.data_files, data_bytes(opened.model, model)
+    except ModelLoadError:  # or another kind of model; loading it reports what is wrong
+        return frozenset(), 0
+
+
+class _NotFoundOutError(Exception):
+    """Why batch invariance cannot be checked."""
+
+
+def check_batch_invariance(version: LoadedVersion, budget_s: float) -> None:
+    """Compute requests one by one where sharing batches changes their answers, by computing two rows alone and together.
+
+    Where the configuration sets max_batch_size, requests share batches nevertheless, and a warning is logged. Where the check
+    is not possible within `budget_s` seconds, the first requests that meet are compared. The version has been warmed up.
+
+    Raises:
+        ModelLoadError: the device was lost.
+    """
+    invariance = version.invariance
+    if invariance is None or not invariance.is_safe or version.config.max_batch_size < PAIR:
+        return
+    says_so = version.files.config.says_batch_size
+    try:
+        mixed = _found_mixed(version, budget_s)
+    except _NotFoundOutError as error:
+        if not says_so:
+            _leave_in_doubt(version, invariance, str(error))
+        return
+    if mixed is None:
+        return
+    logger.warning(
+        "%s/%s: output %r of a row depends on the other rows of its batch; %s. To say so from the start, set max_batch_size: 0",
+        version.files.name,
+        version.files.version,
+        mixed,
+        "requests that share one change each other's answers, as max_batch_size allows" if says_so
+        else "its requests are computed one by one",
+    )  # fmt: skip
+    if not says_so:
+        invariance.is_safe = False
+
+
+def _leave_in_doubt(version: LoadedVersion, invariance: BatchInvariance, reason: str) -> None:
+    if own_parameter(version.config, "halfserve.max_compute_s") is None:
+        invariance.is_doubtful = True
+        return
+    # The comparison while serving could exceed halfserve.max_compute_s, which would take the copy out.
+    invariance.is_safe = False
+    logger.warning(
+        "%s/%s: whether rows of a batch depend on each other was not found out (%s); its requests are computed one by one. If "
+        "they do not, set max_batch_size",
+        version.files.name,
+        version.files.version,
+        reason,
+    )
+
+
+def _found_mixed(version: LoadedVersion, budget_s: float) -> str | None:
+    """An output whose rows depend on each other; None where none does."""
+    if own_parameter(version.config, "halfserve.warm_up") is False:
+        raise _NotFoundOutError("halfserve.warm_up is off")
+    inputs = _one_row(version)
+    until = time.monotonic() + budget_s
+
+    def answer(rows: Tensors) -> Tensors:
+        if time.monotonic() > until:
+            raise _NotFoundOutError(f"it takes longer than {budget_s:g} s")
+        return _answer(version, rows)
+
+    mixed = dependent_output(answer, *_pair(version, inputs, seed=0))
+    # Seen once, it may be a class that a rounding has changed.
+    return mixed and dependent_output(answer, *_pair(version, inputs, seed=1))
+
+
+def _one_row(version: LoadedVersion) -> Mapping[str, Array]:
+    """Inputs like the warm-up's."""
+    declared = declared_requests(version)
+    like = declared[0] if declared else None
+    if any(rows <= PAIR for rows in too_large(version, like)):
+        raise _NotFoundOutError("two of its rows could take all memory that is available")
+    return next(sized_requests(version, like)).inputs
+
+
+def _pair(version: LoadedVersion, row: Mapping[str, Array], *, seed: int) -> tuple[Tensors, Tensors, Tensors]:
+    """Two rows like this one, and both together."""
+    random, on_cpu = np.random.default_rng(seed), version.backends[0].provider == ON_CPU
+    first, second = ({name: _varied(array, random, on_cpu=on_cpu) for name, array in row.items()} for _ in range(PAIR))
+    return first, second, {name: np.concatenate([first[name], second[name]]) for name in first}
+
+
+def _varied(row: Array, random: np.random.Generator, *, on_cpu: bool) -> Array:
+    """Another row of the same kind.
+
+    Integers may be indices, lengths or divisors: they stay small, and unchanged on a device, which an index out of range could
+    break.
+    """
+    kind = row.dtype.kind
+    if row.dtype.hasobject or (kind in "iu" and not on_cpu):
+        return row
+    if row.dtype == np.uint8:
+        return np.asarray(random.integers(1, 256, row.shape, dtype=np.uint8))
+    if kind in "iu":
+        return np.asarray(row + random.integers(0, 2, row.shape).astype(row.dtype))
+    if kind == "b":
+        return np.asarray(random.integers(0, 2, row.shape) == 1)
+    return np.asarray(random.standard_normal(row.shape)).astype(row.dtype)
+
+
+def _answer(version: LoadedVersion, inputs: Tensors) -> Tensors:
+    """The first copy's answer."""
+    rows = len(next(iter(inputs.values())))
+    pause()
+    result = run_alone(version, version.backends[0], WarmUpRequest(what="rows", rows=rows, inputs=inputs))
+    if not isinstance(result, Answered):
+        raise _NotFoundOutError("it does not take what can be guessed")
+    # Copies: the next run may reuse the memory.
+    outputs = {name: array.copy() for name, array in result.answers[0].items()}
+    if any(array.shape[:1] != (rows,) for array in outputs.values()):
+        raise _NotFoundOutError("its rows do not come out as they go in")
+    return outputs

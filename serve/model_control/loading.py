@@ -1,0 +1,176 @@
+"""Load model versions on a thread beside the event loop: check, load and try out each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from serve.engine.backend import CPU_PROVIDERS, DevicePlacement, Runtime
+from serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
+from serve.engine.config.model_config import Defaults
+from serve.engine.config.parameters import ignored_settings
+from serve.engine.errors import ModelLoadError
+from serve.engine.repository.loaded_version import LoadedVersion, load_version
+from serve.engine.repository.model_repository import ModelFiles
+from serve.model_control.checks import check_batch_invariance, check_certificate, require_memory
+from serve.model_control.warm_up import short_sizes, warm_up
+
+logger = logging.getLogger(__name__)
+
+
+T = TypeVar("T")
+AGAIN_S = 1.0  # until the next attempt to start a thread, where one failed
+QUICK_S = 1.0
+
+
+class _Run(Generic[T]):
+    """One function's run on the thread. Everything but `tell` happens on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float | None, leave_behind: Callable[[], None]) -> None:
+        self.done: asyncio.Future[T] = loop.create_future()
+        self._loop = loop
+        self._limit_s = limit_s
+        self._leave_behind = leave_behind
+        self._overdue: asyncio.TimerHandle | None = None
+
+    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def begin(self) -> None:
+        if self._limit_s is not None:
+            self._overdue = self._loop.call_later(self._limit_s, self._give_up)
+
+    def end(self, result: T | None, error: BaseException | None) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(result)  # type: ignore[arg-type]  # (None only where T is)
+        else:
+            self.done.set_exception(error)
+
+    def _give_up(self) -> None:
+        try:
+            self._leave_behind()  # even if its caller has gone: it blocks the others
+        except RuntimeError:  # the process may start no more threads: the others wait
+            self._overdue = self._loop.call_later(AGAIN_S, self._give_up)
+        if not self.done.done():
+            self.done.set_exception(TimeoutError(f"not done within {self._limit_s:g} s"))
+
+
+class LoaderThread:
+    """Runs one function after the other beside the event loop, and can abandon one that takes too long.
+
+    Attributes:
+        in_service: there are requests, so the functions pause for them.
+    """
+
+    def __init__(self, name: str = "loader", *, works_long: bool = True) -> None:
+        """`works_long`: its functions take long, and leave the core to threads that answer requests."""
+        self._name = name
+        self._worker = Worker(name)
+        self._works_long = works_long
+        self.in_service = False
+
+    async def run(self, function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
+        """Run `function(*arguments)` on the thread; its errors pass through.
+
+        Raises:
+            TimeoutError: it takes longer than `limit_s` seconds. As a thread cannot be killed, it is abandoned, and a new one
+                runs the following functions.
+        """
+        run: _Run[T] = _Run(asyncio.get_running_loop(), limit_s, self._leave_behind)
+
+        def work() -> None:
+            result, failure = None, None
+            try:
+                run.tell(run.begin)
+                with self._manners():
+                    pause()
+                    result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001  (the caller gets every error)
+                failure = error
+            run.tell(run.end, result, failure)
+
+        self._worker.submit(work)
+        return await run.done
+
+    def _leave_behind(self) -> None:
+        after = Worker(self._name)
+        before, self._worker = self._worker, after
+        before.hand_over(after)
+
+    @contextlib.contextmanager
+    def _manners(self) -> Iterator[None]:
+        if not self._works_long:
+            yield
+            return
+        with SHORT_SWITCH_INTERVAL.during(), sched_batch(), pausing(pauses=self.in_service):
+            yield
+
+    def stop(self) -> None:
+        """End the thread after the running function. Does not wait for it."""
+        self._worker.stop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionLoader:
+    """Makes model versions ready to serve.
+
+    Attributes:
+        runtime: reads the files.
+        placement: where models run.
+        defaults: for what a model's configuration does not say.
+        warm_up_budget_s: see `ControlOptions`.
+    """
+
+    runtime: Runtime
+    placement: DevicePlacement
+    defaults: Defaults
+    warm_up_budget_s: float
+
+    def load(self, files: ModelFiles) -> LoadedVersion:
+        """Check, load and try out one version. Any thread may do it.
+
+        Raises:
+            ModelLoadError: it cannot be served; the text says why.
+        """
+        try:
+            verdict = check_certificate(files.model)
+            require_memory(files.model, sum(max(1, group.count) for group in files.config.message.instance_group))
+            pause()
+            version = load_version(files, self.runtime, self.placement, self.defaults)
+            _report_ignored(version)
+            _report_certificate(version, verdict)
+            pause()
+            began = time.monotonic()
+            warm_up(version, self.warm_up_budget_s)
+            check_batch_invariance(version, self.warm_up_budget_s)
+            is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short: measuring them is pointless
+            short_s = short_sizes(version) if is_quick else {}
+        except MemoryError:
+            raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
+        return replace(version, short_s=short_s)
+
+
+def _report_ignored(version: LoadedVersion) -> None:
+    declared = version.files.config
+    on_device = any(backend.provider not in CPU_PROVIDERS for backend in version.backends)
+    ignored = ignored_settings(declared.message, version.interface.kind, on_device=on_device)
+    if ignored:
+        logger.warning("%s: no effect here: %s", declared.source, ", ".join(ignored))
+
+
+def _report_certificate(version: LoadedVersion, verdict: str | None) -> None:
+    if verdict is None:
+        return
+    version.config.parameters["halfserve.certificate"].string_value = verdict
+    if verdict == "failed":
+        logger.warning("%s: its certificate says that it is less accurate than its budget allows", version.files.model)

@@ -1,0 +1,226 @@
+"""Keep the served models as the control mode, the repository and requests want them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from serve.engine.config.model_config import config_from_json
+from serve.engine.disk_files import temporary_folder
+from serve.engine.errors import (
+    FailedPreconditionError,
+    InferenceError,
+    InvalidArgumentError,
+    ModelLoadError,
+    NotFoundError,
+    UnavailableError,
+)
+from serve.engine.inference_core import InferenceCore
+from serve.engine.repository.model_repository import find_models, model_names
+from serve.model_control.loading import LoaderThread, VersionLoader
+from serve.model_control.options import ALL, ControlMode, ControlOptions
+from serve.model_control.switch import Switch
+from serve.model_control.uploads import check_name, write_upload
+from serve.model_control.watch import RepositoryWatch
+
+logger = logging.getLogger(__name__)
+
+
+class ModelControl:
+    """Loads and unloads the core's models by the control mode. Lives on the event loop."""
+
+    def __init__(self, core: InferenceCore, path: Path, loader: VersionLoader, options: ControlOptions) -> None:
+        self._core = core
+        self._path = path
+        self._options = options
+        self._thread = LoaderThread()
+        # A thread of its own: listing models must not wait for a load.
+        self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
+        self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
+        # Weak values: a lock exists while it is in use, as clients choose the names.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        core.control = self
+
+    async def start(self) -> None:
+        """Load the models of the start, and then watch the repository in the mode POLL.
+
+        Raises:
+            ModelLoadError: a model cannot be served (unless `keep_going`), or there is none.
+        """
+        options = self._options
+        watch = RepositoryWatch(self._path, self._thread, interval_s=options.poll_interval_s, settle_s=options.settle_s)
+        if options.mode is ControlMode.POLL:
+            await watch.remember()
+        for name in await self._thread.run(_wanted_at_start, self._path, options):
+            refused = await self._switch.bring_in(self._path, name)
+            if refused and not options.keep_going:
+                raise refused[0]
+            for error in refused:
+                logger.warning("%s", error)
+        self._switch.log_level = logging.INFO
+        self._thread.in_service = True
+        if options.mode is ControlMode.POLL:
+            self._task(watch.run(self._follow))
+        await self.refresh()
+
+    def close(self) -> None:
+        """Stop watching and loading; a running load is abandoned."""
+        for task in self._tasks:
+            task.cancel()
+        self._thread.stop()
+        if self._lookout is not None:
+            self._lookout.stop()
+        for uploads in self._uploads.values():
+            for upload in uploads:
+                upload.cleanup()
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load or reload a model by request; see `InferenceCore.load`."""
+        self._require_explicit("loaded")
+        check_name(name)
+        # A load that has begun is finished even if the client goes.
+        await asyncio.shield(self._task(self._load(name, config, files)))
+
+    async def unload(self, name: str) -> None:
+        """Unload a model by request; see `InferenceCore.unload`."""
+        self._require_explicit("unloaded")
+        check_name(name)
+        if not self._core.knows(name):
+            raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
+        await asyncio.shield(self._task(self._unload(name)))
+
+    async def refresh(self) -> None:
+        """List the loadable models."""
+        if self._lookout is None:
+            return
+        try:
+            self._core.loadable = frozenset(await self._lookout.run(model_names, self._path))
+        except ModelLoadError as error:
+            logger.warning("%s", error)
+
+    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        async with self._lock(name):
+            upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
+            if upload is not None:
+                self._uploads.setdefault(name, []).append(upload)
+            try:
+                await self._load_from(self._path if upload is None else Path(upload.name), name, config)
+            finally:
+                self._drop_uploads(name)
+
+    async def _load_from(self, path: Path, name: str, config: str | None) -> None:
+        try:
+            known = name in await self._thread.run(model_names, path)
+        except ModelLoadError as error:
+            logger.warning("%s", error)
+            raise UnavailableError("the repository cannot be read now; the server's log says why") from None
+        if not known:
+            raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
+        declared = None if config is None else await self._thread.run(config_from_json, config, path / name)
+        refused = await self._switch.bring_in(path, name, declared)
+        if refused:
+            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(self._switch.reasons(path, name, refused))}")
+
+    async def _unload(self, name: str) -> None:
+        async with self._lock(name):
+            await self._switch.take_out(name)
+            self._drop_uploads(name)
+
+    def _drop_uploads(self, name: str) -> None:
+        """Delete uploaded files that no serving version needs: a copy of a model may be loaded again from its files.
+
+        Where only some versions of a load were refused, versions of it and of the previous one serve side by side.
+        """
+        paths = [model.path for model in self._core.served(name) if model.path is not None]
+        kept = []
+        for upload in self._uploads.pop(name, []):
+            if any(path.is_relative_to(upload.name) for path in paths):
+                kept.append(upload)
+            else:
+                upload.cleanup()
+        if kept:
+            self._uploads[name] = kept
+
+    async def _follow(self, name: str, there: bool) -> None:
+        """The repository has changed."""
+        async with self._lock(name):
+            if not there:
+                await self._switch.take_out(name)
+                return
+            for error in await self._switch.bring_in(self._path, name):
+                logger.warning("%s", error)
+
+    def _takes(self, files: Mapping[str, bytes]) -> bool:
+        if files and not self._options.uploads:
+            raise FailedPreconditionError(
+                "model files in a load request are refused here; put them into the repository, or start the server with "
+                "--model-uploads"
+            )
+        return bool(files)
+
+    def _require_explicit(self, done: str) -> None:
+        if self._options.mode is not ControlMode.EXPLICIT:
+            raise FailedPreconditionError(
+                f"models are not {done} by request here; start the server with --model-control explicit"
+            )
+        if not self._core.is_ready:
+            raise UnavailableError("the server is shutting down; send the request to another replica")
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, InferenceError):
+            logger.error("loading or watching models failed", exc_info=error)
+
+
+def _wanted_at_start(path: Path, options: ControlOptions) -> list[str]:
+    if options.mode is ControlMode.EXPLICIT:
+        names = model_names(path)
+        missing = sorted(set(options.load_at_start) - {*names, ALL})
+        if missing:
+            raise ModelLoadError(
+                f"{path}: has no model {missing[0]!r} to load at the start; it has {', '.join(names) or 'none'}"
+            )
+        return names if ALL in options.load_at_start else list(dict.fromkeys(options.load_at_start))
+    names = model_names(path)
+    if not names and options.mode is ControlMode.NONE:
+        find_models(path)  # raises what is wrong
+    return names
+
+
+def _upload(name: str, config: str | None, files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
+    """A repository with one model, from the files of a request."""
+    if config is None:
+        raise InvalidArgumentError("the load request brings files and no config, expected both; '{}' is a config")
+    try:
+        folder = temporary_folder("halfserve-model-")
+        try:
+            model = Path(folder.name) / name
+            model.mkdir()
+            write_upload(model, files)
+        except BaseException:
+            folder.cleanup()
+            raise
+    except OSError as error:
+        logger.warning("%s: the files of a load request cannot be stored: %s", name, error)
+        reason = os.strerror(error.errno or errno.EIO)  # not the error's text, in which Python may list folders of the server
+        raise UnavailableError(f"the files of the load request cannot be stored: {reason}") from None
+    return folder

@@ -1,0 +1,49 @@
+"""Options of loading and unloading models while the server runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+ALL = "*"
+
+
+class ControlMode(StrEnum):
+    """What decides which models are served.
+
+    NONE: the repository at the start. POLL: the repository at any time. EXPLICIT: clients, by RepositoryModelLoad and
+    RepositoryModelUnload.
+    """
+
+    NONE = "none"
+    POLL = "poll"
+    EXPLICIT = "explicit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """Which models are served, how they are loaded, and how the server shuts down.
+
+    Attributes:
+        mode: see `ControlMode`.
+        load_at_start: models to load at the start in the mode EXPLICIT; `ALL` stands for all.
+        poll_interval_s: seconds between two scans of the repository in the mode POLL.
+        settle_s: seconds for which changed files must stay the same before they are loaded.
+        keep_going: start although some models cannot be served.
+        uploads: whether load requests may bring model files.
+        warm_up_budget_s: seconds for trying out all batch sizes of one model version; the check of batch invariance may take as
+            many again.
+        load_limit_s: seconds for loading one model version and trying it out.
+        lame_duck_s: seconds after SIGTERM in which the server is not ready and still takes requests, so that load balancers
+            notice before clients do.
+    """
+
+    mode: ControlMode = ControlMode.NONE
+    load_at_start: tuple[str, ...] = ()
+    poll_interval_s: float = 5.0
+    settle_s: float = 1.0
+    keep_going: bool = False
+    uploads: bool = False
+    warm_up_budget_s: float = 5.0
+    load_limit_s: float = 1800.0
+    lame_duck_s: float = 0.0

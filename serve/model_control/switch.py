@@ -1,0 +1,149 @@
+"""Bring a model's versions into service and out: a new one serves once it is ready, an old one until it is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from serve.engine.config.model_config import DeclaredConfig
+from serve.engine.errors import ModelLoadError
+from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model, VersionState
+from serve.engine.repository.model_repository import ModelFiles, find_model
+from serve.model_control.loading import LoaderThread, VersionLoader
+from serve.model_control.watch import VersionFingerprint, version_fingerprint
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 30.0  # for a model's accepted requests, before an unload returns anyway
+RELOADING = "serves as it was loaded before; what is there now is being loaded"
+OLD_ONE_SERVES = "serves as it was loaded before; what is there now was refused: "
+
+
+class Switch:
+    """Changes the core's models, one model at a time. Lives on the event loop; the work is done on the loader's thread."""
+
+    def __init__(self, core: InferenceCore, loader: VersionLoader, thread: LoaderThread, *, load_limit_s: float) -> None:
+        self._core = core
+        self._loader = loader
+        self._thread = thread
+        self._load_limit_s = load_limit_s
+        self._made_of: dict[tuple[str, int], VersionFingerprint] = {}
+        self.log_level = logging.DEBUG  # of successes; DEBUG during the start
+
+    async def bring_in(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelLoadError]:
+        """Serve exactly the versions of a model that its policy selects. Unchanged ones go on serving.
+
+        `declared` is a configuration in place of the model's own.
+
+        Returns:
+            Why versions were refused. If there is one, no serving version is taken out.
+        """
+        try:
+            found = await self._found(path, name, declared)
+        except ModelLoadError as error:
+            self._refuse(path, name, [*self._served(name)] or [""], error)
+            return [error]
+        for version in self._core.states.of(name).keys() - {str(files.version) for files, _ in found}:
+            self._core.states.clear(name, version, VersionState.UNAVAILABLE)
+        refused: list[ModelLoadError] = []
+        for files, made in found:
+            if self._made_of.get((name, files.version)) == made and files.version in self._served(name):
+                self._core.states.clear(name, files.version, VersionState.UNAVAILABLE)
+                continue
+            refusal = await self._bring_in_version(path, files, made)
+            if refusal is not None:
+                refused.append(refusal)
+        if not refused:
+            wanted = {files.version for files, _ in found}
+            self._core.replace(name, [model for version, model in self._served(name).items() if version in wanted])
+        return refused
+
+    def reasons(self, path: Path, name: str, refused: list[ModelLoadError]) -> list[str]:
+        """The refusals of the latest `bring_in` in the words of the index, which may also list earlier ones."""
+        texts = tuple(_for_clients(str(error), path) for error in refused)
+        return list(dict.fromkeys(s.reason for s in self._core.states.of(name).values() if s.reason.endswith(texts)))
+
+    async def take_out(self, name: str) -> None:
+        """Stop serving a model; returns once its accepted requests are answered."""
+        for version in self._served(name):
+            self._made_of.pop((name, version), None)
+        leaving = self._core.replace(name, [])
+        if leaving:
+            logger.log(self.log_level, "%s: unloaded", name)
+            _, computing = await asyncio.wait(leaving, timeout=LEAVE_S)
+            if computing:
+                logger.warning("%s: still computes what it had taken %g s ago; its memory is freed once it ends", name, LEAVE_S)
+
+    async def _bring_in_version(self, path: Path, files: ModelFiles, made: VersionFingerprint) -> ModelLoadError | None:
+        name, started = files.name, time.monotonic()
+        anew = RELOADING if files.version in self._served(name) else ""
+        self._core.states.set(name, files.version, VersionState.LOADING, anew)
+        self._core.notify()
+        try:
+            model = await self._made(files)
+        except ModelLoadError as error:
+            self._refuse(path, name, [files.version], error)
+            return error
+        except Exception as error:
+            logger.exception("%s/%d: failed to load", name, files.version)
+            unknown = ModelLoadError(f"{files.model}: {type(error).__name__} while it was loaded; the server's log says more")
+            self._refuse(path, name, [files.version], unknown)
+            return unknown
+        served = {**self._served(name), files.version: model}
+        self._made_of[(name, files.version)] = made
+        self._core.replace(name, list(served.values()))
+        logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
+        return None
+
+    async def _found(
+        self, path: Path, name: str, declared: DeclaredConfig | None
+    ) -> list[tuple[ModelFiles, VersionFingerprint]]:
+        try:
+            return await self._thread.run(_look, path, name, declared, limit_s=self._load_limit_s)
+        except TimeoutError:
+            raise ModelLoadError(
+                f"{path / name}: its files were not looked at within {self._load_limit_s:g} s (--load-seconds); it is given up"
+            ) from None
+
+    async def _made(self, files: ModelFiles) -> Model:
+        try:
+            return await self._thread.run(self._make, files, limit_s=self._load_limit_s)
+        except TimeoutError:
+            raise ModelLoadError(
+                f"{files.model}: was not loaded and tried out within {self._load_limit_s:g} s (--load-seconds), and is given up"
+            ) from None
+        except OSError as error:  # of the file system, or too many files or threads: a stack trace would not help
+            raise ModelLoadError(f"{files.model}: cannot be loaded: {error.strerror or error}") from None
+
+    def _make(self, files: ModelFiles) -> Model:
+        """On the loader's thread, including the start of the model's threads, which takes long on a busy machine."""
+        return self._loader.load(files).model()
+
+    def _refuse(self, path: Path, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
+        reason = _for_clients(str(error), path)
+        for version in versions:
+            old = OLD_ONE_SERVES if version in self._served(name) else ""
+            self._core.states.set(name, version, VersionState.UNAVAILABLE, f"{old}{reason}")
+        self._core.notify()
+
+    def _served(self, name: str) -> dict[int, Model]:
+        return {model.version: model for model in self._core.served(name)}
+
+
+def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[ModelFiles, VersionFingerprint]]:
+    try:
+        bare = path.is_file()
+        found = find_model(path, name, declared)
+        return [(files, version_fingerprint(files, bare=bare)) for files in found]
+    except OSError as error:
+        raise ModelLoadError(f"{path / name}: cannot be read: {error.strerror}") from None
+
+
+def _for_clients(text: str, path: Path) -> str:
+    """An error's text with paths relative to the repository."""
+    for root in (path.resolve(), path, path.parent.resolve(), path.parent):
+        text = text.replace(f"{root}/", "")
+    return text

@@ -1,0 +1,129 @@
+"""Names, paths and contents of load requests, checked before they meet the file system. Contents decide, not names."""
+
+from __future__ import annotations
+
+import io
+import pickletools
+from collections.abc import Collection, Mapping
+from itertools import islice
+from pathlib import Path, PurePosixPath
+
+from google.protobuf.message import DecodeError
+from onnx import ModelProto
+
+from serve.backends.onnx_runtime.external_data import locations
+from serve.backends.onnx_runtime.onnx_outline import read_outline
+from serve.backends.runtimes import ZIP
+from serve.engine.errors import InvalidArgumentError, ModelLoadError
+
+MAX_NAME_BYTES = 255  # what file systems take
+MAX_DEPTH = 4
+MAX_FILES = 1000
+EXPECTED = "expected an ONNX model, a data file that one names, or text such as labels"
+# A pickle has at least one of these; they are rare in content that only looks like one.
+PICKLED = frozenset({"PROTO", "GLOBAL", "STACK_GLOBAL", "INST"})
+PROTOCOL = b"\x80"  # a pickle's first byte since protocol 2; one in 20,000 data files looks like an older pickle
+MAX_INSTRUCTIONS = 100_000  # parsed at most, which takes 0.1 s
+
+
+def check_name(name: str) -> None:
+    """Check that a model's name is only a folder's name.
+
+    Raises:
+        InvalidArgumentError: it is not.
+    """
+    if not _is_plain(name):
+        raise InvalidArgumentError(
+            f"model name {name[:100]!r} is not valid, expected the name of a folder in the repository: no '/', no '.' first"
+        )
+
+
+def check_paths(paths: Collection[str]) -> None:
+    """Check that paths such as "1/model.onnx" stay in one folder, each a file of its own.
+
+    Raises:
+        InvalidArgumentError: a path leads elsewhere, is hidden, or is both a file and a folder; or there are too many.
+    """
+    if len(paths) > MAX_FILES:
+        raise InvalidArgumentError(f"the load request brings {len(paths)} files, expected at most {MAX_FILES}")
+    for path in paths:
+        parts = path.split("/")
+        if len(parts) > MAX_DEPTH or not all(_is_plain(part) for part in parts):
+            raise InvalidArgumentError(
+                f"file path {path[:200]!r} is not valid, expected one in the model's folder such as '1/model.onnx'"
+            )
+        if any(str(parent) in paths for parent in PurePosixPath(path).parents):
+            raise InvalidArgumentError(f"file path {path[:200]!r} lies below what is a file itself")
+
+
+def _is_plain(part: str) -> bool:
+    """Whether it is a single visible path component on any system."""
+    good = bool(part) and not part.startswith(".") and part.isprintable() and not set(part) & set('/\\:*?"<>|')
+    return good and len(part.encode()) <= MAX_NAME_BYTES
+
+
+def write_upload(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of a load request, by path, into an empty folder; all are checked before one is written.
+
+    Raises:
+        InvalidArgumentError: a path leads elsewhere, is hidden, or is both a file and a folder; or a content is not allowed.
+        OSError: as the system reports it.
+    """
+    check_paths(files.keys())
+    models = {path: model for path, content in files.items() if (model := _model(content)) is not None}
+    data = frozenset[str]().union(*(_data_files(model, path) for path, model in models.items()))
+    for path, content in files.items():
+        if path not in models:
+            _require_kind(path, content, is_data=path in data)
+    for path, content in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+
+def _model(content: bytes) -> ModelProto | None:
+    """The graph of an ONNX model; None for other content."""
+    try:
+        model = read_outline(io.BytesIO(content), len(content)).model
+    except (DecodeError, ValueError):
+        return None
+    return model if model.HasField("graph") and model.opset_import else None
+
+
+def _data_files(model: ModelProto, path: str) -> frozenset[str]:
+    try:
+        found = locations(model, Path(path))
+    except ModelLoadError as error:
+        raise InvalidArgumentError(str(error)) from None
+    return frozenset(str(PurePosixPath(path).parent / location) for location in found)
+
+
+def _require_kind(path: str, content: bytes, *, is_data: bool) -> None:
+    """Check a file that is not an ONNX model. Pickles are refused under any name: they can run code when they are loaded."""
+    if content.startswith(ZIP):
+        what = "a zip archive, as torch writes them, which can run code when it is loaded"
+    elif (not is_data or content[:1] == PROTOCOL) and _is_pickle(content):
+        what = "a pickle, which can run code when it is loaded"
+    elif is_data or _is_text(content):
+        return
+    else:
+        what = "no ONNX model"
+    raise InvalidArgumentError(f"file {path[:200]!r} is {what}; {EXPECTED}; put other files into the repository itself")
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return b"\0" not in content and bool(content.decode() or True)
+    except UnicodeDecodeError:
+        return False
+
+
+def _is_pickle(content: bytes) -> bool:
+    """Whether the content begins with pickle instructions up to a STOP, found without executing them."""
+    names = set[str]()
+    try:
+        for instruction, _, _ in islice(pickletools.genops(content), MAX_INSTRUCTIONS):
+            names.add(instruction.name)
+    except Exception:  # noqa: BLE001  (any error: it is not a pickle)
+        return False
+    return not names.isdisjoint(PICKLED)

@@ -1,0 +1,356 @@
+"""Run a model version before it serves: a model that cannot run is found out, and its first request is fast.
+
+It runs the batches that its configuration describes, and one of every size that the batcher will give it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from protos.datatypes import BY_CONFIG
+from protos.model_config_pb2 import ModelWarmup
+from serve.engine.backend import Backend
+from serve.engine.background_threads import pause
+from serve.engine.config.model_config import DeclaredConfig
+from serve.engine.config.parameters import own_parameter
+from serve.engine.disk_files import read_regular
+from serve.engine.errors import InstanceLostError, ModelLoadError
+from serve.engine.execution.batch import Answered, Failed, run_batch
+from serve.engine.execution.instance import ON_CPU
+from serve.engine.execution.short_batches import LONE_S
+from serve.engine.repository.loaded_version import LoadedVersion
+from serve.engine.repository.model_repository import named_file
+from serve.engine.requests import InferRequest
+from serve.engine.resource_limits import available_bytes
+from serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+MEMORY_SHARE = 0.25  # for inputs and outputs: a model's own need is unknown
+POINTER_BYTES = 8  # an element of text in an array
+WARM_UP_FOLDER = "warmup"  # of a model folder; holds the files that model_warmup names
+RUNS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpRequest:
+    """One batch to run.
+
+    Attributes:
+        what: a description.
+        rows: of the batch dimension; 1 for a model without one.
+        inputs: by name, in the shapes that clients use.
+        times: to run it.
+        binding: the model must answer it to be served; not so where sizes had to be guessed.
+    """
+
+    what: str
+    rows: int
+    inputs: Mapping[str, Array]
+    times: int = 1
+    binding: bool = True
+
+    def row_bytes(self, name: str) -> int:
+        return self.inputs[name].nbytes // self.rows
+
+    def to_model(self, version: LoadedVersion) -> InferRequest:
+        """As a backend takes it; the answer is dropped."""
+        interface = version.interface
+        return InferRequest(
+            inputs={spec.name: spec.to_model(self.inputs[spec.name]) for spec in interface.inputs},
+            outputs=tuple(spec.name for spec in interface.outputs),
+            rows=self.rows,
+            bucket=None,
+            deadline=None,
+            done=lambda _: None,
+        )
+
+
+def declared_requests(version: LoadedVersion) -> list[WarmUpRequest]:
+    """The requests of the configuration's model_warmup, except those of `too_large_declared`.
+
+    Raises:
+        ModelLoadError: one contradicts the model's inputs, or a file cannot be read.
+    """
+    left_out = too_large_declared(version)
+    return [_declared(version, warm_up) for warm_up in version.config.model_warmup if warm_up not in left_out]
+
+
+def too_large_declared(version: LoadedVersion) -> list[ModelWarmup]:
+    """Entries of model_warmup whose inputs alone would take more than MEMORY_SHARE of the available memory."""
+    available = available_bytes()
+    if available is None:
+        return []
+    return [warm_up for warm_up in version.config.model_warmup if _bytes(warm_up) > available * MEMORY_SHARE]
+
+
+def _bytes(warm_up: ModelWarmup) -> int:
+    rows = max(1, warm_up.batch_size)
+    elements = [(math.prod(max(0, size) for size in one.dims), BY_CONFIG.get(one.data_type)) for one in warm_up.inputs.values()]
+    return rows * sum(count * ((datatype and datatype.itemsize) or POINTER_BYTES) for count, datatype in elements)
+
+
+def sized_requests(version: LoadedVersion, like: WarmUpRequest | None) -> Iterator[WarmUpRequest]:
+    """One batch of a single row, one of the largest size, and one of every preferred size, except `too_large` ones.
+
+    They repeat the first row of `like`, a request of the model's configuration; without one every element is 1, a valid index,
+    length and divisor, and open sizes are 1.
+    """
+    batched = version.config.max_batch_size > 0
+    guessed = like is None and any(ANY_SIZE in _own_shape(spec, batched=batched) for spec in version.interface.inputs)
+    left_out = too_large(version, like)
+    for rows in _sizes(version):
+        if rows in left_out:
+            continue
+        inputs = {}
+        for spec in version.interface.inputs:
+            if like is None:
+                row = _ones(spec, batched=batched)
+            else:
+                row = like.inputs[spec.name][:1] if batched else like.inputs[spec.name]
+            inputs[spec.name] = np.repeat(row, rows, axis=0) if batched else row
+        yield WarmUpRequest(
+            what=f"a batch of {rows}" if batched else "a request", rows=rows, inputs=inputs, binding=not guessed
+        )
+
+
+def too_large(version: LoadedVersion, like: WarmUpRequest | None) -> list[int]:
+    """Batch sizes, in rows, whose inputs and outputs would take more than MEMORY_SHARE of the available memory."""
+    available = available_bytes()
+    if available is None:
+        return []
+    given = sum(_row_bytes(spec, version) if like is None else like.row_bytes(spec.name) for spec in version.interface.inputs)
+    row_bytes = given + sum(_row_bytes(spec, version) for spec in version.interface.outputs)
+    return [rows for rows in _sizes(version) if rows * row_bytes > available * MEMORY_SHARE]
+
+
+def _sizes(version: LoadedVersion) -> list[int]:
+    if not version.config.max_batch_size:
+        return [1]
+    return list(dict.fromkeys([1, *version.limits.targets, *version.limits.padded_rows]))
+
+
+def _row_bytes(spec: TensorSpec, version: LoadedVersion) -> int:
+    """At least; open sizes count as 1."""
+    own = _own_shape(spec, batched=version.config.max_batch_size > 0)
+    return math.prod(1 if size == ANY_SIZE else size for size in own) * spec.datatype.array_dtype.itemsize
+
+
+def _own_shape(spec: TensorSpec, *, batched: bool) -> tuple[int, ...]:
+    """Without the batch dimension."""
+    return spec.shape[1:] if batched else spec.shape
+
+
+def _ones(spec: TensorSpec, *, batched: bool) -> Array:
+    shape = tuple(1 if size == ANY_SIZE else size for size in _own_shape(spec, batched=batched))
+    return _filled(spec, (1, *shape) if batched else shape, 1)
+
+
+def _filled(spec: TensorSpec, shape: tuple[int, ...], value: int) -> Array:
+    dtype = spec.datatype.array_dtype
+    if dtype.hasobject:
+        return np.full(shape, b"1" if value else b"", object)
+    return np.full(shape, value, dtype)
+
+
+def _declared(version: LoadedVersion, warm_up: ModelWarmup) -> WarmUpRequest:
+    declared = version.files.config
+    where = f"{declared.source}: model_warmup {warm_up.name!r}"
+    batched = version.config.max_batch_size > 0
+    rows = max(1, warm_up.batch_size)
+    if rows > max(1, version.config.max_batch_size):
+        raise ModelLoadError(f"{where} has batch_size {rows}, expected at most {max(1, version.config.max_batch_size)}")
+    names = {spec.name for spec in version.interface.inputs}
+    if set(warm_up.inputs) != names:
+        given, expected = (", ".join(map(repr, sorted(which))) for which in (warm_up.inputs, names))
+        raise ModelLoadError(f"{where} has inputs {given or 'of no name'}, expected {expected}")
+    inputs = {}
+    for spec in version.interface.inputs:
+        row = _row(spec, warm_up.inputs[spec.name], declared, f"{where} input {spec.name!r}", batched=batched)
+        inputs[spec.name] = np.repeat(row[None], rows, axis=0) if batched else row
+    return WarmUpRequest(what=f"model_warmup {warm_up.name!r}", rows=rows, inputs=inputs, times=max(1, warm_up.count))
+
+
+def _row(spec: TensorSpec, given: Any, declared: DeclaredConfig, where: str, *, batched: bool) -> Array:
+    """The data of one row of an input, without the batch dimension."""
+    shape = tuple(given.dims)
+    mismatch = spec.mismatch((1, *shape) if batched else shape)
+    if mismatch is not None:
+        raise ModelLoadError(f"{where} {mismatch}")
+    if given.data_type != spec.datatype.config:
+        raise ModelLoadError(f"{where} has another data_type than the model, which takes {spec.datatype.config_name}")
+    match given.WhichOneof("input_data_type"):
+        case "zero_data":
+            return _filled(spec, shape, 0)
+        case "random_data":
+            return _random(spec, shape)
+        case "input_data_file":
+            return _from_file(spec, shape, declared, given.input_data_file, where)
+        case _:
+            raise ModelLoadError(f"{where} has no data, expected zero_data, random_data or input_data_file")
+
+
+def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    dtype, random = spec.datatype.array_dtype, np.random.default_rng(0)
+    if dtype.hasobject:
+        return _filled(spec, shape, 1)
+    if dtype.kind in "iub":
+        return random.integers(0, 2, shape).astype(dtype)
+    return random.standard_normal(shape).astype(dtype)
+
+
+def _from_file(spec: TensorSpec, shape: tuple[int, ...], declared: DeclaredConfig, name: str, where: str) -> Array:
+    dtype = spec.datatype.array_dtype
+    path = named_file(declared, name, f"{where} has input_data_file", folder=WARM_UP_FOLDER)
+    if dtype.hasobject:
+        raise ModelLoadError(f"{where} is of type {spec.datatype.wire}, which is not read from files; use random_data")
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        raise ModelLoadError(f"{where}: cannot read {WARM_UP_FOLDER}/{name}: {error.strerror}") from None
+    expected = math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise ModelLoadError(f"{where}: {WARM_UP_FOLDER}/{name} has {len(data)} bytes, expected {expected} (one row)")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def warm_up(version: LoadedVersion, budget_s: float) -> None:
+    """Run every copy on the requests of its configuration, then on every batch size.
+
+    After `budget_s` seconds no further size is run. One row, and each declared request once, always are.
+
+    Raises:
+        ModelLoadError: the model failed, or its answer does not fit its interface.
+    """
+    if own_parameter(version.config, "halfserve.warm_up") is False:
+        return
+    for warm_up_declared in too_large_declared(version):
+        what = f"model_warmup {warm_up_declared.name!r}"
+        logger.warning("%s: %s was not run: it could take all memory that is available", _name(version), what)
+    declared = declared_requests(version)
+    like = declared[0] if declared else None
+    left_out = too_large(version, like)
+    if left_out:
+        sizes = ", ".join(map(str, left_out))
+        logger.warning(
+            "%s: batches of %s were not tried out: they could take all memory that is available", _name(version), sizes
+        )
+    until = time.monotonic() + budget_s
+    for backend in version.backends:
+        for request in declared:
+            done = _repeat(version, backend, request, until)
+            if done < request.times:
+                how_often = f"{done} of {request.times} times"
+                logger.warning("%s: %s was run %s, for as long as %g s", _name(version), request.what, how_often, budget_s)
+        for request in sized_requests(version, like):
+            if request.rows > 1 and time.monotonic() > until:
+                logger.warning("%s: %s and more were not tried out in %g s", _name(version), request.what, budget_s)
+                break
+            if not _try(version, backend, request):
+                break
+            pause()
+
+
+def _repeat(version: LoadedVersion, backend: Backend, request: WarmUpRequest, until: float) -> int:
+    """How many times the request was run: as it says, or until the time is over, and once at least."""
+    for done in range(1, request.times + 1):
+        _try(version, backend, request)
+        if time.monotonic() > until:
+            return done
+    return request.times
+
+
+def _try(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> bool:
+    """Whether the model has answered; a failure is an error unless the request's sizes are guessed."""
+    result = run_alone(version, backend, request)
+    wrong = _misfit(version, result.answers[0]) if isinstance(result, Answered) else str(result.error)
+    if wrong is None:
+        return True
+    if request.binding:
+        raise ModelLoadError(
+            f"{version.files.model}: {request.what} failed: {wrong}; mend the model, describe inputs that it can take in "
+            "model_warmup, or set the parameter halfserve.warm_up to 'off'"
+        )
+    logger.warning("%s: cannot be tried out (%s); describe inputs that it can take in model_warmup", _name(version), wrong)
+    return False
+
+
+def run_alone(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> Answered | Failed:
+    """Run one request on a copy.
+
+    Raises:
+        ModelLoadError: the device was lost.
+    """
+    try:
+        (result,) = run_batch(backend, [request.to_model(version)], invariance=version.invariance)
+    except InstanceLostError as error:
+        raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
+    return result
+
+
+def _misfit(version: LoadedVersion, outputs: Tensors) -> str | None:
+    """Why an answer does not fit the interface; None where it does."""
+    batched = version.config.max_batch_size > 0
+    for spec in version.interface.outputs:
+        shape = tuple(outputs[spec.name].shape)
+        expected = spec.shape if spec.model_shape is None else spec.model_shape
+        # The number of rows may differ: such a model's requests are computed one by one.
+        given_sizes, expected_sizes = (shape[1:], expected[1:]) if batched else (shape, expected)
+        fits = len(shape) == len(expected) and all(e in {ANY_SIZE, g} for g, e in zip(given_sizes, expected_sizes, strict=True))
+        if not fits:
+            return f"output {spec.name!r} has shape {list(shape)}, the model's file promises {list(expected)}"
+    return None
+
+
+def _name(version: LoadedVersion) -> str:
+    return f"{version.files.name}/{version.files.version}"
+
+
+def short_sizes(version: LoadedVersion) -> dict[int, float]:
+    """Measure batches of growing size until one is not short, so that the first ones that serve can run on the event loop.
+
+    Returns:
+        Seconds that a batch takes at best on the slowest copy, by rows. Empty where requests may differ in shape or time, where
+        batches run on a device, or where warm-up is off.
+    """
+    if own_parameter(version.config, "halfserve.warm_up") is False:
+        return {}
+    steady = version.interface.is_steady(batched=version.config.max_batch_size > 0)
+    if not steady or any(backend.provider != ON_CPU for backend in version.backends):
+        return {}
+    declared = declared_requests(version)
+    sizes = {}
+    for request in sorted(sized_requests(version, declared[0] if declared else None), key=lambda request: request.rows):
+        seconds = max(_shortest_s(version, backend, request) for backend in version.backends)
+        if seconds > LONE_S:
+            break
+        sizes[request.rows] = seconds
+        pause()
+    return sizes
+
+
+def _shortest_s(version: LoadedVersion, backend: Backend, request: WarmUpRequest) -> float:
+    """The fastest of RUNS runs, stopped early where the first ones are too long; inf where the model fails.
+
+    By the clock: a runtime with threads of its own keeps this thread waiting, and would keep the event loop.
+    """
+    shortest = math.inf
+    for _ in range(RUNS):
+        asked = [request.to_model(version)]
+        started = time.monotonic()
+        (result,) = run_batch(backend, asked)
+        seconds = time.monotonic() - started
+        if not isinstance(result, Answered):
+            return math.inf
+        shortest = min(shortest, seconds)
+        if shortest > 2 * LONE_S:
+            break
+    return shortest

@@ -1,0 +1,164 @@
+"""Watch a repository by the fingerprints of its files: changes that have settled are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from serve.engine.errors import ModelLoadError
+from serve.engine.repository.model_repository import ModelFiles, model_names
+from serve.model_control.loading import LoaderThread
+
+logger = logging.getLogger(__name__)
+
+
+MAX_DEPTH = 4  # below a model's folder: version, twin, and data files in folders of their own
+Fingerprint: TypeAlias = tuple[tuple[str, int, int, int, int, int], ...]
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Path, device, inode, times of change and size of a file, or of all files below a folder; hidden files do not count.
+
+    Two times: reproducible builds give all files the same modification time, and `cp -p` keeps it; the inode's change time
+    differs. A folder that changes meanwhile gives what was seen; () is a missing path.
+    """
+    if os.path.isdir(path):  # noqa: PTH112  (pathlib's raises where a folder above may not be looked into)
+        return tuple(sorted(_below(path, "", MAX_DEPTH)))
+    return tuple(_entry(path, path.name))
+
+
+def _below(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int, int, int]]:
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        name = f"{prefix}{entry.name}"
+        if entry.name.startswith("."):
+            continue
+        if not _is_folder(entry):
+            yield from _entry(Path(entry.path), name)
+        elif depth > 1:
+            yield from _below(Path(entry.path), f"{name}/", depth - 1)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # for example a link to itself
+        return False
+
+
+def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int, int]]:
+    try:
+        status = path.stat()
+    except OSError:
+        return
+    yield name, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionFingerprint:
+    """Equal for two scans of unchanged files, so that a reload leaves the version alone.
+
+    Attributes:
+        version: the files of the version's folder.
+        beside: the files of the model's folder: configuration, labels.
+        config: in use, which may have come with a load request.
+    """
+
+    version: Fingerprint
+    beside: Fingerprint
+    config: bytes
+
+
+def version_fingerprint(files: ModelFiles, *, bare: bool) -> VersionFingerprint:
+    """Scan a version's files. `bare`: the model is a file without a folder of its own."""
+    folder = files.config.source.parent
+    beside = () if bare else tuple(entry for path in sorted(folder.iterdir()) if path.is_file() for entry in fingerprint(path))
+    return VersionFingerprint(
+        version=fingerprint(files.model if bare else files.model.parent),
+        beside=beside,
+        config=files.config.message.SerializeToString(deterministic=True),
+    )
+
+
+Follow = Callable[[str, bool], Awaitable[None]]
+Look = dict[str, Fingerprint]
+
+
+class RepositoryWatch:
+    """Scans all files periodically. Files that are still being written change between two scans, and wait."""
+
+    def __init__(self, path: Path, thread: LoaderThread, *, interval_s: float, settle_s: float) -> None:
+        """`interval_s`: seconds between scans; `settle_s`: seconds for which a change must stay. Scans run on `thread`."""
+        self._path = path
+        self._thread = thread
+        self._interval_s = interval_s
+        self._settle_s = settle_s
+        self._known: Look = {}
+        self._lost = False
+
+    async def remember(self) -> None:
+        """Take the present files as known."""
+        self._known = await self._look() or {}
+
+    async def run(self, follow: Follow) -> None:
+        """Call `follow(model, whether it is there)` for every change, for ever."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            before = await self._look()
+            while before is not None and self._changed(before):
+                await asyncio.sleep(self._settle_s)
+                after = await self._look()
+                if after is None:
+                    break
+                for name in self._changed(after):
+                    if before.get(name) == after.get(name):
+                        self._settle(name, after)
+                        await self._follow(follow, name, name in after)
+                before = after
+
+    async def _follow(self, follow: Follow, name: str, there: bool) -> None:
+        """An error with one change must not end the watch."""
+        try:
+            await follow(name, there)
+        except Exception:
+            logger.exception("%s: a change could not be followed; it is tried again when the files change", name)
+
+    def _changed(self, look: Look) -> list[str]:
+        return sorted(name for name in look.keys() | self._known.keys() if look.get(name) != self._known.get(name))
+
+    def _settle(self, name: str, look: Look) -> None:
+        if name in look:
+            self._known[name] = look[name]
+        else:
+            del self._known[name]
+
+    async def _look(self) -> Look | None:
+        """The present fingerprints; None where the repository cannot be read now, which unloads no model."""
+        try:
+            seen = await self._thread.run(_look, self._path)
+        except ModelLoadError as error:
+            if not self._lost:
+                logger.warning("%s; what is loaded goes on serving", error)
+            self._lost = True
+            return None
+        except Exception:
+            if not self._lost:
+                logger.exception("%s: cannot be looked at; what is loaded goes on serving", self._path)
+            self._lost = True
+            return None
+        self._lost = False
+        return seen
+
+
+def _look(path: Path) -> Look:
+    names = model_names(path)  # first: its errors say what is wrong
+    bare = path.is_file()
+    return {name: fingerprint(path if bare else path / name) for name in names}

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from protos.datatypes import BY_WIRE
+from protos.model_config_pb2 import ModelConfig
+from serve.engine.backend import ModelInterface
+from serve.engine.config.batching import batch_limits
+from serve.engine.config.model_config import Defaults, client_interface, complete_config, instances, read_config
+from serve.engine.errors import ModelLoadError
+from serve.engine.tensors import TensorSpec
+
+BATCHED = ModelInterface(
+    inputs=(TensorSpec(name="x", datatype=BY_WIRE["FP16"], shape=(-1, 3, -1)),),
+    outputs=(TensorSpec(name="y", datatype=BY_WIRE["FP32"], shape=(-1, 10)),),
+    batched=True,
+)
+FIXED = ModelInterface(inputs=BATCHED.inputs, outputs=BATCHED.outputs, batched=False)
+
+
+def complete(tmp_path: Path, text: str | None, interface: ModelInterface = BATCHED) -> ModelConfig:
+    path = tmp_path / "config.pbtxt"
+    if text is not None:
+        path.write_text(text)
+    return complete_config(read_config(path), interface, name="m", defaults=Defaults(max_batch_size=16, max_queue_delay_us=250))
+
+
+def test_differently_named_first_dimensions_are_a_batch_if_declared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    several = replace(BATCHED, row_names=frozenset({"batch", "detections"}))
+    assert complete(tmp_path, None, several).max_batch_size == 0
+    assert "are called 'batch', 'detections', so requests are computed one by one" in caplog.text
+    caplog.clear()
+    assert complete(tmp_path, "max_batch_size: 8", several).max_batch_size == 8
+    assert complete(tmp_path / "none", None, replace(BATCHED, row_names=frozenset({"batch"}))).max_batch_size == 16
+    assert not caplog.text
+
+
+def test_without_a_file_everything_comes_from_the_model(tmp_path: Path) -> None:
+    config = complete(tmp_path, None)
+    assert (config.name, config.platform, config.backend, config.max_batch_size) == ("m", "onnxruntime_onnx", "onnxruntime", 16)
+    assert [(t.name, t.data_type, list(t.dims)) for t in config.input] == [("x", 10, [3, -1])]
+    assert [(t.name, t.data_type, list(t.dims)) for t in config.output] == [("y", 11, [10])]
+    assert batch_limits(config, Defaults()).max_delay_s == 250e-6
+
+
+def test_declared_settings_are_kept(tmp_path: Path) -> None:
+    config = complete(
+        tmp_path,
+        """max_batch_size: 8 input [{name: "x" data_type: TYPE_FP16 dims: [3, 5]}]
+        dynamic_batching { preferred_batch_size: [4] max_queue_delay_microseconds: 7
+          default_queue_policy { max_queue_size: 9 } }
+        parameters { key: "team" value { string_value: "vision" } }""",
+    )
+    limits = batch_limits(config, Defaults())
+    assert (limits.max_rows, limits.max_delay_s, limits.preferred_rows, limits.max_waiting) == (8, 7e-6, (4,), 9)
+    assert list(config.input[0].dims) == [3, 5]
+    assert config.parameters["team"].string_value == "vision"
+
+
+def test_a_written_zero_is_no_batching_and_a_missing_one_is_the_default(tmp_path: Path) -> None:
+    assert complete(tmp_path, "max_batch_size: 0").max_batch_size == 0
+    assert complete(tmp_path, 'name: "m"').max_batch_size == 16
+    assert complete(tmp_path, 'name: "m"', FIXED).max_batch_size == 0
+    assert complete(tmp_path, '# max_batch_size: 0\nparameters { key: "max_batch_size: 0" }').max_batch_size == 16
+    unbatched = complete(tmp_path, "max_batch_size: 0")
+    assert list(unbatched.input[0].dims) == [-1, 3, -1]
+    assert batch_limits(unbatched, Defaults()).max_rows == 1
+
+
+@pytest.mark.parametrize("rows", [-1, 4])
+def test_dims_with_the_batch_and_no_batch_size_are_no_batching(tmp_path: Path, rows: int) -> None:
+    dims = f"input [{{ name: 'x' data_type: TYPE_FP16 dims: [{rows}, 3, -1] }}]"
+    config = complete(tmp_path, dims)
+    assert (config.max_batch_size, config.HasField("dynamic_batching")) == (0, False)
+    assert (list(config.input[0].dims), list(config.output[0].dims)) == ([rows, 3, -1], [-1, 10])
+    assert client_interface(config, BATCHED).inputs[0].shape == (rows, 3, -1)
+    with pytest.raises(ModelLoadError, match="without the batch dimension"):
+        complete(tmp_path, f"max_batch_size: 8 {dims}")
+
+
+@pytest.mark.parametrize("before", ["", 'name: "m" ', 'parameters { key: "a" } ', "version_policy { all {} }, "])
+@pytest.mark.parametrize(("written", "size"), [("max_batch_size: 8", 8), ("max_batch_size: 0", 0), ("max_batch_size : 0x0", 0)])
+def test_max_batch_size_is_read_anywhere_in_the_file(tmp_path: Path, before: str, written: str, size: int) -> None:
+    assert complete(tmp_path, before + written).max_batch_size == size
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_batch_size: many", r"config.pbtxt: 1:17 : .*expected a ModelConfig"),
+        ("max_batchsize: 4", r"no field named \"max_batchsize\""),
+        ("max_batch_size: -1", "max_batch_size is -1, expected 0"),
+        ('name: "other"', "name is 'other', expected the folder's name 'm'"),
+        ('platform: "tensorflow_savedmodel"', "'tensorflow_savedmodel' models are not supported, expected platform"),
+        ("sequence_batching {}", "sequence_batching is not supported; use dynamic_batching"),
+        (
+            'batch_input {target_name: "n"}',
+            "batch_input is not supported; remove the setting, and have clients send that input",
+        ),
+        ('batch_output {target_name: "y"}', "batch_output is not supported; remove the setting, and export the model"),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-1] allow_ragged_batch: true}]',
+            r"the model has \[3, -1\] \(allow_ragged_batch is not supported: export the model with the batch as first",
+        ),
+        ('max_batch_size: 4 input [{name: "q"}]', "input 'q' is not in the model, which has 'x'"),
+        (
+            'input [{name: "x" data_type: TYPE_INT8 dims: [9]}, {name: "x" data_type: TYPE_FP16 dims: [3, -1]}]',
+            "config.pbtxt: input 'x' is there twice, expected each once; remove one",
+        ),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP32 dims: [3, -1]}]',
+            "'x' has TYPE_FP32, the model has TYPE_FP16",
+        ),
+        ('max_batch_size: 4 input [{name: "x" dims: [3, -1]}]', "'x' has TYPE_INVALID|no data_type, the model has TYPE_FP16"),
+        (
+            'max_batch_size: 4 output [{name: "y" data_type: TYPE_FP32 dims: [11]}]',
+            r"'y' has dims \[11\], the model has \[10\]",
+        ),
+        ('max_batch_size: 4 output [{name: "y" data_type: TYPE_FP32 dims: [-1, 10]}]', "dims are without the batch dimension"),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [3, -5]}]',
+            r"input 'x' has dims \[3, -5\], expected sizes of 0 or more, or -1 for any size",
+        ),
+        (
+            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-2, -2] reshape {shape: [4]}}]',
+            r"input 'x' has dims \[-2, -2\], expected sizes of 0 or more",
+        ),
+    ],
+)
+def test_contradictions_to_the_model_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        complete(tmp_path, text)
+    assert "\n" not in str(refused.value)
+    assert "config.pbtxt" in str(refused.value)
+
+
+def test_batching_needs_a_batch_dimension(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="export it with a dynamic batch dimension or set max_batch_size: 0"):
+        complete(tmp_path, "max_batch_size: 4", FIXED)
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.pbtxt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ModelLoadError, match="config.pbtxt: cannot be read"):
+        read_config(tmp_path / "config.pbtxt")
+
+
+SCALARS = ModelInterface(
+    inputs=(TensorSpec(name="x", datatype=BY_WIRE["FP32"], shape=(-1,)),),
+    outputs=(TensorSpec(name="y", datatype=BY_WIRE["FP32"], shape=(-1, 2, 3)),),
+    batched=True,
+)
+
+
+def test_clients_see_what_the_config_shows(tmp_path: Path) -> None:
+    text = """max_batch_size: 4 input [{name: "x" data_type: TYPE_FP32 dims: [1] reshape {}}]
+      output [{name: "y" data_type: TYPE_FP32 dims: [6] reshape {shape: [2, 3]}}]"""
+    shown = client_interface(complete(tmp_path, text, SCALARS), SCALARS)
+    assert (shown.inputs[0].shape, shown.inputs[0].model_shape) == ((-1, 1), (-1,))
+    assert shown.inputs[0].to_model(np.zeros((3, 1))).shape == (3,)
+    assert shown.outputs[0].to_client(np.zeros((3, 2, 3))).shape == (3, 6)
+    narrowed = client_interface(
+        complete(tmp_path, 'max_batch_size: 8 input [{name: "x" data_type: TYPE_FP16 dims: [3, 5]}]'), BATCHED
+    )
+    assert narrowed.inputs[0].shape == (-1, 3, 5)
+    assert narrowed.outputs[0].shape == (-1, 10)
+
+
+def test_sizes_that_the_model_fixes_stay_fixed(tmp_path: Path) -> None:
+    text = """max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-1, -1]}]
+      output [{name: "y" data_type: TYPE_FP32 dims: [-1]}]"""
+    config = complete(tmp_path, text)
+    assert (list(config.input[0].dims), list(config.output[0].dims)) == ([3, -1], [10])
+    assert client_interface(config, BATCHED).inputs[0].mismatch([1, 4, 5]) == (
+        "has shape [1, 4, 5], expected [-1, 3, -1] (-1 takes any size)"
+    )
+
+
+@pytest.mark.parametrize("ones", ["[1]", "[1, 1]"])
+def test_a_single_number_may_be_declared_as_a_tensor_of_one(tmp_path: Path, ones: str) -> None:
+    number = replace(FIXED, inputs=(TensorSpec(name="x", datatype=BY_WIRE["INT64"], shape=()),))
+    config = complete(tmp_path, f"input [{{ name: 'x' data_type: TYPE_INT64 dims: {ones} }}]", number)
+    assert not config.input[0].HasField("reshape")  # Triton refuses one to no dims
+    (shown,) = client_interface(config, number).inputs
+    assert list(shown.shape) == [1] * ones.count("1")
+    assert shown.to_model(np.zeros(shown.shape)).shape == ()
+    assert shown.to_client(np.zeros(())).shape == shown.shape
+    with pytest.raises(ModelLoadError, match=r"'x' has dims \[2\], the model has \[\]"):
+        complete(tmp_path, "input [{ name: 'x' data_type: TYPE_INT64 dims: [2] }]", number)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "dims: [1] reshape {shape: [2]}",
+        "dims: [1] reshape {shape: [-1]}",
+        "dims: [0] reshape {shape: [0]}",
+        "dims: [4] reshape {shape: [-2, -2]}",
+    ],
+)
+def test_a_reshape_that_changes_the_count_is_refused(tmp_path: Path, sizes: str) -> None:
+    text = f'max_batch_size: 4 input [{{name: "x" data_type: TYPE_FP32 {sizes}}}]'
+    with pytest.raises(ModelLoadError, match="expected fixed sizes, equally many"):
+        complete(tmp_path, text, SCALARS)
+
+
+def test_instances_follow_the_groups(tmp_path: Path) -> None:
+    assert instances(complete(tmp_path, None)) == [("auto", 0)]
+    groups = "instance_group [{ count: 2 kind: KIND_CPU }, { kind: KIND_GPU gpus: [0, 1] }]"
+    assert instances(complete(tmp_path, groups)) == [("cpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)]
+
+
+def test_instance_groups_share_one_bound_of_copies(tmp_path: Path) -> None:
+    def groups(count: int) -> str:
+        return "instance_group { count: 10 kind: KIND_CPU }" * count
+
+    assert len(instances(complete(tmp_path, groups(100)))) == 1000
+    with pytest.raises(ModelLoadError, match="model 'm': its instance_groups ask for 1010 or more copies, expected 1000"):
+        instances(complete(tmp_path, groups(101)))
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("count: -3", "model 'm': instance_group has count -3, expected 1 to 1000, or 0 for 1"),
+        ("count: 2147483647", "instance_group has count 2147483647, expected 1 to 1000"),
+        ("count: 1000 gpus: [0, 1]", "instance_groups ask for 2000 or more copies, expected 1000 at most"),
+        ("gpus: [0, -3]", r"model 'm': instance_group has gpus \[0, -3\], expected 0 or more"),
+        ("kind: KIND_CPU gpus: [0, 1]", r"model 'm': instance_group has kind KIND_CPU and gpus \[0, 1\], expected one of them"),
+    ],
+)
+def test_copies_and_devices_that_cannot_be_are_refused(tmp_path: Path, group: str, message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        instances(complete(tmp_path, f"instance_group {{ {group} }}"))

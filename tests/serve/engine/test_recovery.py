@@ -1,0 +1,289 @@
+"""Copies of a model that break are taken out and loaded again; their requests are retried once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from serve.engine.backend import Backend
+from serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
+from serve.engine.requests import InferRequest
+from serve.engine.tensors import Array
+from tests.models import save_counter, save_mlp
+from tests.serve.conftest import load_repository
+from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, run
+from tests.serve.engine.precision_guard.guarded_models import ask_model
+
+
+def test_a_copy_with_a_lost_device_is_reloaded_and_its_requests_replayed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        first, second = Fragile(), Fragile()
+        first._lost = True
+        scene = Scene([first], lambda: second)
+        assert await scene.ask(1, 2, 3) == [2, 3, 4]
+        assert (first.batches, second.batches) == ([[1, 2, 3]], [[1], [2], [3]])
+        (instance,) = scene.instances
+        assert (scene.reloads, instance.restarts, instance.is_up) == (1, 1, True)
+        assert instance.fault == "CUDA failure 700: an illegal memory access was encountered"
+        assert (scene.statistics.totals.success.count, scene.statistics.totals.fail.count) == (3, 0)
+        await scene.batcher.drain()
+
+    run(test)
+    out, up = (record.getMessage() for record in caplog.records)
+    assert out == (
+        "m/1 instance 0: is taken out (CUDA failure 700: an illegal memory access was encountered); it is loaded again "
+        "in 0.001 s"
+    )
+    assert up == "m/1 instance 0: is up again"
+
+
+def test_a_request_that_breaks_two_copies_fails() -> None:
+    async def test() -> None:
+        scene = Scene([Fragile()], Fragile)
+        assert await scene.ask(-1) == ["the device failed while it computed this request; send it again"]
+        assert await scene.ask(5) == [6]
+        assert scene.reloads == 2
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_a_request_that_breaks_copies_fails_alone() -> None:
+    async def test() -> None:
+        scene = Scene([Fragile()], Fragile)
+        assert await scene.ask(1, -1, 3) == [2, "the device failed while it computed this request; send it again", 4]
+        assert scene.reloads == 2
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_another_copy_takes_over_at_once() -> None:
+    async def test() -> None:
+        good, broken = Fragile(), Fragile()
+        broken._lost = True
+        scene = Scene([good, broken], Fragile, first_wait_s=3600.0)
+        assert await scene.ask(1, 2) == [2, 3]
+        assert [instance.is_up for instance in scene.instances] == [True, False]
+        assert await scene.ask(7) == [8]
+        assert scene.reloads == 0
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_a_copy_that_cannot_be_reloaded_leaves_the_others_serving() -> None:
+    def load() -> Fragile:
+        raise ModelLoadError("the file is gone")
+
+    async def test() -> None:
+        broken = Fragile()
+        broken._lost = True
+        scene = Scene([Fragile(), broken], load)
+        assert await scene.ask(1) == [2]
+        while scene.reloads < 2:  # so it could not be loaded the first time
+            await scene.tried_again()
+        assert broken.batches == [[1]]
+        assert await scene.ask(3) == [4]
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_a_request_cancelled_while_its_copy_breaks_is_not_replayed() -> None:
+    async def test() -> None:
+        first, second = Slow(), Fragile()
+        scene = Scene([first], lambda: second)
+        gone = InferRequest({"x": np.array([[-1.0]], np.float32)}, ("y",), 1, (1,), None, lambda _: None)
+        scene.batcher.submit(gone)
+        assert await asyncio.to_thread(first.entered.wait, WAIT_S)
+        scene.batcher.cancel(gone)
+        first.release.set()
+        await scene.up_again()
+        assert second.batches == []
+        await scene.batcher.drain()
+
+    run(test)
+
+
+def test_draining_waits_for_replayed_requests() -> None:
+    async def test() -> None:
+        broken = Fragile()
+        broken._lost = True
+        scene = Scene([broken], Fragile)
+        answer = scene.submit(1)
+        await asyncio.sleep(0)
+        await scene.batcher.drain()
+        assert not isinstance(answer.result(), InferenceError)
+
+    run(test)
+
+
+class OnCpu(Fragile):
+    provider = "CPUExecutionProvider"
+
+
+class SlowOnCpu(Slow):
+    provider = "CPUExecutionProvider"
+
+
+def test_requests_replayed_before_a_short_batch_leave_its_copy_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        loop, told = asyncio.get_running_loop(), threading.Event()
+        good, broken = OnCpu(), SlowOnCpu()
+        scene = Scene([good, broken], OnCpu, short_s={1: 1e-6})
+        broken._lost = True
+        lost = scene.submit(1, rows=2)  # nothing is known of batches of two rows: it is computed on a thread
+        assert await asyncio.to_thread(broken.entered.wait, WAIT_S)
+        tell = loop.call_soon_threadsafe
+
+        def tell_both(*what: Any) -> None:
+            tell(*what)
+            told.set()
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", tell_both)
+        broken.release.set()
+        assert told.wait(WAIT_S)  # the end of the one and the beginning of the other are for the same turn of the loop
+        short = scene.submit(5)
+        answers = await asyncio.gather(lost, short)
+        assert [not isinstance(answer, InferenceError) and answer["y"][:, 0].tolist() for answer in answers] == [[2, 2], [6]]
+        assert good.batches == [[5], [1, 1]]
+        await scene.batcher.drain()
+
+    run(test)
+
+
+STICKY = "CUDA failure 700: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        (STICKY, True),
+        ("CUDA error: operation not supported on global/shared address space", True),
+        ("CUDA failure 220: uncorrectable NVLink error detected during the execution", True),
+        ("CUDA failure 2: out of memory", False),
+        ("CUDA failure 900: operation not permitted when stream is capturing", False),
+    ],
+)
+def test_runtime_errors_of_a_lost_device_are_recognized(text: str, *, is_lost: bool) -> None:
+    assert is_device_lost(RuntimeError(text)) is is_lost
+
+
+class Refusing:
+    """Loads nothing, but raises this, so often; then a copy that works."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+
+    def __call__(self) -> Backend:
+        if self._errors:
+            raise self._errors.pop(0)
+        return Fragile()
+
+
+def wrapped() -> ModelLoadError:
+    error = ModelLoadError("m.onnx: cannot be loaded")
+    error.__cause__ = RuntimeError(STICKY)
+    return error
+
+
+@pytest.mark.parametrize("error", [RuntimeError(f"{STICKY}\n in x"), wrapped()], ids=["plain", "wrapped"])
+def test_a_failed_reload_on_a_lost_device_is_reported(error: Exception) -> None:
+    told: list[str] = []
+
+    async def test() -> None:
+        first = Fragile()
+        first._lost = True
+        scene = Scene([first], Refusing(error, error))
+        scene.instances[0].on_lost_device = told.append
+        assert "cannot be loaded just now" in str((await scene.ask(1))[0])
+        assert told == [str(error).split("\n")[0]]
+        await scene.up_again()
+        assert len(told) == 2
+        await scene.batcher.drain()
+
+    run(test)
+
+
+@pytest.mark.parametrize("file", ["m", "illegal memory access"])
+def test_other_reasons_are_not_told(file: str) -> None:
+    told: list[str] = []
+
+    async def test() -> None:
+        first = Fragile()
+        first._lost = True
+        scene = Scene([first], Refusing(ModelLoadError(f"/models/{file}/1/model.onnx: not found")))
+        scene.instances[0].on_lost_device = told.append
+        await scene.ask(1)
+        await scene.up_again()
+        await asyncio.sleep(0)
+        await scene.batcher.drain()
+
+    run(test)
+    assert told == []
+
+
+LONG = 10**12  # weeks
+
+
+def number(n: int) -> Array:
+    return np.array([n], np.int64)
+
+
+def test_a_copy_that_exceeds_its_time_limit_is_replaced(tmp_path: Path) -> None:
+    save_counter(tmp_path / "counter" / "1" / "model.onnx")
+    limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "0.2" } }'
+    (tmp_path / "counter" / "config.pbtxt").write_text(limit)
+
+    async def scene() -> None:
+        (model,) = load_repository(tmp_path)
+        (instance,) = model.batcher.instances
+        first = instance._copy.backend
+        assert await ask_model(model, number(5)) == [5.0]
+        assert await ask_model(model, number(LONG)) == (
+            "the model did not answer within its 0.2 s and is being restarted; try again later"
+        )
+        ready = [model.is_ready]
+        assert await ask_model(model, number(7)) == [7.0]
+        assert [*ready, model.is_ready] == [False, True]
+        assert (instance.restarts, instance.fault) == (1, "a batch was not computed within 0.2 s")
+        assert instance._copy.backend is not first
+        await model.batcher.drain()
+
+    before = set(threading.enumerate())
+    asyncio.run(scene())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "what was given up computes no further"
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "weights.bin"])
+def test_a_copy_is_not_reloaded_from_changed_files(tmp_path: Path, name: str) -> None:
+    path = save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    folder = path.parent
+    (folder / "model.onnx.data").write_bytes(b"weights")
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (model,) = load_repository(tmp_path)
+    assert model.reload is not None
+    file = folder / name
+    before, content = file.stat(), file.read_bytes()
+    (folder / f"{name}.bak").write_bytes(content)
+    model.reload(0)
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(
+        ModelLoadError, match=f"{name}: has been changed since the model was loaded; put the file back, or load"
+    ):
+        model.reload(0)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    model.reload(0)

@@ -1,0 +1,171 @@
+"""Server processes, and clients that check every answer while tests inject faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from serve.client import InferenceClient, InferenceClientError, RetryPolicy
+from tests.models import Array, mlp_weights
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server that takes requests.
+
+    Attributes:
+        process: the operating system's.
+        address: "127.0.0.1:port".
+        repository: that it serves.
+        access_log: its file.
+        errors: what it writes to standard error.
+    """
+
+    process: subprocess.Popen[str]
+    address: str
+    repository: Path
+    access_log: Path
+    errors: IO[bytes]
+
+    def error_text(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read().decode()
+
+    def open_files(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+    def until(self, condition: Callable[[], bool], ask: Callable[[], object]) -> None:
+        """Wait for a condition; each question to the server is a turn of its event loop."""
+        for _ in range(20_000):
+            if condition():
+                return
+            ask()
+        raise AssertionError(f"it never came about; the server says: {self.error_text()}")
+
+
+@contextmanager
+def run_faulty_server(repository: Path) -> Iterator[ServerProcess]:
+    """The server of `server_program`; ends it, and looks at how it went."""
+    access_log = repository.parent / "access.log"
+    command = [sys.executable, "-m", "tests.serve.faults.server_program", str(repository), str(access_log)]
+    with tempfile.TemporaryFile() as errors:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT) as process:
+            assert process.stdout is not None
+            try:
+                address = f"127.0.0.1:{process.stdout.readline().strip()}"
+                yield ServerProcess(process, address, repository, access_log, errors)
+                process.terminate()
+                assert process.wait(WAIT_S) == 0
+            finally:
+                process.kill()
+        errors.seek(0)
+        assert b"Traceback" not in errors.read()
+
+
+ON_ONE_STREAM = 32
+TOLERANCE = 0.02
+
+
+class Load:
+    """Asks the model "mlp" until it is stopped, with single requests and on streams.
+
+    Attributes:
+        refused: errors that single requests met; more than the test allows for fails it.
+    """
+
+    def __init__(self, addresses: list[str], retry: RetryPolicy) -> None:
+        self._addresses = addresses
+        self._retry = retry
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._answers = 0
+        self.refused: list[InferenceClientError] = []
+
+    def ask(self, seed: int) -> None:
+        random, (first, second) = np.random.default_rng(seed), mlp_weights()
+        with InferenceClient(self._addresses, timeout_s=WAIT_S, retries=self._retry) as client:
+            while not self._stop.is_set():
+                x = random.standard_normal((int(random.integers(1, 4)), 64)).astype(np.float16)
+                try:
+                    y = client.infer("mlp", {"x": x})["y"]
+                except InferenceClientError as error:
+                    with self._changed:
+                        self.refused.append(error)
+                        self._changed.notify_all()
+                    continue
+                _check(x, y, first, second)
+                self._count(1)
+
+    def stream(self, seed: int) -> None:
+        random, (first, second) = np.random.default_rng(seed), mlp_weights()
+        with InferenceClient(self._addresses, timeout_s=WAIT_S, retries=self._retry) as client:
+            while not self._stop.is_set():
+                inputs = [random.standard_normal((1, 64)).astype(np.float16) for _ in range(ON_ONE_STREAM)]
+                answered = []
+                for answer in client.stream_infer("mlp", [{"x": x} for x in inputs], in_flight=8):
+                    _check(inputs[answer.index], answer.outputs["y"], first, second)
+                    answered.append(answer.index)
+                assert answered == list(range(ON_ONE_STREAM))  # each once
+                self._count(ON_ONE_STREAM)
+
+    def wait_for_more(self, count: int = 20) -> None:
+        """Until so many more answers have come."""
+        with self._changed:
+            enough = self._answers + count
+            assert self._changed.wait_for(lambda: self._answers >= enough, WAIT_S), self.refused[:3]
+
+    def wait_for_refusals(self, count: int) -> None:
+        """Until so many requests have been refused in all."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.refused) >= count, WAIT_S)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _count(self, answers: int) -> None:
+        with self._changed:
+            self._answers += answers
+            self._changed.notify_all()
+
+
+@contextmanager
+def under_load(
+    addresses: list[str],
+    *,
+    askers: int = 3,
+    streams: int = 1,
+    retry: RetryPolicy | None = None,
+    may_refuse: bool = False,
+) -> Iterator[Load]:
+    """Clients at work; at the end every answer was right, and none was refused unless it may be."""
+    load = Load(addresses, retry or RetryPolicy(retries=0))
+    with ThreadPoolExecutor(askers + streams) as pool:
+        work = [pool.submit(load.ask if number < askers else load.stream, number) for number in range(askers + streams)]
+        try:
+            load.wait_for_more()
+            yield load
+        finally:
+            load.stop()
+    for one in work:
+        one.result()  # raises what it has found wrong
+    if not may_refuse:
+        assert [str(error) for error in load.refused] == []
+
+
+def _check(x: Array, y: Array, first: Array, second: Array) -> None:
+    exact = np.maximum(x.astype(np.float32) @ first.astype(np.float32), 0) @ second.astype(np.float32)
+    assert y.shape == exact.shape
+    assert np.allclose(y, exact, atol=TOLERANCE, rtol=TOLERANCE), "an answer is another request's, or wrong"

@@ -1,0 +1,73 @@
+"""A real server in this process whose models come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+
+from serve.backends.onnx_runtime.backend import OnnxRuntime
+from serve.engine.backend import DevicePlacement, Runtime
+from serve.engine.config.model_config import Defaults
+from serve.engine.inference_core import InferenceCore
+from serve.model_control.loading import VersionLoader
+from serve.model_control.model_control import ModelControl
+from serve.model_control.options import ControlMode, ControlOptions
+from serve.transports.nghttp2.server import Nghttp2Server
+from tests.serve.running_server import MakeTransport, RunningServer, running_server
+
+Line = tuple[str, str, str, str]
+
+
+def loader(warm_up_budget_s: float = 5.0, runtime: Runtime | None = None) -> VersionLoader:
+    placement = DevicePlacement(use_gpu=False, threads=1)
+    return VersionLoader(
+        runtime=runtime or OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=warm_up_budget_s
+    )
+
+
+def control(core: InferenceCore, path: Path, mode: ControlMode, runtime: Runtime | None = None, **options: Any) -> ModelControl:
+    return ModelControl(core, path, loader(runtime=runtime), ControlOptions(mode=mode, **options))
+
+
+@contextmanager
+def controlled_server(
+    path: Path, mode: ControlMode, make_transport: MakeTransport = Nghttp2Server, **options: Any
+) -> Iterator[RunningServer]:
+    """A server on `path` that has loaded what it loads at the start."""
+    with running_server(list, make_transport) as server:
+        controlling = server.call(lambda: control(server.core, path, mode, **options))
+        try:
+            server.run(controlling.start())
+            yield server
+        finally:
+            server.call(controlling.close)
+
+
+def lines(server: RunningServer) -> list[Line]:
+    """The index: name, version, state, reason."""
+    return server.call(lambda: [(s.name, s.version, s.state.value, s.reason) for s in server.core.index()])
+
+
+def wait_for(server: RunningServer, expected: list[Line]) -> None:
+    """Wait until the index is as expected; it is read again whenever something changes."""
+
+    async def reached() -> None:
+        while True:
+            changed = server.core.changed
+            if [(s.name, s.version, s.state.value, s.reason) for s in server.core.index()] == expected:
+                return
+            await changed.wait()
+
+    server.run(reached())
+
+
+def ask(client: triton.InferenceServerClient, name: str = "mlp", version: str = "") -> list[float]:
+    """The answer to a row of ones."""
+    x = triton.InferInput("x", [1, 64], "FP16").set_data_from_numpy(np.ones((1, 64), np.float16))
+    answer = client.infer(name, [x], model_version=version).as_numpy("y")
+    return [float(value) for value in np.asarray(answer)[0]]

@@ -1,0 +1,315 @@
+"""What is checked before a model's file is opened: its certificate, and whether there is room."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from export.certificate.budget import Budget
+from export.certificate.certificate import Certificate, Probe
+from export.certificate.embed import embed_in_file
+from serve.engine import resource_limits
+from serve.engine.errors import ModelLoadError
+from serve.engine.repository.model_repository import find_model, find_models, model_names
+from serve.engine.resource_limits import available_bytes, memory_limit_bytes
+from serve.model_control import checks
+from serve.model_control.checks import check_certificate, require_memory
+from serve.model_control.options import ControlMode
+from tests.models import save_mlp
+from tests.serve.hostile_files import elsewhere, reading_model
+from tests.serve.model_control.controlled import controlled_server, lines, loader
+
+
+def certified(folder: Path) -> Path:
+    """A model with the certificate beside it that export would have written."""
+    model = save_mlp(folder / "model.onnx")
+    blank = Certificate(
+        model="mlp",
+        onnx_sha256="",
+        onnx_bytes=0,
+        samples=1,
+        budget=Budget(),
+        outputs=(),
+        probe=Probe(level="ORT_ENABLE_ALL", crashes=()),
+        created_utc="2026-01-01T00:00:00Z",
+        notes=("π is not exact",),
+    )
+    (folder / "certificate.json").write_bytes(embed_in_file(model, blank).to_bytes())
+    return model
+
+
+def rewrite(model: Path, **values: Any) -> None:
+    path = model.parent / "certificate.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_model_and_its_certificate_belong_together(tmp_path: Path) -> None:
+    assert check_certificate(save_mlp(tmp_path / "bare" / "model.onnx")) is None
+    model = certified(tmp_path / "good")
+    assert check_certificate(model) == "failed"  # it has no outputs that could have passed
+    model.write_bytes(model.read_bytes() + b"\x18\x00")
+    with pytest.raises(ModelLoadError, match=r"model.onnx: is not the file that certificate.json beside it was made for"):
+        check_certificate(model)
+
+
+def test_a_certificate_that_was_changed_is_refused(tmp_path: Path) -> None:
+    model = certified(tmp_path)
+    rewrite(model, passed=True)
+    with pytest.raises(ModelLoadError, match="certificate.json: is not the certificate that the model names in its metadata"):
+        check_certificate(model)
+
+
+def test_the_certificates_result_is_in_the_models_parameters(tmp_path: Path) -> None:
+    model = certified(tmp_path / "mlp" / "1")
+    plain = onnx.load(model)
+    del plain.metadata_props[:]
+    onnx.save(plain, model)
+    rewrite(model, onnx_sha256=hashlib.sha256(model.read_bytes()).hexdigest(), passed=True)
+    (files,) = find_models(tmp_path)
+    assert loader().load(files).config.parameters["halfserve.certificate"].string_value == "passed"
+
+
+def test_reported_parameters_cannot_be_declared(tmp_path: Path) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    claims = [f'parameters {{ key: "halfserve.{key}" value {{ string_value: "passed" }} }}' for key in ("certificate", "nodes")]
+    (tmp_path / "mlp" / "config.pbtxt").write_text("\n".join(claims))
+    (files,) = find_models(tmp_path)
+    found = loader().load(files).config.parameters
+    assert "halfserve.certificate" not in found
+    assert found["halfserve.nodes"].string_value.startswith("CPUExecutionProvider=")
+
+
+def test_accelerators_have_no_effect_on_the_cpu_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    accelerator = 'optimization { execution_accelerators { gpu_execution_accelerator { name: "tensorrt" } } }'
+    (tmp_path / "mlp" / "config.pbtxt").write_text(accelerator)
+    (files,) = find_models(tmp_path)
+    loader().load(files)
+    assert "mlp/config.pbtxt: no effect here: optimization.execution_accelerators" in caplog.text
+
+
+def test_data_files_count(tmp_path: Path) -> None:
+    model = certified(tmp_path)
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    data = tmp_path / "weights.bin"
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (model, data)]
+    whole = hashlib.sha256(f"{hashes[0]}  model\n{hashes[1]}  weights.bin\n".encode()).hexdigest()
+    rewrite(model, onnx_sha256=whole)
+    assert check_certificate(model) == "failed"
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    with pytest.raises(ModelLoadError, match="its SHA-256 differs"):
+        check_certificate(model)
+    data.unlink()
+    with pytest.raises(ModelLoadError, match="weights.bin: is missing; the model beside it keeps weights there"):
+        check_certificate(model)
+
+
+def test_data_files_elsewhere_are_not_read(tmp_path: Path) -> None:
+    model = certified(tmp_path / "model")
+    message = onnx.load(model)
+    tensor = message.graph.initializer[0]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../../../../../../dev/zero")
+    model.write_bytes(message.SerializeToString())
+    with pytest.raises(ModelLoadError, match="keeps weights in '../../../../../../dev/zero', expected a file beside it"):
+        check_certificate(model)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "certificate.json: cannot be read: it is no JSON"),
+        (b"[]", "certificate.json: is no certificate that halfserve wrote"),
+        (b'{"schema": "other"}', "certificate.json: is no certificate that halfserve wrote"),
+        (b"[" * 100_000, "certificate.json: cannot be read: it is no JSON"),
+    ],
+)
+def test_a_file_that_is_not_a_certificate_is_refused(tmp_path: Path, content: bytes, text: str) -> None:
+    model = save_mlp(tmp_path / "model.onnx")
+    (tmp_path / "certificate.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=text):
+        check_certificate(model)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has it, and it cannot be read at 0")
+@pytest.mark.parametrize("name", ["model.onnx", "certificate.json"])
+def test_a_system_error_does_not_advise_to_export_again(tmp_path: Path, name: str) -> None:
+    certified(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(ModelLoadError, match=f"{name}: cannot be read: Input/output error$"):
+        check_certificate(tmp_path / "model.onnx")
+
+
+def test_a_model_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model.onnx"
+    model.write_bytes(b"x" * 1_000_000)
+    (tmp_path / "model.onnx.data").write_bytes(b"x" * 2_000_000)
+    (tmp_path / "other.onnx").write_bytes(b"x" * 9_000_000)
+    monkeypatch.setattr(checks, "available_bytes", lambda: 3_000_000)
+    require_memory(model, 1)
+    with pytest.raises(ModelLoadError, match="not enough memory: it takes at least 6 MB, 3 MB are available; unload another"):
+        require_memory(model, 2)
+    monkeypatch.setattr(checks, "available_bytes", lambda: None)
+    require_memory(model, 1000)
+
+
+def test_memory_must_hold_the_data_files_that_a_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_mlp(tmp_path / "model.onnx")
+    onnx.save(onnx.load(model), model, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "weights.bin").write_bytes(b"x" * 2_000_000)
+    monkeypatch.setattr(checks, "available_bytes", lambda: 1_000_000)
+    with pytest.raises(ModelLoadError, match="it takes at least 2 MB, 1 MB are available"):
+        require_memory(model, 1)
+
+
+def test_memory_must_hold_each_tensor_that_reads_the_same_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model.onnx"
+    message = onnx.load_from_string(reading_model("initializer", "weights.bin"))
+    message.graph.initializer.extend([elsewhere("weights.bin", count=1_000_000)] * 50)
+    unsaid = elsewhere("weights.bin", count=1_000_000)
+    del unsaid.external_data[1:]
+    message.graph.initializer.extend([unsaid] * 50)
+    model.write_bytes(message.SerializeToString())
+    (tmp_path / "weights.bin").write_bytes(bytes(1_000_000))
+    monkeypatch.setattr(checks, "available_bytes", lambda: 50_000_000)
+    with pytest.raises(ModelLoadError, match="it takes at least 100 MB, 50 MB are available"):
+        require_memory(model, 1)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for /proc/meminfo, /proc/self/cgroup and /sys/fs/cgroup."""
+    monkeypatch.setattr(resource_limits, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(resource_limits, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(resource_limits, "CGROUP", tmp_path)
+    return tmp_path
+
+
+def add_group(folder: Path, limit: str, used: str = "1000") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(limit)
+    (folder / "memory.current").write_text(used)
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 200\nactive_file 100")
+
+
+@pytest.mark.parametrize(
+    ("limit", "meminfo", "expected"),
+    [
+        ("max", "MemTotal: 9 kB\nMemAvailable:    7 kB\n", 7 * 1024),
+        ("5000", "MemAvailable: 7 kB", 5000 - 1000 + 300),
+        ("5000", "", 5000 - 1000 + 300),
+        ("none", "", None),
+    ],
+)
+def test_the_machine_and_the_container_limit_memory(machine: Path, limit: str, meminfo: str, expected: int | None) -> None:
+    add_group(machine, limit)
+    (machine / "meminfo").write_text(meminfo)
+    assert available_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "meminfo", "expected"),
+    [("max", "MemTotal: 9 kB\nMemAvailable: 7 kB\n", 9 * 1024), ("5000", "MemTotal: 9 kB", 5000), ("none", "", None)],
+)
+def test_the_memory_limit_is_the_machines_or_the_containers(
+    machine: Path, limit: str, meminfo: str, expected: int | None
+) -> None:
+    add_group(machine, limit)
+    (machine / "meminfo").write_text(meminfo)
+    assert memory_limit_bytes() == expected
+
+
+def test_enclosing_control_groups_limit_memory(machine: Path) -> None:
+    (machine / "membership").write_text("0::/system.slice/halfserve.service\n")
+    add_group(machine / "system.slice" / "halfserve.service", "9000", "2000")
+    assert available_bytes() == 9000 - 2000 + 300
+    add_group(machine / "system.slice", "9000", "5000")
+    assert available_bytes() == 9000 - 5000 + 300
+    add_group(machine / "other.slice", "100")
+    # As it is named where a group beside it is the outermost one that is seen.
+    (machine / "membership").write_text("0::/../system.slice/halfserve.service\n")
+    assert available_bytes() == 9000 - 5000 + 300
+
+
+@pytest.mark.parametrize("folder", ["docker/1f", "."])  # as the host sees it, and as the container does
+def test_control_groups_of_version_1_limit_memory(machine: Path, folder: str) -> None:
+    (machine / "membership").write_text("5:cpu,cpuacct:/other\n4:memory:/docker/1f\n1:name=systemd:/memory\n0::/\n")
+    group = machine / "memory" / folder
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("5000\n")
+    (group / "memory.usage_in_bytes").write_text("1000\n")
+    (group / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 200\ntotal_active_file 100\ntotal_rss 9\n")
+    assert available_bytes() == 5000 - 1000 + 300
+
+
+def test_memory_is_known_here() -> None:
+    assert (available_bytes() or 0) > np.iinfo(np.uint16).max
+
+
+def test_running_out_of_memory_while_loading_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+    (files,) = find_models(tmp_path)
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("serve.model_control.loading.warm_up", run_out)
+    with pytest.raises(ModelLoadError, match="mlp/1/model.onnx: not enough memory to load it; unload another model first"):
+        loader().load(files)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_a_model_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_mlp(tmp_path / "good" / "1" / "model.onnx")
+    (tmp_path / "locked").mkdir()
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:  # a test that runs as root may look into everything
+        if path.name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert model_names(tmp_path) == ["good", "locked"]
+    with pytest.raises(ModelLoadError, match="locked: cannot be read: Permission denied"):
+        find_model(tmp_path, "locked")
+
+
+def test_a_system_error_refuses_the_version_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+
+    def too_many(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/elsewhere/secret")
+
+    monkeypatch.setattr("serve.model_control.loading.warm_up", too_many)
+    with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
+        assert lines(server) == [("mlp", "1", "UNAVAILABLE", "mlp/1/model.onnx: cannot be loaded: Too many open files")]
+    assert caplog.messages == [f"{tmp_path}/mlp/1/model.onnx: cannot be loaded: Too many open files"]
+
+
+def test_an_unexpected_error_refuses_the_version_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
+
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("serve.model_control.loading.warm_up", break_down)
+    reason = "mlp/1/model.onnx: ZeroDivisionError while it was loaded; the server's log says more"
+    with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
+        assert lines(server) == [("mlp", "1", "UNAVAILABLE", reason)]
+    assert caplog.messages[0] == "mlp/1: failed to load"

@@ -1,0 +1,301 @@
+"""The loader's thread, and loads that take too long."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from protos.model_config_pb2 import ModelConfig
+from serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from serve.engine.backend import DevicePlacement, ModelInterface
+from serve.engine.background_threads import Worker, pause
+from serve.engine.config.model_config import Defaults
+from serve.model_control import switch
+from serve.model_control.loading import LoaderThread, VersionLoader
+from serve.model_control.model_control import ModelControl
+from serve.model_control.options import ControlMode, ControlOptions
+from tests.models import save_mlp
+from tests.serve.model_control.controlled import lines
+from tests.serve.running_server import running_server
+
+T = TypeVar("T")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="threads have scheduling policies on Linux")
+
+
+def on_the_thread(function: Callable[[], T]) -> T:
+    async def main() -> T:
+        thread = LoaderThread()
+        try:
+            return await thread.run(function)
+        finally:
+            thread.stop()
+
+    return asyncio.run(main())
+
+
+@linux
+def test_the_loader_thread_runs_under_sched_batch() -> None:
+    assert on_the_thread(lambda: os.sched_getscheduler(0)) == os.SCHED_BATCH
+
+
+def test_a_functions_error_is_raised_and_the_thread_continues() -> None:
+    def fail() -> None:
+        raise KeyError("broken")
+
+    async def main() -> int:
+        thread = LoaderThread()
+        try:
+            with pytest.raises(KeyError, match="broken"):
+                await thread.run(fail)
+            return await thread.run(lambda: 7)
+        finally:
+            thread.stop()
+
+    assert asyncio.run(main()) == 7
+
+
+def test_functions_run_in_order_on_one_thread() -> None:
+    async def main() -> tuple[list[int], set[int]]:
+        thread, order, idents = LoaderThread(), list[int](), set[int]()
+
+        def work(number: int) -> None:
+            order.append(number)
+            idents.add(threading.get_ident())
+
+        try:
+            await asyncio.gather(*(thread.run(work, number) for number in range(20)))
+            return order, idents
+        finally:
+            thread.stop()
+
+    order, idents = asyncio.run(main())
+    assert order == list(range(20))
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_work_pauses_once_there_are_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    rested: list[int] = []  # which thread did; those of tests before may still do
+    monkeypatch.setattr("time.sleep", lambda _: rested.append(threading.get_ident()))
+
+    async def main() -> tuple[int, int]:
+        thread = LoaderThread()
+        try:
+            ours = await thread.run(threading.get_ident)
+            await thread.run(pause)
+            before = rested.count(ours)
+            thread.in_service = True
+            await thread.run(pause)
+            return before, rested.count(ours)
+        finally:
+            thread.stop()
+
+    assert asyncio.run(main()) == (0, 2), "in front of it and where it says"
+
+
+def test_a_hung_function_is_abandoned_and_another_thread_goes_on() -> None:
+    release, left = threading.Event(), threading.Event()
+
+    def hang() -> str:
+        assert release.wait(20)
+        left.set()
+        return "too late"
+
+    async def main() -> tuple[list[int], str]:
+        thread = LoaderThread()
+        try:
+            hanging = asyncio.ensure_future(thread.run(hang, limit_s=0.05))
+            behind = [asyncio.ensure_future(thread.run(lambda n=n: n)) for n in range(3)]
+            with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
+                await hanging
+            done = await asyncio.gather(*behind)
+            release.set()
+            await asyncio.to_thread(left.wait, 20)
+            return done, await thread.run(lambda: "next", limit_s=20)
+        finally:
+            release.set()
+            thread.stop()
+
+    assert asyncio.run(main()) == ([0, 1, 2], "next")
+
+
+def test_a_hung_load_is_given_up_even_without_a_new_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, asked = threading.Event(), list[str]()
+
+    class Scarce(Worker):
+        def __init__(self, name: str) -> None:
+            asked.append(name)
+            if len(asked) < 3:
+                raise RuntimeError("can't start new thread")
+            super().__init__(name)
+
+    async def main() -> int:
+        thread = LoaderThread("slow")
+        monkeypatch.setattr("serve.model_control.loading.Worker", Scarce)
+        monkeypatch.setattr("serve.model_control.loading.AGAIN_S", 0.01)
+        try:
+            hanging = asyncio.ensure_future(thread.run(lambda: release.wait(20), limit_s=0.05))
+            behind = asyncio.ensure_future(thread.run(lambda: 7))
+            with pytest.raises(TimeoutError, match=r"not done within 0\.05 s"):
+                await asyncio.wait_for(hanging, 10)
+            return await asyncio.wait_for(behind, 10)
+        finally:
+            release.set()
+            thread.stop()
+
+    assert asyncio.run(main()) == 7
+    assert asked == ["slow"] * 3
+
+
+def test_the_limit_counts_from_its_beginning() -> None:
+    async def main() -> list[str]:
+        thread, first = LoaderThread(), threading.Event()
+        try:
+            waiting = asyncio.ensure_future(thread.run(lambda: first.wait(20) and "first"))
+            limited = asyncio.ensure_future(thread.run(lambda: "second", limit_s=0.05))
+            _, pending = await asyncio.wait([waiting, limited], timeout=0.2)
+            assert len(pending) == 2
+            first.set()
+            return [str(done) for done in await asyncio.gather(waiting, limited)]
+        finally:
+            first.set()
+            thread.stop()
+
+    assert asyncio.run(main()) == ["first", "second"]
+
+
+WAIT_S = 20.0
+LIMIT_S = 0.5
+
+
+class StuckRuntime(OnnxRuntime):
+    """Never comes back from loading "stuck" until `release` is set; `ended` is set when it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release, self.ended = threading.Event(), threading.Event()
+
+    def load(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
+    ) -> OnnxRuntimeBackend:
+        if config.name == "stuck":
+            assert self.release.wait(WAIT_S)
+            self.ended.set()
+        return super().load(path, interface, placement, config)
+
+
+@pytest.mark.parametrize("stuck", ["version_fingerprint", "find_model"])
+def test_files_that_cannot_be_looked_at_in_time_are_not_in_the_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: str
+) -> None:
+    """As those of a file server that has gone."""
+    for name in ("stuck", "well"):
+        save_mlp(tmp_path / name / "1" / "model.onnx")
+    release, real = threading.Event(), getattr(switch, stuck)
+
+    def look(*arguments: Any, **options: Any) -> Any:
+        assert "stuck" not in str(arguments) or release.wait(WAIT_S)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(switch, stuck, look)
+    placement = DevicePlacement(use_gpu=False, threads=1)
+    loader = VersionLoader(runtime=OnnxRuntime(), placement=placement, defaults=Defaults(), warm_up_budget_s=5.0)
+    options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=LIMIT_S)
+    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
+        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, options))
+        try:
+            server.run(control.start())
+            with pytest.raises(InferenceServerException, match=r"stuck: its files were not looked at within 0\.5 s"):
+                client.load_model("stuck", client_timeout=WAIT_S)
+            control._switch._load_limit_s = WAIT_S  # on a busy machine a good load may take longer than LIMIT_S
+            client.load_model("well", client_timeout=WAIT_S)
+            assert client.is_model_ready("well")
+        finally:
+            release.set()
+            server.call(control.close)
+
+
+def test_a_load_that_hangs_is_refused_and_others_go_on(tmp_path: Path) -> None:
+    for name in ("stuck", "well"):
+        save_mlp(tmp_path / name / "1" / "model.onnx")
+    runtime = StuckRuntime()
+    loader = VersionLoader(
+        runtime=runtime, placement=DevicePlacement(use_gpu=False, threads=1), defaults=Defaults(), warm_up_budget_s=5.0
+    )
+    options = ControlOptions(mode=ControlMode.EXPLICIT, load_limit_s=LIMIT_S)
+    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
+        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, options))
+        try:
+            server.run(control.start())
+            with pytest.raises(InferenceServerException, match=r"within 0\.5 s \(--load-seconds\), and is given up"):
+                client.load_model("stuck", client_timeout=WAIT_S)
+            control._switch._load_limit_s = WAIT_S  # on a busy machine a good load may take longer than LIMIT_S
+            client.load_model("well", client_timeout=WAIT_S)
+            assert client.is_model_ready("well")
+            runtime.release.set()
+            assert runtime.ended.wait(WAIT_S)
+            client.load_model("well", client_timeout=WAIT_S)
+            assert [line[:3] for line in lines(server)] == [("stuck", "1", "UNAVAILABLE"), ("well", "1", "READY")]
+            tensor = triton.InferInput("x", [1, 64], "FP16")
+            tensor.set_data_from_numpy(np.ones((1, 64), np.float16))
+            assert client.infer("well", [tensor]).as_numpy("y") is not None
+        finally:
+            runtime.release.set()
+            server.call(control.close)
+
+
+class HeldRuntime(OnnxRuntime):
+    """Loads nothing until `release` is set; `entered` is set when it is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def load(
+        self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
+    ) -> OnnxRuntimeBackend:
+        self.entered.set()
+        assert self.release.wait(WAIT_S)
+        return super().load(path, interface, placement, config)
+
+
+def test_the_index_does_not_wait_for_a_load(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_mlp(tmp_path / name / "1" / "model.onnx")
+    runtime = HeldRuntime()
+    loader = VersionLoader(
+        runtime=runtime, placement=DevicePlacement(use_gpu=False, threads=1), defaults=Defaults(), warm_up_budget_s=5.0
+    )
+
+    def load(address: str) -> None:
+        with triton.InferenceServerClient(address) as client:
+            client.load_model("a")
+
+    with running_server(list) as server, triton.InferenceServerClient(server.address) as client:
+        control = server.call(lambda: ModelControl(server.core, tmp_path, loader, ControlOptions(mode=ControlMode.EXPLICIT)))
+        server.run(control.start())
+        loading = threading.Thread(target=load, args=[server.address])
+        loading.start()
+        try:
+            assert runtime.entered.wait(WAIT_S)
+            save_mlp(tmp_path / "c" / "1" / "model.onnx")
+            index = client.get_model_repository_index(client_timeout=5).models
+            assert [(m.name, m.version, m.state) for m in index] == [
+                ("a", "1", "LOADING"),
+                ("b", "", "UNAVAILABLE"),
+                ("c", "", "UNAVAILABLE"),
+            ]
+        finally:
+            runtime.release.set()
+            loading.join(WAIT_S)
+            server.call(control.close)
