@@ -32,8 +32,8 @@ from serve.server import Ready, ServerOptions
 from serve.signals import ignore_hang_up
 from serve.supervisor.endings import LOST_DEVICE_CODE
 from serve.supervisor.inheritance import Inheritance, take_over
-from serve.transports.choice import TransportName
-from serve.transports.transport import BindError
+from serve.transports.listening import BindError
+from serve.transports.transport import TransportName
 
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 

@@ -10,7 +10,7 @@ import typer
 
 from serve.model_control.options import ControlMode
 from serve.observability.options import AccessLog
-from serve.transports.choice import TransportName
+from serve.transports.transport import TransportName
 
 HTTP_PORT, METRICS_PORT = 8000, 8002
 MAX_ROWS = 2**31 - 1  # what a model's config holds

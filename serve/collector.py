@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 # A request in flight is some ten objects that the collector knows of. From Python's 700 new ones on it would look through those
 # of 64 requests at each batch, and find nothing, as none of them go in circles: that is 7 % of the server's time for a request.
-# tests/serve/transports/nghttp2/test_no_circles.py holds that, also of requests that are refused or given up.
+# tests/serve/transports/nghttp2/test_server.py holds that, also of requests that are refused or given up.
 NEW_OBJECTS = 10_000
 
 

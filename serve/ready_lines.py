@@ -11,7 +11,7 @@ from collections.abc import Callable
 import typer
 
 from serve.server import Ready
-from serve.transports.transport import address_of
+from serve.transports.listening import address_of
 
 logger = logging.getLogger(__name__)
 

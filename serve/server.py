@@ -35,9 +35,8 @@ from serve.security.security import Security
 from serve.signals import stop_on_signal
 from serve.supervisor.handover import ADMIN, GRPC
 from serve.supervisor.inheritance import Inheritance
-from serve.transports.choice import TransportName, make_transport
 from serve.transports.listener import ConnectionLimit
-from serve.transports.transport import Transport
+from serve.transports.transport import Transport, TransportName, make_transport
 
 if TYPE_CHECKING:
     from serve.http.rest_server import RestServer

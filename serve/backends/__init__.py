@@ -1,1 +1,1 @@
-"""What runs a model: ONNX Runtime or PyTorch, told apart by the file."""
+"""Backends: ONNX Runtime and PyTorch."""

@@ -1,4 +1,4 @@
-"""Every kind of model file behind one runtime: the file's own first bytes say what it is."""
+"""One runtime for every kind of model file, chosen by the file's first bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
-from serve.backends.onnx_runtime.probe.crash_verdicts import CrashVerdicts, default_folder
+from serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
 from serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
 from serve.engine.disk_files import open_regular
 from serve.engine.errors import ModelLoadError
@@ -20,11 +19,9 @@ class Runtimes:
     """ONNX files go to ONNX Runtime, exported torch programs to torch, which is imported for the first of them."""
 
     def __init__(self, probe: CrashProbe | None = None, *, trust_torch_archives: bool = False) -> None:
-        """All runtimes.
+        """`probe` loads ONNX models in another process first; None trusts them.
 
-        Args:
-            probe: tries ONNX models out before they are loaded here; None trusts them.
-            trust_torch_archives: load torch programs too, which can run any code as this process's user.
+        Torch programs can run any code as this process's user; `trust_torch_archives` loads them.
         """
         self._onnx = OnnxRuntime(probe)
         self._trust_torch_archives = trust_torch_archives
@@ -34,8 +31,9 @@ class Runtimes:
         """Read a model file's interface.
 
         Raises:
-            ModelLoadError: the file is missing, is no model, is a torch program and these are not trusted, needs a package that
-                is not installed, or has inputs that cannot travel on the wire.
+            ModelLoadError: the file is missing, is not a model, is an untrusted torch program, needs a package that is not
+            installed,
+                or has inputs without a wire type.
         """
         return self._of(path).describe(path)
 
@@ -43,7 +41,7 @@ class Runtimes:
         """Load one copy; see the runtimes.
 
         Raises:
-            ModelLoadError: a setting cannot be read, the runtime refuses the model, or there is no GPU and one is required.
+            ModelLoadError: a setting is invalid, the runtime refuses the model, or a required GPU is missing.
         """
         return self._of(path).load(path, interface, placement, config)
 
@@ -73,5 +71,5 @@ class Runtimes:
 
 
 def probing_runtimes(*, trust_torch_archives: bool = False) -> Runtimes:
-    """All runtimes, with a probe that keeps its verdicts in the user's cache folder; see `Runtimes`."""
-    return Runtimes(CrashProbe(CrashVerdicts(default_folder())), trust_torch_archives=trust_torch_archives)
+    """All runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
+    return Runtimes(CrashProbe(CrashVerdictCache(default_folder())), trust_torch_archives=trust_torch_archives)

@@ -1,4 +1,4 @@
-"""Exported torch programs behind the engine's interface. The only files that import torch are those named torch_*."""
+"""Exported torch programs behind the engine's backend interface. Only files named torch_* import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # what torch raises; nothing is unpickled here
+from pickle import UnpicklingError  # raised by torch
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,50 +19,57 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.cores import fewer_cores
-from serve.backends.onnx_runtime.cuda_neighbours import TURNS, settle_thread
-from serve.backends.onnx_runtime.session_settings import read_settings
-from serve.backends.torch_interface import SizeRange, check_sizes, program_interface, size_ranges
-from serve.backends.torch_upcast import can_upcast, half_dtypes, upcast_graph, upcast_tensor
-from serve.backends.torch_writes import written
+from serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
+from serve.backends.onnx_runtime.session_settings import fewer_cores, read_settings
+from serve.backends.torch_program import (
+    SizeRange,
+    can_upcast,
+    check_sizes,
+    half_dtypes,
+    program_interface,
+    size_ranges,
+    upcast_graph,
+    upcast_tensor,
+    written,
+)
 from serve.engine.backend import DevicePlacement, ModelInterface
 from serve.engine.errors import BackendError, ModelLoadError
 from serve.engine.tensors import Array, Tensors
 
 CPU = torch.device("cpu")
 USER_INPUT = InputKind.USER_INPUT
-# Of a file that it cannot read torch.export.load warns, with a traceback, before it tries another format and raises.
+# torch.export.load logs a traceback for an unreadable file before it raises.
 UNREADABLE_WARNINGS = ("Ran into the following error when deserializing", "Unable to load package")
-# torch's own switches for `torch.load`, in the environment.
+# torch's environment switches for `torch.load`.
 FORCE_WEIGHTS_ONLY, FORCE_ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _environment = threading.Lock()  # the process has one: of two threads that change it, each would put back the other's change
 
-_File: TypeAlias = tuple[Path, int, int, int]  # as it was: another one may lie there by now
+_File: TypeAlias = tuple[Path, int, int, int]  # path, inode, mtime and size, to detect replacement
 
 
 class TorchRuntime:
-    """Loads what torch.export.save wrote. Such a file is a program, which names the functions that it calls: see Runtimes."""
+    """Loads files of torch.export.save. They are programs that name the functions they call: see Runtimes."""
 
     def __init__(self) -> None:
         self._described: tuple[_File | None, ExportedProgram] | None = None
 
     def describe(self, path: Path) -> ModelInterface:
-        """Read a program's interface. The program is kept for the `load` that follows.
+        """Read a program's interface, and keep the program for the `load` that follows.
 
         Raises:
-            ModelLoadError: the file is no exported program, or takes or gives what does not travel.
+            ModelLoadError: the file is not an exported program, or has inputs or outputs without a wire type.
         """
         file, program = _file(path), _read(path)
         self._described = (file, program)
         return program_interface(program, path)
 
     def load(self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig) -> TorchBackend:
-        """Load one copy, on the CUDA device where there is one and it may be used, and on the CPU otherwise.
+        """Load one copy, on the CUDA device if there is one and it may be used, otherwise on the CPU.
 
-        On the CPU a half-precision program computes in fp32, where that means the same.
+        On the CPU a half-precision program computes in fp32, if that preserves its meaning.
 
         Raises:
-            ModelLoadError: a setting cannot be read, or a GPU is required and cannot be used.
+            ModelLoadError: a setting is invalid, or a required GPU cannot be used.
         """
         device = _device(path, placement)
         described, self._described = self._described, None
@@ -71,11 +78,11 @@ class TorchRuntime:
         upcast = bool(halves) and device == CPU and can_upcast(program)
         asked = read_settings(config, path).intra_op_threads
         threads = (placement.threads if asked is None else asked) or fewer_cores()
-        if threads and device == CPU:  # torch has one number for all models of the process
+        if threads and device == CPU:  # one number for all models of the process
             torch.set_num_threads(threads)
         if device != CPU:
             settle_thread(placement.device_id)
-            with TURNS.opening():
+            with RECORDING_LOCK.opening():
                 program = move_to_device_pass(program, str(device))
         if upcast:
             upcast_graph(program.graph_module)
@@ -98,15 +105,10 @@ class TorchRuntime:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBackend:
-    """One program with its weights.
+    """One program with its weights."""
 
-    Attributes:
-        provider: "torch on cpu" or "torch on cuda:0".
-        precision: what it computes in, in words.
-    """
-
-    provider: str
-    precision: str
+    provider: str  # "torch on cpu" or "torch on cuda:0"
+    precision: str  # of the computation, in words
     _program: torch.fx.GraphModule
     _arguments: list[Any]  # weights and constants; None where an input goes
     _changing: Sequence[int]  # places of those that the program writes into
@@ -119,7 +121,7 @@ class TorchBackend:
     _upcast: bool
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype that clients send: torch converts faster than numpy."""
+        """The client's dtype: torch converts faster than NumPy."""
         return self._dtypes[name]
 
     @torch.inference_mode()
@@ -127,14 +129,14 @@ class TorchBackend:
         """Compute every output, in the dtypes of the program's interface.
 
         Raises:
-            InvalidArgumentError: a size is not one that the program was exported for.
+            InvalidArgumentError: the program was not exported for such a size.
             BackendError: torch refused these inputs.
         """
         if self._device != CPU:
             settle_thread(self._device.index)
         check_sizes(self._ranges, inputs)
         arguments = list(self._arguments)
-        for place in self._changing:  # what one request leaves there is not for the next
+        for place in self._changing:  # no state passes from one request to the next
             arguments[place] = arguments[place].clone()
         for name, array in inputs.items():
             arguments[self._places[name]] = self._tensor(array)
@@ -149,7 +151,7 @@ class TorchBackend:
             raise BackendError(f"the model failed on this request: {reason}") from error
 
     def give_up(self) -> None:
-        """Nothing: torch cannot end what it computes."""
+        """Nothing: torch cannot interrupt a run."""
 
     def _tensor(self, array: Array) -> torch.Tensor:
         # A copy: the array is a view on a request's bytes, and a program may write into its inputs.
@@ -171,7 +173,7 @@ for _name in ("torch.export", "torch.export.pt2_archive._package"):
 def _file(path: Path) -> _File | None:
     try:
         status = path.stat()
-    except OSError:  # who reads it says so
+    except OSError:  # reported on reading
         return None
     return path, status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -186,7 +188,7 @@ def _read(path: Path) -> ExportedProgram:
             "constants and example inputs that are plain tensors"
         ) from None
     except Exception as error:
-        # Of a zip file's, json's, pickle's and torch's own classes.
+        # Exceptions of zipfile, json, pickle and torch.
         said = str(error).partition("Please check the warnings")[0].strip()
         reason = (said or type(error).__name__).splitlines()[0]
         raise ModelLoadError(
@@ -197,7 +199,7 @@ def _read(path: Path) -> ExportedProgram:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Have every `torch.load` of this process read tensors and nothing else: `torch.export.load` asks for whole pickles."""
+    """Let every `torch.load` of this process read tensors only: `torch.export.load` allows any pickle."""
     with _environment:
         before = {name: os.environ.pop(name, None) for name in (FORCE_WEIGHTS_ONLY, FORCE_ANYTHING)}
         os.environ[FORCE_WEIGHTS_ONLY] = "1"

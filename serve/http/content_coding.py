@@ -6,7 +6,7 @@ import gzip
 import zlib
 
 from serve.engine.errors import UnsupportedError
-from serve.protocol.inflation import WINDOW_BITS, inflate
+from serve.protocol.messages import WINDOW_BITS, inflate
 
 LEVEL = 1  # tensors hardly shrink further, and higher levels take several times as long
 SMALLEST_WORTH_BYTES = 1024

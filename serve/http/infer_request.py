@@ -12,13 +12,13 @@ from typing import Any
 
 from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferRequest
+from protos.shared_memory_parameters import REGION
 from protos.varint import encoded_varint
 from serve.engine.errors import InvalidArgumentError
 from serve.http import json_fields as fields
 from serve.http.json_fields import Fields
 from serve.http.json_tensors import array_from_json
 from serve.protocol.raw_tensors import to_raw
-from serve.protocol.shared_tensors import REGION
 
 RAW_ENTRY = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
 BINARY, BINARY_SIZE, ALL_BINARY = "binary_data", "binary_data_size", "binary_data_output"

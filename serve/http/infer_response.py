@@ -8,11 +8,11 @@ from typing import Any
 
 from protos.datatypes import BY_WIRE
 from protos.inference_pb2 import ModelInferResponse
+from protos.shared_memory_parameters import REGION
 from serve.engine.errors import InvalidArgumentError
 from serve.http.answers import with_written, written
 from serve.http.json_tensors import json_text
 from serve.protocol.raw_tensors import from_raw
-from serve.protocol.shared_tensors import REGION
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from serve.http.infer_response import RestResponse, write_response
 from serve.http.options import HttpLimits
 from serve.http.request_body import BodyReader, client_gone, header_length
 from serve.http.token_guard import PASS, peer_of
-from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
+from serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES
 from serve.protocol.service import Service
 from serve.security.gate_pass import Pass

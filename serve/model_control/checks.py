@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.backends.onnx_runtime.external_data import data_bytes
-from serve.backends.onnx_runtime.onnx_file import open_onnx
+from serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
 from serve.engine.background_threads import pause
 from serve.engine.config.parameters import own_parameter
 from serve.engine.disk_files import open_regular, read_regular

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from serve.backends.onnx_runtime.external_data import locations
+from serve.backends.onnx_runtime.onnx_file import locations
 from serve.backends.onnx_runtime.onnx_outline import read_outline
 from serve.backends.runtimes import ZIP
 from serve.engine.errors import InvalidArgumentError, ModelLoadError

@@ -1,4 +1,4 @@
-"""ModelInferRequest -> checked arrays."""
+"""Decodes the tensors of a ModelInferRequest and checks them against the model."""
 
 from __future__ import annotations
 
@@ -12,48 +12,41 @@ import numpy as np
 
 from protos.datatypes import Datatype
 from protos.inference_pb2 import ModelInferRequest
+from protos.shared_memory_parameters import PARAMETERS
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.model import Model
 from serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
 from serve.engine.tensors import Array, Tensors, TensorSpec
 from serve.protocol.raw_tensors import from_raw
-from serve.protocol.shared_memory import MAX_BYTES, Place, SharedMemory
-from serve.protocol.shared_tensors import PLACE_PARAMETERS, check_size, place_of, read_tensor
+from serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
 
-# Typed contents that protobuf writes as an array has them. One by one, a batch of pictures would take a fourth of a second.
+# Typed contents whose packed encoding is the array's memory. Element by element a batch of images takes 0.25 s.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
-# From so many bytes of a BYTES input, or elements of typed contents that are read one by one, they are read by the thread that
-# computes them: each takes 0.05 to 0.25 us.
+# From this many bytes of a BYTES input, or elements of typed contents, on, decoding (0.05 to 0.25 us each) is left to the
+# thread that runs the model.
 LATE_BYTES, LATE_ELEMENTS = 2**14, 2**12
-PIECE = 4096  # elements that are taken in one go: meanwhile nothing else in this process runs
+PIECE = 4096  # elements per assignment, which holds the GIL
 
 
 @dataclass(frozen=True)
 class DecodedInputs:
-    """The tensors of a request that fit the model.
+    """The decoded tensors of a request."""
 
-    Attributes:
-        inputs: read-only views on the received bytes where possible; what takes long to read, or lies in shared memory, is
-            read when it is asked for.
-        rows: of the batch dimension; 1 for a model without one.
-        bucket: equal for requests of one shape, apart from the batch dimension.
-    """
-
-    inputs: Tensors
-    rows: int
-    bucket: Hashable
+    inputs: Tensors  # read-only views on the received bytes where possible; slow or shared-memory tensors are read on first use
+    rows: int  # of the batch dimension; 1 for a model without one
+    bucket: Hashable  # equal for requests of the same shape, apart from the batch dimension
 
 
 def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory) -> DecodedInputs:
-    """Check every input against the model and view its bytes as an array. What is read late may turn out wrong then.
+    """Check every input against the model and view its bytes as an array. Tensors that are read later may still be wrong.
 
     Raises:
         InvalidArgumentError: a name, datatype, shape, row or byte count is wrong; the text names the input and both values.
-        NotFoundError: an input lies in a region of shared memory that is not registered.
-        UnsupportedError: an input lies in shared memory, which is off here.
+        NotFoundError: an input's shared memory region is not registered.
+        UnsupportedError: an input lies in shared memory, which is off.
     """
     raw = request.raw_input_contents
-    places = input_places(request)
+    places = input_slices(request)
     sent = places.count(None)
     if raw and len(raw) != sent:
         raise InvalidArgumentError(f"raw_input_contents has {len(raw)} entries, expected {sent}, one per input that is sent")
@@ -83,10 +76,9 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
 
 
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
-    """What the bytes of requests like this checked one mean; None where each must be parsed for itself.
+    """The layout of the raw contents of requests like this checked one; None if each must be parsed.
 
-    That is so where elements have no fixed size, where their bytes need a look (BOOL), and where an input's parameters could
-    say more. The request's own parameters are a part of its form.
+    Each must be parsed if elements have no fixed size, if their bytes need a check (BOOL), or if inputs have other parameters.
     """
     sent = [tensor for tensor in request.inputs if not tensor.parameters]
     if not request.inputs or len(request.raw_input_contents) != len(sent):
@@ -95,7 +87,7 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
     for tensor in request.inputs:
         spec = model.inputs[tensor.name]
         dtype = spec.datatype.array_dtype
-        if not PLACE_PARAMETERS.issuperset(tensor.parameters) or dtype.hasobject or dtype == np.bool_:
+        if not PARAMETERS.issuperset(tensor.parameters) or dtype.hasobject or dtype == np.bool_:
             return None
         elements = math.prod(tensor.shape)
         shape = spec.shape_for_model(tuple(tensor.shape))
@@ -103,12 +95,12 @@ def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
     return RawLayout(tuple(inputs))
 
 
-def input_places(request: ModelInferRequest) -> list[Place | None]:
-    """Where each input of a checked request lies in shared memory; None where it is sent."""
-    return [place_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
+def input_slices(request: ModelInferRequest) -> list[RegionSlice | None]:
+    """The shared memory slice of each input; None for an input that is sent."""
+    return [slice_of(f"input {tensor.name!r}", tensor.parameters) for tensor in request.inputs]
 
 
-def _check_total(places: Sequence[Place | None]) -> None:
+def _check_total(places: Sequence[RegionSlice | None]) -> None:
     total = sum(place.byte_size for place in places if place is not None)
     if total > MAX_BYTES:
         raise InvalidArgumentError(
@@ -143,12 +135,12 @@ def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
 
 
 def _bucket(arrays: Mapping[str, Array | LateArray], model: Model) -> Hashable:
-    # Without a batch dimension requests run alone, as a batch is one row then; how long that takes depends on the whole shape.
+    # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
     first = 1 if model.max_batch_size else 0
     if len(arrays) == 1:
         (array,) = arrays.values()
         return tuple(array.shape[first:])
-    # By the model's order: clients may name their inputs in any.
+    # In the model's order, whatever the request's.
     return tuple(arrays[name].shape[first:] for name in model.inputs)
 
 
@@ -157,11 +149,11 @@ def _from_raw(raw: bytes | memoryview, spec: TensorSpec, shape: Sequence[int]) -
     if datatype.itemsize is None and len(raw) > LATE_BYTES:
         return _late(spec, shape, partial(from_raw, raw, datatype, tuple(shape)))
     array = from_raw(raw, datatype, shape)
-    # Bit patterns are enough for a client; a backend computes with the numbers.
+    # Backends need numbers, not BF16 bit patterns.
     return array.view(datatype.array_dtype) if datatype.numpy is None else array
 
 
-def _from_shared(memory: SharedMemory, place: Place, spec: TensorSpec, shape: Sequence[int]) -> LateArray:
+def _from_shared(memory: SharedMemory, place: RegionSlice, spec: TensorSpec, shape: Sequence[int]) -> LateArray:
     memory.check(place)
     check_size(place, spec.datatype, shape)
     return _late(spec, shape, partial(read_tensor, memory, place, spec.datatype, tuple(shape), memory.latest))
@@ -180,7 +172,7 @@ def _from_contents(contents: Any, spec: TensorSpec, shape: Sequence[int]) -> Arr
         raise ValueError(f"has {len(values)} elements in {datatype.contents}, expected {expected} for shape {list(shape)}")
     if datatype.contents in LIKE_RAW and values:
         contents.DiscardUnknownFields()
-        written = memoryview(contents.SerializeToString())  # a tag, a length, and then the elements
+        written = memoryview(contents.SerializeToString())  # tag, length, elements
         return from_raw(written[-len(values) * (datatype.itemsize or 1) :], datatype, shape)
     if len(values) > LATE_ELEMENTS:
         return _late(spec, shape, partial(_one_by_one, values, datatype))

@@ -1,10 +1,11 @@
-"""ModelInfer: from a request's bytes to the queue, and from the answer to a response's bytes."""
+"""ModelInfer: from a request's bytes to the queue, and from the outputs to a response's bytes."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -14,174 +15,190 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
 from serve.engine.tensors import Tensors
-from serve.protocol.codec import decode_inputs, input_places, raw_layout
-from serve.protocol.infer_wire import cut_request
-from serve.protocol.messages import check_fields, parse
-from serve.protocol.request_forms import RequestForm, RequestForms
+from serve.observability.exchange import Caller, Exchange
+from serve.observability.observer import Observer
+from serve.protocol.codec import decode_inputs, input_slices, raw_layout
+from serve.protocol.messages import check_fields, parse, parse_request, split_request
+from serve.protocol.request_cache import CachedRequest, RequestCache
+from serve.protocol.requested_outputs import requested_names, special_outputs
 from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.wanted_outputs import special_response, wanted_names, wanted_specially
-from serve.protocol.written_apart import WrittenApart
 
 logger = logging.getLogger(__name__)
 
 Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
+MANY_TEXTS = 4096  # texts
+LARGE_BYTES = 2**20
 
 
 class Watch(Protocol):
-    """Who follows one request."""
+    """An observer of one request."""
 
     def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
-        """It is right, and about to be queued."""
+        """The request is valid and about to be queued."""
+
+
+class OutcomeListener(Protocol):
+    """Records requests without a response."""
+
+    def failed(self, data: bytes, error: Exception) -> None: ...  # a request ended with an error
+    def gone(self, data: bytes) -> None: ...  # the client of a request has gone
+
+
+class InferenceEntry(Protocol):
+    """Takes requests."""
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel: ...  # see `Inference.infer`
+
+
+class AnyInference(InferenceEntry, OutcomeListener, Protocol):
+    """The entry for requests as transports see it: `Inference`, or a wrapper of it."""
+
+
+class WatchableInference(AnyInference, Protocol):
+    """An entry that reports each request before it is queued."""
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+        """See `Inference.infer`."""
 
 
 class Inference:
-    """Checks requests, queues them and serializes their answers. A form of request is parsed once (see `infer_wire`)."""
+    """Checks requests, queues them and serializes their responses. Repeated requests are parsed once (see `request_cache`)."""
 
     def __init__(self, core: InferenceCore, memory: SharedMemory) -> None:
         self._core = core
         self._memory = memory
-        self._forms = RequestForms()
-        core.on_change(self._forms.forget)
+        self._cache = RequestCache()
+        core.on_change(self._cache.forget)
 
     def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
         """Check a request and queue it; `reply` is called once, later, on the event loop.
 
         Args:
-            data: a ModelInferRequest as received; a large one may be a view, which nobody writes to any more.
-            time_left_s: until the client's deadline, in seconds; None where it has none.
-            reply: gets the ModelInferResponse as it goes out, or the error.
-            watch: is told what the request is before it is queued; None tells nobody.
+            data: a serialized ModelInferRequest; a view must not change any more.
+            time_left_s: until the client's deadline; None without one.
+            reply: gets the serialized ModelInferResponse, or the error.
+            watch: is called before the request is queued.
 
         Returns:
-            A function to call when the client has gone.
+            A function that cancels the request.
 
         Raises:
-            InferenceError: the request is wrong or cannot be taken; `reply` is not called then.
+            InferenceError: the request is wrong or refused; `reply` is not called.
         """
-        twin = self._forms.twin(data)
+        pattern = self._cache.match(data)
         try:
-            request_id = b"" if twin is None else bytes(data[twin.id_start : twin.id_end])
-            if twin is not None and (not request_id or request_id.isascii()):
-                form = twin.form
-                inputs = self._raw_inputs(form, twin.layout, data, twin.offsets)
+            request_id = b"" if pattern is None else bytes(data[pattern.id_start : pattern.id_end])
+            if pattern is not None and (not request_id or request_id.isascii()):
+                cached = pattern.cached
+                inputs = self._raw_inputs(cached, pattern.layout, data, pattern.offsets)
             else:
-                form, request_id, inputs = self._understand(bytes(data))
+                cached, request_id, inputs = self._understand(bytes(data))
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
-        turn = form.turn
-        apart: WrittenApart | None = None
+        turn = cached.turn
+        deferred: DeferredResponse | None = None
         answer: Done
-        if form.takes_long:
-            apart = WrittenApart(partial(self._written, form, request_id, self._memory.latest), reply, self._core.wait_for)
-            answer = apart.done
+        if cached.takes_long:
+            deferred = DeferredResponse(
+                partial(self._response, cached, request_id, self._memory.latest), reply, self._core.wait_for
+            )
+            answer = deferred.done
         else:
-            answer = partial(self._answer, form, request_id, reply)
+            answer = partial(self._answer, cached, request_id, reply)
         queued = InferRequest(
             inputs,
-            form.outputs,
-            form.rows,
-            form.bucket,
-            None if time_left_s is None else _in(time_left_s),
+            cached.outputs,
+            cached.rows,
+            cached.bucket,
+            None if time_left_s is None else _deadline(time_left_s),
             answer,
             turn.level,
-            None if turn.delay_after_s is None else _in(turn.delay_after_s),
-            None if turn.drop_after_s is None else _in(turn.drop_after_s),
-            len(data) + form.shared_bytes,
+            None if turn.delay_after_s is None else _deadline(turn.delay_after_s),
+            None if turn.drop_after_s is None else _deadline(turn.drop_after_s),
+            len(data) + cached.shared_bytes,
         )
         if watch is not None:
-            watch.taken(form.model, request_id, queued)
-        self._core.submit(form.model, queued)
-        return partial(form.model.batcher.cancel, queued) if apart is None else partial(_cancel, form.model, queued, apart)
+            watch.taken(cached.model, request_id, queued)
+        self._core.submit(cached.model, queued)
+        return (
+            partial(cached.model.batcher.cancel, queued)
+            if deferred is None
+            else partial(_cancel, cached.model, queued, deferred)
+        )
 
     def failed(self, data: bytes, error: Exception) -> None:
-        """Called by transports for a request that got an error. Nobody listens here (see `observed_inference`)."""
+        """Nothing: only observed inference records failures."""
 
     def gone(self, data: bytes) -> None:
-        """Called by transports for a request whose client has gone before its answer. As `failed`."""
+        """Nothing: only observed inference records cancellations."""
 
-    def _understand(self, data: bytes) -> tuple[RequestForm, bytes, Tensors]:
+    def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors]:
         check_fields(data)
-        cut = cut_request(data)
-        form = self._forms.find(cut)
-        offsets = None if form is None or cut is None else form.offsets(cut.raw)
-        if form is not None and form.layout is not None and cut is not None and offsets is not None:
-            self._forms.keep_twin(data, cut, form)
-            return form, cut.id, self._raw_inputs(form, form.layout, data, offsets)
+        cut = split_request(data)
+        cached = self._cache.find(cut)
+        offsets = None if cached is None or cut is None else cached.offsets(cut.raw)
+        if cached is not None and cached.layout is not None and cut is not None and offsets is not None:
+            self._cache.keep_pattern(data, cut, cached)
+            return cached, cut.id, self._raw_inputs(cached, cached.layout, data, offsets)
         request = parse(ModelInferRequest, data)
-        form, decoded = self._checked(request)
-        self._forms.keep(cut, form)
-        return form, request.id.encode(), decoded
+        cached, decoded = self._checked(request)
+        self._cache.keep(cut, cached)
+        return cached, request.id.encode(), decoded
 
-    def _raw_inputs(self, form: RequestForm, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]) -> Tensors:
-        for place in form.places:  # its region may be gone, or another one by now
+    def _raw_inputs(
+        self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]
+    ) -> Tensors:
+        for place in cached.slices:  # the region may have been unregistered or replaced
             self._memory.check(place)
-        if form.lying is None:
+        if cached.input_slices is None:
             return RawInputs(layout, data, offsets)
         read = partial(self._memory.read_into, since=self._memory.latest)
-        readers = tuple([None if place is None else partial(read, place) for place in form.lying])
+        readers = tuple([None if place is None else partial(read, place) for place in cached.input_slices])
         return RawInputs(layout, data, offsets, readers)
 
-    def _checked(self, request: ModelInferRequest) -> tuple[RequestForm, Tensors]:
+    def _checked(self, request: ModelInferRequest) -> tuple[CachedRequest, Tensors]:
         model = self._core.model(request.model_name, request.model_version)
         decoded = decode_inputs(request, model, self._memory)
-        outputs = wanted_names(request, model)
-        special = wanted_specially(request, model, self._memory)
-        lying = input_places(request)
-        places = [place for place in (*lying, *(wanted.place for wanted in special.values())) if place is not None]
-        form = RequestForm(
+        outputs = requested_names(request, model)
+        special = special_outputs(request, model, self._memory)
+        of_inputs = input_slices(request)
+        places = [place for place in (*of_inputs, *(wanted.place for wanted in special.values())) if place is not None]
+        cached = CachedRequest(
             model=model,
             layout=raw_layout(request, model),
             outputs=outputs,
             rows=decoded.rows,
             bucket=decoded.bucket,
             turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),
-            lying=tuple(lying) if any(lying) else None,
-            places=tuple(places),
+            input_slices=tuple(of_inputs) if any(of_inputs) else None,
+            slices=tuple(places),
             special=special,
         )
-        return form, decoded.inputs
+        return cached, decoded.inputs
 
-    def _written(
-        self, form: RequestForm, request_id: bytes, since: int, result: Tensors | InferenceError
+    def _response(
+        self, cached: CachedRequest, request_id: bytes, since: int, result: Tensors | InferenceError
     ) -> bytes | InferenceError:
-        written: list[bytes | InferenceError] = []
-        self._answer(form, request_id, written.append, result, since=since)
-        return written[0]
-
-    def _answer(
-        self,
-        form: RequestForm,
-        request_id: bytes,
-        reply: Reply,
-        result: Tensors | InferenceError,
-        *,
-        since: int = 0,
-    ) -> None:
+        """The serialized response, or the error."""
         if isinstance(result, InferenceError):
-            reply(result)
-            return
+            return result
         try:
-            if form.placed is not None:
-                response = form.placed.response(request_id, result, self._memory, since)
-            elif form.special:
-                response = special_response(form.model, request_id, result, form.special, self._memory, since)
-            else:
-                response = form.response(request_id, result)
+            return cached.responses.response(request_id, result, self._memory, since)
         except InferenceError as error:
-            reply(error)
-            return
+            return error
         except Exception as error:
-            name = form.model.name
+            name = cached.model.name
             logger.exception("the answer of %s does not fit its interface", name)
-            reply(BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}"))
-            return
-        reply(response)
+            return BackendError(f"model {name!r} answered what its interface does not declare: {type(error).__name__}")
+
+    def _answer(self, cached: CachedRequest, request_id: bytes, reply: Reply, result: Tensors | InferenceError) -> None:
+        reply(self._response(cached, request_id, 0, result))
 
 
-def _cancel(model: Model, queued: InferRequest, apart: WrittenApart) -> None:
-    apart.gone()
+def _cancel(model: Model, queued: InferRequest, deferred: DeferredResponse) -> None:
+    deferred.gone()
     model.batcher.cancel(queued)
 
 
@@ -192,17 +209,131 @@ def _timeout(request: ModelInferRequest) -> float | None:
 
 
 def _whole(request: ModelInferRequest, name: str, what: str) -> int:
-    """A request parameter that is a whole number; 0 where it is not there."""
+    """A non-negative integer parameter; 0 if absent."""
     parameter = request.parameters.get(name)
     if parameter is None:
         return 0
     choice = parameter.WhichOneof("parameter_choice")
     number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
     if number < 0:
-        raise InvalidArgumentError(f"parameter {name!r} is no whole number of 0 or more, expected {what} as an int64")
+        raise InvalidArgumentError(f"parameter {name!r} is not a whole number of 0 or more, expected {what} as an int64")
     return number
 
 
-def _in(seconds: float) -> float:
-    """So long from now, on time.monotonic()'s clock."""
+def _deadline(seconds: float) -> float:
+    """A time on time.monotonic()'s clock."""
     return time.monotonic() + seconds
+
+
+class DeferredResponse:
+    """A response that a thread serializes if it is large, to keep the event loop free. Lives on the event loop.
+
+    A text takes 0.3 us; a megabyte written to shared memory 0.2 to 1 ms.
+    """
+
+    __slots__ = ("_is_gone", "_keep", "_reply", "_write")
+
+    def __init__(
+        self,
+        write: Callable[[Tensors | InferenceError], bytes | InferenceError],
+        reply: Callable[[bytes | InferenceError], None],
+        keep: Callable[[asyncio.Task[None]], None],
+    ) -> None:
+        """`write` serializes the response, on a thread if outputs are large; `keep` holds the task until it ends."""
+        self._write = write
+        self._reply = reply
+        self._keep = keep
+        self._is_gone = False
+
+    def done(self, result: Tensors | InferenceError) -> None:
+        """Take the outputs or the error."""
+        if isinstance(result, InferenceError) or not _takes_long(result):
+            self._reply(self._write(result))
+        else:
+            self._keep(asyncio.get_running_loop().create_task(self._apart(result)))
+
+    def gone(self) -> None:
+        """Drop the response."""
+        self._is_gone = True
+
+    async def _apart(self, result: Tensors) -> None:
+        if self._is_gone:
+            return
+        try:
+            written = await asyncio.to_thread(self._write, result)
+        except RuntimeError:  # no thread can be started
+            written = self._write(result)
+        if not self._is_gone:
+            self._reply(written)
+
+
+def _takes_long(outputs: Tensors) -> bool:
+    texts = size = 0
+    for array in outputs.values():
+        if array.dtype.hasobject:
+            texts += array.size
+        else:
+            size += array.nbytes
+    return texts > MANY_TEXTS or size > LARGE_BYTES
+
+
+class ObservedInference:
+    """Entry for the calls with one list of headers on one connection: counts requests and selects those to observe."""
+
+    __slots__ = ("_caller", "_inference", "_observer", "has_parent")
+
+    def __init__(self, inference: WatchableInference, observer: Observer, peer: str, headers: Mapping[bytes, bytes]) -> None:
+        """`headers` of the calls, names in lower case."""
+        self._inference = inference
+        self._observer = observer
+        self._caller = Caller(peer, headers)
+        self.has_parent = self._caller.parent is not None  # the client's trace context
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+        """See `Inference.infer`."""
+        observer = self._observer
+        observer.until -= 1
+        if observer.until and (observer.tracer is None or not self.has_parent):
+            return self._inference.infer(data, time_left_s, reply)
+        return self.chosen().infer(data, time_left_s, reply)
+
+    def chosen(self) -> ChosenInference:
+        """The entry for one counted request that may be observed."""
+        chosen = ChosenInference(self._inference, self._observer, self._caller)
+        self._observer.choose(chosen)
+        return chosen
+
+    def failed(self, data: bytes, error: Exception) -> None:
+        self._observer.failed(self._caller, _asked(data), len(data), error)
+
+    def gone(self, data: bytes) -> None:
+        self._observer.failed(self._caller, _asked(data), len(data), None)
+
+
+class ChosenInference(Exchange):
+    """Entry for one observed request."""
+
+    __slots__ = ("_inference",)
+
+    def __init__(self, inference: WatchableInference, observer: Observer, caller: Caller) -> None:
+        super().__init__(observer, caller)
+        self._inference = inference
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+        """See `Inference.infer`."""
+        self.expect(len(data), reply)
+        try:
+            self.cancel = self._inference.infer(data, time_left_s, self.answered, self)
+        except Exception as error:
+            self.refused(error)
+            raise
+        return self.gone
+
+
+def _asked(data: bytes) -> tuple[str, str, str]:
+    """Model, version and id of a request, as far as readable."""
+    try:
+        request = parse_request(data)
+    except InvalidArgumentError:
+        return "", "", ""
+    return request.model_name, request.model_version, request.id

@@ -1,4 +1,4 @@
-"""ModelStreamInfer: many requests and their answers over one call, in the requests' order."""
+"""ModelStreamInfer: many requests over one call, answered in the requests' order."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from functools import partial
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from protos.varint import encoded_varint
 from serve.engine.errors import InferenceError
-from serve.protocol.infer_wire import cut_request
-from serve.protocol.inference import Cancel
-from serve.protocol.messages import check_fields, parse
-from serve.protocol.observed_inference import AnyInference
+from serve.protocol.inference import AnyInference, Cancel
+from serve.protocol.messages import check_fields, parse, split_request
 from serve.protocol.status import status_of
 
 logger = logging.getLogger(__name__)
 
 INFER_RESPONSE = b"\x12"  # the field of a ModelStreamInferResponse
 STATUS = "grpc-status"  # gRPC's own name for the number of a status
-# What Triton's clients look at in a stream to know that a request has got its last answer; here each has one.
+# Triton's clients read this to know a request's last response; here each request has one.
 FINAL = ModelInferResponse()
 FINAL.parameters["triton_final_response"].bool_param = True
 FINAL_BYTES = FINAL.SerializeToString()
 
 
 class _Slot:
-    """A request's place in the order of answers."""
-
     __slots__ = ("answer", "cancel", "request")
 
     def __init__(self, request: bytes) -> None:
@@ -38,43 +34,34 @@ class _Slot:
 
 
 class InferenceStream:
-    """One call. A request that fails gets an answer with its error; the stream goes on.
-
-    Attributes:
-        held_bytes: of requests without an answer.
-    """
+    """One streaming call. A failed request gets an error response; the stream continues."""
 
     def __init__(self, inference: AnyInference, send: Callable[[bytes], None]) -> None:
-        """A stream.
-
-        Args:
-            inference: answers the requests.
-            send: gets each ModelStreamInferResponse, serialized, on the event loop.
-        """
+        """`send` gets each serialized ModelStreamInferResponse, on the event loop."""
         self._inference = inference
         self._send = send
         self._slots: deque[_Slot] = deque()
-        self.held_bytes = 0
+        self.held_bytes = 0  # of unanswered requests
 
     def __len__(self) -> int:
-        """Requests without an answer."""
+        """Unanswered requests."""
         return len(self._slots)
 
     def receive(self, data: bytes, time_left_s: float | None) -> None:
-        """Take a serialized ModelInferRequest. Whatever is wrong with it is answered, not raised."""
+        """Take a serialized ModelInferRequest. Errors are answered, not raised."""
         slot = _Slot(data)
         self._slots.append(slot)
         self.held_bytes += len(data)
         try:
             slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data))
-        except Exception as error:  # noqa: BLE001  (whatever went wrong is this request's, not the stream's)
+        except Exception as error:  # noqa: BLE001  (any failure is this request's, not the stream's)
             self._fail(slot, data, error)
 
     def cancel(self) -> None:
-        """The call is over: free the places of what waits, and send nothing more."""
-        self._send = _to_nobody  # who sends knows this stream: without it nothing of the call waits for the garbage collector
+        """Cancel all requests and send nothing more."""
+        self._send = _to_nobody  # breaks a reference cycle
         for slot in self._slots:
-            cancel, slot.cancel = slot.cancel, None  # as in _reply
+            cancel, slot.cancel = slot.cancel, None  # breaks a reference cycle
             if cancel is not None and slot.answer is None:
                 cancel()
                 self._inference.gone(slot.request)
@@ -82,11 +69,11 @@ class InferenceStream:
         self.held_bytes = 0
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
-        slot.cancel = None  # it leads back here: without it nothing of this request waits for the garbage collector
+        slot.cancel = None  # breaks a reference cycle
         if isinstance(result, InferenceError):
             self._fail(slot, data, result)
             return
-        response = result + FINAL_BYTES  # protobuf joins the fields of messages that are laid end to end
+        response = result + FINAL_BYTES  # protobuf merges concatenated messages
         self._answer(slot, INFER_RESPONSE + encoded_varint(len(response)) + response)
 
     def _fail(self, slot: _Slot, data: bytes, error: Exception) -> None:
@@ -96,7 +83,7 @@ class InferenceStream:
         status = status_of(error)
         response = ModelStreamInferResponse(error_message=status.details)
         response.infer_response.MergeFrom(FINAL)
-        # The protocol has but a text here: what the trailers of a call of its own would have said goes into parameters.
+        # The protocol has only a text here; status code and trailers go into parameters.
         response.infer_response.parameters[STATUS].int64_param = status.code
         for name, value in status.trailers:
             response.infer_response.parameters[name].string_param = value
@@ -115,10 +102,10 @@ def _to_nobody(_: bytes) -> None:
 
 
 def _id_of(data: bytes) -> str:
-    """The id of a request, by which the client knows it again; "" where the bytes are none."""
+    """The request's id, which its error response repeats; "" for undecodable bytes."""
     try:
         check_fields(data)
-        cut = cut_request(data)
+        cut = split_request(data)
         return str(parse(ModelInferRequest, data).id) if cut is None else cut.id.decode("ascii")
     except InferenceError:
         return ""

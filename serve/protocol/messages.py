@@ -1,23 +1,183 @@
-"""Bytes as messages."""
+"""Request and response messages as bytes: parsing, limits, decompression, and the wire format where the hot path writes it by
+hand.
+
+A field is a tag, and for length-delimited fields a varint length and its bytes:
+https://protobuf.dev/programming-guides/encoding/
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from protos.inference_pb2 import ModelInferRequest
-from serve.engine.errors import InvalidArgumentError
-from serve.protocol.infer_wire import MAX_FIELDS, MAX_INNER_FIELDS, has_too_many_fields
+from protos.varint import encoded_varint
+from serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 
+NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
+FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
+# Of one message. Two bytes can be an input that takes microseconds and, parsed, a hundred bytes. A request with ten thousand
+# inputs and ten thousand outputs stays below the limit.
+MAX_FIELDS = 2**15
+# Of its inputs and outputs together, shape sizes included: a parameter takes 0.5 us and 150 bytes.
+MAX_INNER_FIELDS = 2**16
+REQUEST_TENSORS = {5 << 3 | WITH_LENGTH, 6 << 3 | WITH_LENGTH}
+TENSOR_SHAPE = 3 << 3 | WITH_LENGTH
+REQUEST_ID = 3 << 3 | WITH_LENGTH
+REQUEST_RAW = 7 << 3 | WITH_LENGTH
+RESPONSE_ID = b"\x1a"
+RESPONSE_RAW = b"\x32"
 M = TypeVar("M", bound=Message)
+# zlib's wbits by coding: "deflate" means zlib's format in HTTP and gRPC, not raw deflate.
+WINDOW_BITS = {"gzip": 31, "deflate": 15}
+PIECE_BYTES = 2**16  # of input at a time: zlib copies the rest behind a member's end
+MAX_MEMBERS = 1024  # concatenated gzip members: an empty one takes 20 bytes and some microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """A request, split into its fixed and its varying bytes."""
+
+    skeleton: bytes  # the message without its id and its raw contents
+    id: bytes  # the request's id, ASCII
+    id_offset: int  # of the id in the message; 0 without one
+    raw: list[tuple[int, int]]  # (offset, size) of each entry of raw_input_contents in the message
+
+
+def split_request(data: bytes) -> SplitRequest | None:
+    """Split a request; None if it has unusual fields or is malformed."""
+    pieces: list[bytes] = []
+    raw: list[tuple[int, int]] = []
+    request_id = b""
+    position = start = id_offset = 0
+    end = len(data)
+    try:
+        while position < end:
+            tag, length, body = data[position], data[position + 1], position + 2
+            if length > 0x7F:
+                length, body = _varint(data, position + 1)
+            # Not length-delimited, or a field number over 15, or a second id, which protobuf validates too.
+            if tag & 0x87 != WITH_LENGTH or (tag == REQUEST_ID and id_offset):
+                return None
+            after = body + length
+            if tag in (REQUEST_RAW, REQUEST_ID):
+                if start != position:
+                    pieces.append(data[start:position])
+                start = after
+                if tag == REQUEST_RAW:
+                    raw.append((body, length))
+                else:
+                    request_id, id_offset = data[body:after], body
+            position = after
+    except IndexError:
+        return None
+    if position != end or not request_id.isascii():
+        return None
+    if start != end:
+        pieces.append(data[start:])
+    return SplitRequest(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, id_offset, raw)
+
+
+def has_too_many_fields(data: bytes) -> bool:
+    """Whether a message has more than MAX_FIELDS fields, or its tensors more than MAX_INNER_FIELDS; False if it is malformed.
+
+    Fields below these, such as the elements of typed contents, are not counted.
+    """
+    if len(data) <= MAX_FIELDS:
+        return False
+    fields = inner = 0
+    try:
+        for tag, start, end in _fields(data, 0, len(data)):
+            fields += 1
+            if tag in REQUEST_TENSORS:
+                inner += _inner_fields(data, start, end, MAX_INNER_FIELDS - inner)
+            if fields > MAX_FIELDS or inner > MAX_INNER_FIELDS:
+                return True
+    except IndexError:
+        pass
+    return False
+
+
+def _inner_fields(data: bytes, start: int, end: int, most: int) -> int:
+    """Count the fields of an input or output, up to one more than `most`."""
+    count = 0
+    for tag, body, after in _fields(data, start, end):
+        count += 1 + (after - body if tag == TENSOR_SHAPE else 0)
+        if count > most:
+            break
+    return count
+
+
+def _fields(data: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each field's tag, and the start and end of its content.
+
+    Raises:
+        IndexError: the message is malformed.
+    """
+    while position < end:
+        tag, position = _varint(data, position)
+        kind = tag & 7
+        start = position
+        if kind in FIXED_BYTES:
+            position += FIXED_BYTES[kind]
+        elif kind == NUMBER:
+            _, position = _varint(data, position)
+        elif kind == WITH_LENGTH:
+            length, start = _varint(data, position)
+            position = start + length
+        else:
+            raise IndexError(position)
+        yield tag, start, position
+
+
+def put_response(head: bytes, request_id: bytes, outputs: bytes, raw: list[bytes]) -> bytes:
+    """Join a response from its serialized parts.
+
+    Args:
+        head: a message with the model's name and version.
+        request_id: of the request, ASCII.
+        outputs: a message with the entries of the outputs.
+        raw: the bytes of each output.
+    """
+    parts = [head, put_id(request_id), outputs]
+    for tensor in raw:
+        parts += (raw_tag(len(tensor)), tensor)
+    return b"".join(parts)
+
+
+def put_id(request_id: bytes) -> bytes:
+    """The response's id field; empty without an id."""
+    return RESPONSE_ID + encoded_varint(len(request_id)) + request_id if request_id else b""
+
+
+def raw_tag(size: int) -> bytes:
+    """Tag and length of an output of `size` bytes."""
+    return RESPONSE_RAW + encoded_varint(size)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The varint at a position, and the position after it."""
+    number = shift = 0
+    while True:
+        byte = data[position]
+        number |= (byte & 0x7F) << shift
+        position += 1
+        if byte < 0x80:
+            return number, position
+        shift += 7
+        if shift > 63:
+            raise IndexError(position)
 
 
 def parse(message: type[M], data: bytes) -> M:
-    """The message that these bytes are.
+    """Parse a message.
 
     Raises:
-        InvalidArgumentError: they are none.
+        InvalidArgumentError: the bytes are not such a message.
     """
     try:
         return message.FromString(data)
@@ -28,23 +188,63 @@ def parse(message: type[M], data: bytes) -> M:
 
 
 def parse_request(data: bytes) -> ModelInferRequest:
-    """The inference request that these bytes are.
+    """Parse an inference request.
 
     Raises:
-        InvalidArgumentError: they are none, or one with too many fields.
+        InvalidArgumentError: it is malformed, or has too many fields.
     """
     check_fields(data)
     return parse(ModelInferRequest, data)
 
 
 def check_fields(data: bytes) -> None:
-    """Whether an inference request may be looked at field by field.
+    """Check that an inference request is small enough to be parsed.
 
     Raises:
-        InvalidArgumentError: it has too many.
+        InvalidArgumentError: it has too many fields.
     """
     if has_too_many_fields(data):
         raise InvalidArgumentError(
             f"the request has more than {MAX_FIELDS} inputs, outputs, parameters and raw_input_contents, or its inputs and "
             f"outputs have more than {MAX_INNER_FIELDS} sizes and parameters; expected fewer"
         )
+
+
+def inflate(data: bytes, coding: str, limit: int, *, what: str, advice: str) -> bytes:
+    """Decompress `data` within bounds.
+
+    Args:
+        data: as received, complete.
+        coding: one of WINDOW_BITS.
+        limit: bytes of the result; at most one more is ever decompressed.
+        what: names the data in errors.
+        advice: what to do if it is too large.
+
+    Raises:
+        InvalidArgumentError: it is malformed, truncated, or followed by other bytes.
+        MessageTooLargeError: it is over the limit.
+    """
+    view, bits = memoryview(data), WINDOW_BITS[coding]
+    inflater, members = zlib.decompressobj(bits), 1
+    pieces: list[bytes] = []
+    size = at = 0
+    while True:
+        piece = view[at : at + PIECE_BYTES]
+        try:
+            inflated = inflater.decompress(piece, limit + 1 - size)
+        except zlib.error:
+            raise InvalidArgumentError(f"{what} does not decompress as {coding}; expected what its encoding says") from None
+        pieces.append(inflated)
+        size += len(inflated)
+        at += len(piece) - len(inflater.unused_data)
+        if size > limit:
+            raise MessageTooLargeError(None, limit, advice)
+        if not inflater.eof:
+            if at == len(view):
+                raise InvalidArgumentError(f"{what} ends inside its {coding} data; send all of it")
+        elif at == len(view):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        elif coding != "gzip" or members == MAX_MEMBERS:
+            raise InvalidArgumentError(f"{what} has {len(view) - at} bytes behind its {coding} data; expected none")
+        else:
+            inflater, members = zlib.decompressobj(bits), members + 1

@@ -1,54 +1,54 @@
-"""How the files that this process may have open (`ulimit -n`) are shared out.
+"""Shares out the process's limit of open files (`ulimit -n`).
 
-| for | how many |
+| use | share |
 |---|---|
-| what is open when the server begins to listen | as it is then |
-| reading models, trials of new ones, the log | an eighth, 16 to 256 |
-| shared memory regions, where there are any | half |
-| connections of all ports, those that have not finished TLS among them | the rest |
+| files that are open when the server begins to listen | actual number |
+| model files, model probes, log | an eighth, 16 to 256 |
+| shared memory regions, if enabled | half |
+| connections of all ports, TLS handshakes included | the rest |
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 
-FEWEST_FILES = 64  # that a server can work with; one that nobody has connected to has 17
-ENOUGH = 65_536  # files: for as many connections as are allowed, and more
+FEWEST_FILES = 64  # that a server can work with; an idle one has 17
+ENOUGH = 65_536  # files for all allowed connections
 FEWEST_SPARE, MOST_SPARE = 16, 256
-FEWEST_CONNECTIONS = 8  # however few files there are
+FEWEST_CONNECTIONS = 8  # even with too few files
 OPEN_FILES = Path("/dev/fd")  # has an entry for each
 
 
 def allow_more() -> None:
-    """Raise the soft limit to the hard one, or to ENOUGH: shells and service managers set it low for old programs' sake."""
-    try:
-        import resource  # noqa: PLC0415  (Windows does not have it)
-    except ModuleNotFoundError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    """Raise the soft limit to the hard one, at most ENOUGH: shells and service managers keep it low for compatibility."""
+    with suppress(ModuleNotFoundError):  # Windows has no module resource
+        import resource  # noqa: PLC0415  (see above)
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def most_files() -> float:
-    """How many may be open in all."""
-    try:
-        import resource  # noqa: PLC0415  (Windows does not have it)
-    except ModuleNotFoundError:
-        return math.inf
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return math.inf if files == resource.RLIM_INFINITY else files
+    """The limit of open files."""
+    with suppress(ModuleNotFoundError):  # Windows has no module resource
+        import resource  # noqa: PLC0415  (see above)
+
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return math.inf if files == resource.RLIM_INFINITY else files
+    return math.inf
 
 
 def most_regions() -> float:
-    """How many shared memory regions there may be; each holds a file."""
+    """The limit of shared memory regions; each holds a file."""
     return most_files() // 2
 
 
 def most_connections(*, regions: bool) -> float:
-    """How many connections there may be, besides the files that are open now.
+    """The limit of connections, given the files that are open now.
 
     Args:
         regions: whether some files are kept for shared memory regions.

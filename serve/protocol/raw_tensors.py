@@ -1,4 +1,4 @@
-"""Tensors as bytes on the wire and back: little-endian, row-major, no padding; used by the server and the client alike."""
+"""Tensors as wire bytes: little-endian, row-major, without padding. Used by server and client."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def to_raw(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes:
 
 
 def raw_view(array: np.ndarray[Any, Any], datatype: Datatype) -> bytes | memoryview:
-    """What `to_raw` gives, without a copy where the elements lie in memory as they go on the wire."""
+    """The bytes of `to_raw`, without a copy if the array's memory is already in wire format."""
     if datatype.itemsize is None:
         return _to_length_prefixed(array)
     return np.ascontiguousarray(array, datatype.numpy).reshape(-1).view(np.uint8).data

@@ -1,49 +1,54 @@
-"""The RPCs of GRPCInferenceService as functions from message to message, free of any transport.
+"""The RPCs of GRPCInferenceService as functions from message to message, independent of the transport.
 
-A transport looks a method up in `Service.unary` or `Service.streams`, hands inference to `Service.inference` as bytes, and
-turns an InferenceError into a status with protocol/status.py.
+A transport looks methods up in `Service.unary` and `Service.streams`, hands inference to `Service.inference` as bytes, and maps
+an InferenceError to a status with protocol/status.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
 
 from protos import inference_pb2 as pb
-from serve.engine.errors import NotFoundError
-from serve.engine.inference_core import InferenceCore
+from serve.engine.errors import NotFoundError, PermissionDeniedError
+from serve.engine.inference_core import InferenceCore, RestrictedCore
 from serve.observability.observability import Observability
 from serve.observability.options import ObserveOptions
-from serve.protocol.cuda_region import has_cuda
-from serve.protocol.health import Health
 from serve.protocol.inference import Inference
-from serve.protocol.metadata import model_metadata, model_statistics
-from serve.protocol.observed_inference import status_name
-from serve.protocol.reflection import reflection_methods
-from serve.protocol.repository_rpcs import RepositoryRpcs
-from serve.protocol.settings_rpcs import SettingsRpcs
+from serve.protocol.rpcs import (
+    Health,
+    RepositoryRpcs,
+    SettingsRpcs,
+    SharedMemoryRpcs,
+    model_metadata,
+    model_statistics,
+    reflection_methods,
+)
 from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.shared_memory_rpcs import SharedMemoryRpcs
+from serve.protocol.shared_memory_regions import has_cuda
+from serve.protocol.status import status_name
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 INFER_STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
 LOAD = "RepositoryModelLoad"
 SERVER_NAME = "halfserve"
-# What clients look for before they use it. Each name is Triton's. Not there: "parameters", which are for the model to read.
+# Triton's names. "parameters" is missing: models here do not read request parameters.
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "logging", "model_configuration"),
     *("model_repository", "model_repository(unload_dependents)", "schedule_policy", "statistics", "trace"),
 )
 SYSTEM_MEMORY, DEVICE_MEMORY = "system_shared_memory", "cuda_shared_memory"
+FOR_ALL = "the token is for some models only, and this setting holds for all of them; ask who runs the server to change it"
 
 
 @dataclass(frozen=True)
 class UnaryMethod:
-    """One request message, one response message, answered at once."""
+    """One message each way, answered at once."""
 
     request: type[Message]
     answer: Callable[[Any], Message]
@@ -51,7 +56,7 @@ class UnaryMethod:
 
 @dataclass(frozen=True)
 class StreamMethod:
-    """Any number of messages each way; `is_large` tells that a request may carry a model's files."""
+    """Any number of messages each way; `is_large`: a request may carry a model's files."""
 
     request: type[Message]
     answer: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
@@ -59,17 +64,7 @@ class StreamMethod:
 
 
 class Service:
-    """Everything that can be called, by method path.
-
-    Attributes:
-        core: the models.
-        inference: answers ModelInfer.
-        observability: what is logged and traced.
-        memory: what clients on this machine share.
-        server_version: told to clients.
-        unary: the methods with one message each way.
-        streams: the others.
-    """
+    """All methods, by path."""
 
     def __init__(
         self,
@@ -80,18 +75,10 @@ class Service:
         observe: ObserveOptions | None = None,
         beside: Service | None = None,
     ) -> None:
-        """A service.
-
-        Args:
-            core: the models.
-            server_version: told to clients.
-            shared_memory: whether clients on this machine may leave tensors in shared memory.
-            observe: what to log and trace from the start; None nothing.
-            beside: another service of the same server, whose shared memory and observability this one uses; the two options
-                above are that one's then.
+        """A service with its own shared memory and observability, or with those of `beside`, a service of the same server.
 
         Raises:
-            FailedPreconditionError: there are to be traces, and there cannot be any.
+            FailedPreconditionError: traces are requested, and impossible.
         """
         self.core = core
         self.server_version = server_version
@@ -103,6 +90,7 @@ class Service:
         self.inference = Inference(core, self.memory)
         settings, shared = SettingsRpcs(core, self.observability), SharedMemoryRpcs(self.memory)
         health = Health(core, SERVICE)
+        # Methods with one message each way.
         self.unary: dict[str, UnaryMethod] = {
             f"/{SERVICE}/{name}": UnaryMethod(request, answer)
             for name, request, answer in (
@@ -124,6 +112,7 @@ class Service:
             )
         }
         self.unary[health.CHECK_PATH] = UnaryMethod(health.request, health.check)
+        # The other methods.
         self.streams: dict[str, StreamMethod] = {health.WATCH_PATH: StreamMethod(health.request, health.watch)}
         for name, (request, answer) in RepositoryRpcs(core).methods().items():
             self.streams[f"/{SERVICE}/{name}"] = StreamMethod(request, answer, is_large=name == LOAD)
@@ -131,20 +120,19 @@ class Service:
             self.streams[path] = StreamMethod(request, answer)
 
     def tell(self, name: str, read: Callable[[], float]) -> None:
-        """Let metrics ask for a figure of the transport's, by a name that they know."""
+        """Register a figure of the transport for the metrics, by its name there."""
         self.core.figures.readings[name] = read
 
     def server_live(self, _: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        """The process answers."""
         return pb.ServerLiveResponse(live=True)
 
     def server_ready(self, _: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """Whether requests are taken; false while the server drains."""
+        """Whether requests are accepted; false while the server drains."""
         return pb.ServerReadyResponse(ready=self.core.is_ready)
 
     def model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Whether the model takes requests: not while it is loaded for the first time, was refused or is unloaded. One of which
-        nothing is known does not, as Triton has it.
+        """Whether the model takes requests: false while it loads for the first time, after a failed load, and for unknown
+        models, as in Triton.
         """
         try:
             ready = self.core.is_model_ready(request.name, request.version)
@@ -153,23 +141,22 @@ class Service:
         return pb.ModelReadyResponse(ready=ready)
 
     def server_metadata(self, _: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Name, version and the protocol extensions that are served."""
+        """Name, version and protocol extensions."""
         extensions = [*EXTENSIONS]
         if self.memory.enabled:
             extensions += [SYSTEM_MEMORY, DEVICE_MEMORY] if has_cuda() else [SYSTEM_MEMORY]
         return pb.ServerMetadataResponse(name=SERVER_NAME, version=self.server_version, extensions=extensions)
 
     def model_metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        """A model's inputs and outputs, the batch dimension included."""
         model = self.core.model(request.name, request.version)
         return model_metadata(model, self.core.versions(request.name))
 
     def model_config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """A model's completed configuration."""
+        """The completed configuration."""
         return pb.ModelConfigResponse(config=self.core.model(request.name, request.version).config)
 
     def model_statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
-        """Counters of one model version, of all versions of a model, or, where no model is named, of everything."""
+        """Counters of one model version, of all versions of a model, or of all models."""
         if not request.name:
             models = self.core.models()
         elif request.version:
@@ -177,3 +164,30 @@ class Service:
         else:
             models = self.core.versions(request.name)
         return pb.ModelStatisticsResponse(model_stats=[model_statistics(model) for model in models])
+
+
+class LimitedService(Service):
+    """View of a service that is restricted to permitted models; shared memory, logs and traces are the whole server's.
+
+    Its request cache is its own, some megabytes at most: a cached request has passed the permission check.
+    """
+
+    def __init__(self, whole: Service, may_use: Callable[[str], bool]) -> None:
+        """`may_use` tells by a model's name whether it is visible."""
+        self._view = RestrictedCore(whole.core, may_use)
+        super().__init__(self._view, server_version=whole.server_version, beside=whole)
+        for name in ("TraceSetting", "LogSettings"):
+            path = f"/{SERVICE}/{name}"
+            method = self.unary[path]
+            self.unary[path] = UnaryMethod(method.request, partial(_of_one_model, method.answer))
+
+    def close(self) -> None:
+        """Hide all models. Accepted requests are still answered."""
+        self._view.close()
+
+
+def _of_one_model(answer: Callable[[Any], Message], request: pb.TraceSettingRequest | pb.LogSettingsRequest) -> Message:
+    """Answer a settings request, unless it changes global settings."""
+    if request.settings and not (isinstance(request, pb.TraceSettingRequest) and request.model_name):
+        raise PermissionDeniedError(FOR_ALL)
+    return answer(request)

@@ -1,16 +1,19 @@
-"""Tensors that a client on the same machine leaves in memory that both reach, instead of sending them.
+"""Tensors that a client on this machine passes in shared memory instead of sending them.
 
-A region is known by its name, whether it lies in the system's memory or on a CUDA device. Names are never told to others.
+A region is known by its name alone, in system memory or on a CUDA device. Names are never disclosed to other clients.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from protos.datatypes import Datatype
+from protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMETERS, REGION
 from serve.engine.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -18,37 +21,36 @@ from serve.engine.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from serve.protocol.cuda_region import CudaRegion, open_cuda_region
+from serve.engine.tensors import Array
 from serve.protocol.open_files import most_regions
-from serve.protocol.system_region import SystemRegion, open_system_region
+from serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
+from serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, open_cuda_region, open_system_region
 
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
-MAX_BYTES = 2**31 - 1  # of one request's inputs: as many as one message may carry
+MAX_BYTES = 2**31 - 1  # of one request's inputs, as in one message
+WINDOW_BYTES = 2**16  # read ahead in a BYTES tensor
 
 
 class Region(Protocol):
     """Memory that a client has registered."""
 
     @property
-    def name(self) -> str:
-        """That requests use."""
-
+    def name(self) -> str: ...
     @property
-    def byte_size(self) -> int:
-        """Of the region."""
+    def byte_size(self) -> int: ...
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Put bytes of the region where they are wanted.
+        """Copy bytes of the region to `target`.
 
         Raises:
-            InferenceError: they are not there any more.
+            InferenceError: the memory is gone.
         """
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes into the region.
+        """Copy bytes into the region.
 
         Raises:
-            InferenceError: there is no place for them any more.
+            InferenceError: the memory is gone.
         """
 
 
@@ -56,49 +58,39 @@ Kind = TypeVar("Kind", SystemRegion, CudaRegion)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one tensor lies.
+class RegionSlice:
+    """The location of one tensor."""
 
-    Attributes:
-        region: by its name.
-        offset: from the region's start, in bytes.
-        byte_size: that is the tensor's, or that it may take.
-    """
-
-    region: str
-    offset: int
-    byte_size: int
+    region: str  # its name
+    offset: int  # from the region's start, in bytes
+    byte_size: int  # of the tensor, or the room for it
 
 
 class SharedMemory:
-    """The regions of this server.
-
-    Attributes:
-        latest: number of the region that was registered last, counted from 1. A request that waits notes it: what is registered
-            under a name of its own after it came may be another client's.
-    """
+    """The registered regions."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
+        # Number of the latest registration, counted from 1. A request notes it when it arrives: a region registered later under
+        # the same name may be another client's.
         self.latest = 0
         self._regions: dict[str, SystemRegion | CudaRegion] = {}
         self._numbers: dict[str, int] = {}
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Open a region of the system's memory.
+        """Open a region of system memory.
 
         Raises:
-            UnsupportedError: shared memory is off here.
-            InvalidArgumentError: the name or the key is none, there is no such file, or it is smaller than the region.
+            UnsupportedError: shared memory is off.
+            InvalidArgumentError: the name or key is invalid, or the file is missing or smaller than the region.
             AlreadyExistsError: the name is taken.
-            FailedPreconditionError: there are as many as there can be.
+            FailedPreconditionError: the limit of regions is reached.
         """
         self._check_new(name)
         count, most = sum(isinstance(region, SystemRegion) for region in self._regions.values()), most_regions()
         if count >= most:
             raise FailedPreconditionError(
-                f"{count} shared memory regions are registered here, and there can be no more; unregister those that nobody "
-                "uses, or send the bytes"
+                f"{count} shared memory regions are registered, which is the limit; unregister unused ones, or send the bytes"
             )
         self._add(open_system_region(name, key, offset, byte_size))
 
@@ -106,15 +98,15 @@ class SharedMemory:
         """Open a region on a CUDA device.
 
         Raises:
-            UnsupportedError: shared memory is off here, or there is no CUDA device.
-            InvalidArgumentError: the name or the handle is none, or the memory cannot be opened or is smaller than the region.
+            UnsupportedError: shared memory is off, or there is no CUDA device.
+            InvalidArgumentError: the name or handle is invalid, or the memory cannot be opened or is smaller than the region.
             AlreadyExistsError: the name is taken.
         """
         self._check_new(name)
         self._add(open_cuda_region(name, raw_handle, device_id, byte_size))
 
     def unregister(self, name: str, kind: type[Kind]) -> None:
-        """Close a region of one kind; "" closes all of them. One that is not registered is as good as closed."""
+        """Close a region of one kind; "" closes all of that kind. Unknown names are ignored."""
         for region in [r for r in self._regions.values() if isinstance(r, kind) and name in {"", r.name}]:
             del self._regions[region.name]
             del self._numbers[region.name]
@@ -130,33 +122,31 @@ class SharedMemory:
             raise _unknown(name)
         return found
 
-    def read(self, place: Place, *, since: int | None = None) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """A copy of the bytes of a tensor. Called on worker threads too; `since`: see `check`.
+    def read(self, place: RegionSlice, *, since: int | None = None) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Copy a tensor's bytes; thread-safe.
 
         Raises:
-            NotFoundError: the region is not registered.
-            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has taken the memory away.
+            InferenceError: see `check` and `Region.read_into`.
         """
         self.check(place, since=since)
         data = np.empty(place.byte_size, np.uint8)
         self.read_into(place, data.data, since=since)
         return data
 
-    def read_into(self, place: Place, target: memoryview, *, since: int | None = None) -> None:
-        """Put the bytes of a tensor where they are wanted. Called on worker threads too.
+    def read_into(self, place: RegionSlice, target: memoryview, *, since: int | None = None) -> None:
+        """Copy a tensor's bytes to `target`; thread-safe.
 
         Raises:
-            NotFoundError: the region is not registered.
-            InvalidArgumentError: the tensor is not wholly inside of the region, or the client has taken the memory away.
+            InferenceError: see `check` and `Region.read_into`.
         """
         self.check(place, since=since).read_into(place.offset, target)
 
-    def write(self, place: Place, data: bytes | memoryview, *, since: int | None = None) -> None:
-        """Put a tensor's bytes into its place. Called on other threads too.
+    def write(self, place: RegionSlice, data: bytes | memoryview, *, since: int | None = None) -> None:
+        """Write a tensor's bytes to its slice; thread-safe.
 
         Raises:
-            NotFoundError: the region is not registered any more.
-            InvalidArgumentError: the bytes do not fit the place, or the client has taken the memory away.
+            InvalidArgumentError: the bytes do not fit the slice.
+            InferenceError: see `check` and `Region.write`.
         """
         region = self.check(place, since=since)
         if len(data) > place.byte_size:
@@ -166,17 +156,17 @@ class SharedMemory:
             )
         region.write(place.offset, data)
 
-    def check(self, place: Place, *, since: int | None = None) -> Region:
-        """The region that holds a place.
+    def check(self, place: RegionSlice, *, since: int | None = None) -> Region:
+        """The region of a slice.
 
         Args:
             place: of a tensor.
-            since: `latest` when its request came, which has waited since; None where it has just come.
+            since: `latest` when the request arrived; None for a request that has just arrived.
 
         Raises:
-            UnsupportedError: shared memory is off here.
-            NotFoundError: it is not registered, or the one that was when the request came is not any more.
-            InvalidArgumentError: the place is not wholly inside of it.
+            UnsupportedError: shared memory is off.
+            NotFoundError: it is not registered, or has been replaced since the request arrived.
+            InvalidArgumentError: the slice exceeds the region.
         """
         if not self.enabled:
             raise UnsupportedError(OFF)
@@ -197,7 +187,7 @@ class SharedMemory:
 
     def _add(self, region: SystemRegion | CudaRegion) -> None:
         self.latest += 1
-        # In this order: a thread that finds the region finds its number, too.
+        # In this order: a thread that finds the region also finds its number.
         self._numbers[region.name] = self.latest
         self._regions[region.name] = region
 
@@ -212,3 +202,97 @@ class SharedMemory:
 
 def _unknown(name: str) -> NotFoundError:
     return NotFoundError(f"shared memory region {name!r} is not registered; register it first")
+
+
+def slice_of(what: str, parameters: Any) -> RegionSlice | None:
+    """The slice that a tensor's parameters name; None if the tensor is sent.
+
+    Args:
+        what: opens the error's text: "input 'x'".
+        parameters: the tensor's map of InferParameter.
+
+    Raises:
+        InvalidArgumentError: the parameters are incomplete or of the wrong kind.
+    """
+    if not parameters or not any(name in parameters for name in PARAMETERS):
+        return None
+    if REGION not in parameters or BYTE_SIZE not in parameters:
+        missing, there = (REGION, BYTE_SIZE) if REGION not in parameters else (BYTE_SIZE, REGION)
+        raise InvalidArgumentError(f"{what} has parameter {there} without {missing}; expected both")
+    offset = _number(what, OFFSET, parameters[OFFSET]) if OFFSET in parameters else 0
+    region = parameters[REGION]
+    if not region.string_param:
+        raise InvalidArgumentError(f"{what}: parameter {REGION} is not text, expected a region's name")
+    return RegionSlice(region=region.string_param, offset=offset, byte_size=_number(what, BYTE_SIZE, parameters[BYTE_SIZE]))
+
+
+def put_slice(parameters: Any, place: RegionSlice, byte_size: int) -> None:
+    """Write the slice of an output of `byte_size` bytes into a response's parameters."""
+    parameters[REGION].string_param = place.region
+    parameters[BYTE_SIZE].int64_param = byte_size
+    if place.offset:
+        parameters[OFFSET].int64_param = place.offset
+
+
+def check_size(place: RegionSlice, datatype: Datatype, shape: Sequence[int]) -> None:
+    """Compare a slice's size with the tensor's shape before reading it.
+
+    Raises:
+        ValueError: the size differs, or is too small for elements of variable size.
+    """
+    elements = math.prod(shape)
+    if datatype.itemsize is None:
+        expected, words, fits = elements * LENGTH_PREFIX_BYTES, "at least ", elements * LENGTH_PREFIX_BYTES <= place.byte_size
+    else:
+        expected, words, fits = elements * datatype.itemsize, "", elements * datatype.itemsize == place.byte_size
+    if not fits:
+        raise ValueError(f"has {place.byte_size} bytes, expected {words}{expected} for {datatype.wire} of shape {list(shape)}")
+
+
+def read_tensor(memory: SharedMemory, place: RegionSlice, datatype: Datatype, shape: Sequence[int], since: int) -> Array:
+    """Copy a tensor of checked size, in the format of `from_raw`; thread-safe.
+
+    Raises:
+        InferenceError: the region is gone or has shrunk; `since`: see `SharedMemory.check`.
+        ValueError: the bytes do not fit the shape.
+    """
+    if datatype.itemsize is None:
+        return _read_elements(memory, place, shape, since)
+    array = from_raw(memory.read(place, since=since).data, datatype, shape)
+    return array.view(datatype.array_dtype) if datatype.numpy is None else array
+
+
+def _read_elements(memory: SharedMemory, place: RegionSlice, shape: Sequence[int], since: int) -> Array:
+    """Read BYTES elements in windows: the slice may be much larger than the elements."""
+    expected, data, position = math.prod(shape), bytearray(), 0
+    elements: list[bytes] = []
+
+    def reach(end: int) -> None:
+        if end > place.byte_size:
+            raise ValueError(
+                f"ends inside BYTES element {len(elements)}, expected a {LENGTH_PREFIX_BYTES}-byte length and as many bytes"
+            )
+        if (start := len(data)) < end:
+            data.extend(bytes(min(place.byte_size, end + WINDOW_BYTES) - start))
+            part = RegionSlice(region=place.region, offset=place.offset + start, byte_size=len(data) - start)
+            memory.read_into(part, memoryview(data)[start:], since=since)
+
+    while len(elements) < expected:
+        start = position + LENGTH_PREFIX_BYTES
+        reach(start)
+        position = start + LENGTH_PREFIX.unpack_from(data, start - LENGTH_PREFIX_BYTES)[0]
+        reach(position)
+        elements.append(bytes(memoryview(data)[start:position]))
+    if position < place.byte_size:
+        raise ValueError(f"has more than {expected} BYTES elements, expected {expected} for shape {list(shape)}")
+    array = np.empty(expected, object)
+    array[:] = elements
+    return array.reshape(shape)
+
+
+def _number(what: str, name: str, parameter: Any) -> int:
+    choice = parameter.WhichOneof("parameter_choice")
+    number: int = getattr(parameter, choice) if choice in {"int64_param", "uint64_param"} else -1
+    if number < 0:
+        raise InvalidArgumentError(f"{what}: parameter {name} is not a whole number of 0 or more, expected bytes as an int64")
+    return number

@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-from serve.engine.errors import (
-    AlreadyExistsError,
-    BackendError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InferenceError,
-    InvalidArgumentError,
-    MessageTooLargeError,
-    NotFoundError,
-    OutOfMemoryError,
-    OverloadedError,
-    PermissionDeniedError,
-    QueueFullError,
-    RateLimitedError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnsupportedError,
-)
+from serve.engine import errors
+from serve.engine.errors import InferenceError, QueueFullError, UnavailableError
 
-# The numbers are gRPC's: https://grpc.github.io/grpc/core/md_doc_statuscodes.html
-CODES: dict[type[InferenceError], int] = {
-    InvalidArgumentError: 3,
-    DeadlineExceededError: 4,
-    NotFoundError: 5,
-    AlreadyExistsError: 6,
-    PermissionDeniedError: 7,
-    QueueFullError: 8,
-    RateLimitedError: 8,
-    OverloadedError: 8,
-    MessageTooLargeError: 8,
-    OutOfMemoryError: 8,
-    FailedPreconditionError: 9,
-    UnsupportedError: 12,
-    BackendError: 13,
-    UnavailableError: 14,
-    UnauthenticatedError: 16,
+
+class Code(IntEnum):
+    """Of gRPC, see https://grpc.github.io/grpc/core/md_doc_statuscodes.html for their meaning."""
+
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+CODES: dict[type[InferenceError], Code] = {
+    errors.InvalidArgumentError: Code.INVALID_ARGUMENT,
+    errors.DeadlineExceededError: Code.DEADLINE_EXCEEDED,
+    errors.NotFoundError: Code.NOT_FOUND,
+    errors.AlreadyExistsError: Code.ALREADY_EXISTS,
+    errors.PermissionDeniedError: Code.PERMISSION_DENIED,
+    errors.QueueFullError: Code.RESOURCE_EXHAUSTED,
+    errors.RateLimitedError: Code.RESOURCE_EXHAUSTED,
+    errors.OverloadedError: Code.RESOURCE_EXHAUSTED,
+    errors.MessageTooLargeError: Code.RESOURCE_EXHAUSTED,
+    errors.OutOfMemoryError: Code.RESOURCE_EXHAUSTED,
+    errors.FailedPreconditionError: Code.FAILED_PRECONDITION,
+    errors.UnsupportedError: Code.UNIMPLEMENTED,
+    errors.BackendError: Code.INTERNAL,
+    errors.UnavailableError: Code.UNAVAILABLE,
+    errors.UnauthenticatedError: Code.UNAUTHENTICATED,
 }
-INTERNAL = 13
-# Characters of an error's text: it may quote what a client sent, which may be as long as a message. What carries it looks at
-# each of them, on the event loop, and gRPC's trailers have room for as many bytes at most (see transports/grpc_headers).
+# Characters of an error's text, which may quote a client's message. It is encoded on the event loop, and trailers hold at most
+# MAX_DETAILS bytes (see transports/grpc_framing).
 MAX_TEXT = 4096
 CUT = " ..."
 RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's own name for "try again in so many milliseconds"
@@ -51,28 +51,29 @@ RETRY_HINT = "grpc-retry-pushback-ms"  # gRPC's own name for "try again in so ma
 
 @dataclass(frozen=True)
 class Status:
-    """How a failed call ends on the wire.
+    """The status of a failed call."""
 
-    Attributes:
-        code: gRPC's number.
-        details: the text for the client, at most MAX_TEXT characters.
-        trailers: metadata that goes with it.
-    """
-
-    code: int
-    details: str
-    trailers: tuple[tuple[str, str], ...] = ()
+    code: int  # gRPC's number
+    details: str  # the text for the client, at most MAX_TEXT characters
+    trailers: tuple[tuple[str, str], ...] = ()  # additional metadata
 
 
 def status_of(error: Exception) -> Status:
-    """The status of an error. What the engine did not raise on purpose is INTERNAL, and its text stays here."""
+    """The status of an error. Unexpected exceptions are INTERNAL, and their text is not disclosed."""
     if not isinstance(error, InferenceError):
-        return Status(INTERNAL, "the server failed on this request; its log says why")
+        return Status(Code.INTERNAL, "the server failed on this request; its log says why")
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
-    return Status(CODES.get(type(error), INTERNAL), _cut(str(error)), trailers)
+    return Status(CODES.get(type(error), Code.INTERNAL), _cut(str(error)), trailers)
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - len(CUT)] + CUT
+
+
+def status_name(error: Exception | None) -> str:
+    """The name of an error's status; CANCELLED for None."""
+    if error is None:
+        return "CANCELLED"
+    return Code(status_of(error).code).name

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from serve.engine.errors import InferenceError, UnauthenticatedError
-from serve.protocol.observed_inference import WatchableInference
+from serve.protocol.inference import WatchableInference
 from serve.protocol.service import Service, StreamMethod, UnaryMethod
 from serve.security.client_limits import Share, Shares, network_of
 from serve.security.gated_inference import GatedInference

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError
-from serve.protocol.inference import Cancel, Reply, Watch
+from serve.protocol.inference import Cancel, Reply, Watch, WatchableInference
 from serve.protocol.messages import parse_request
-from serve.protocol.observed_inference import WatchableInference
 from serve.security.client_limits import Share
 
 REGION = "shared_memory_region"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from serve.protocol.limited_service import LimitedService
-from serve.protocol.service import Service
+from serve.protocol.service import LimitedService, Service
 from serve.security.model_rights import ModelRights
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 from urllib.parse import unquote
@@ -13,35 +11,34 @@ from urllib.parse import unquote
 import grpc
 
 from serve.engine.errors import InferenceError, UnsupportedError
+from serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.messages import parse
-from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
 from serve.security.gate import Gate
 from serve.security.gate_pass import Pass
 from serve.security.private_socket import private_files
 from serve.security.security import Guard
-from serve.transports.grpc_headers import cut_details
-from serve.transports.transport import BindError, address_of
+from serve.transports.grpc_framing import cut_details
+from serve.transports.listening import Address, BindError, address_of, close, listen
 
 logger = logging.getLogger(__name__)
 
+OPTION = "--grpc-port"
 MAX_MESSAGE_BYTES = 2**31 - 1
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_concurrent_streams", 1024),  # as the other transport has it
-    ("grpc.so_reuseport", 0),  # two servers that share a port would each get some of the calls
+    ("grpc.max_concurrent_streams", 1024),  # as TransportLimits.max_streams
+    ("grpc.so_reuseport", 0),  # otherwise two servers could share the port and split its calls
 ]
-MAX_UNANSWERED = 256  # requests of one stream; beyond it the stream is not read
+MAX_UNANSWERED = 256  # requests of one stream before reading pauses
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 Context = Any  # grpc.aio.ServicerContext; grpcio ships no types
 
 
 class GrpcioServer:
-    """Serves a Service on host:port."""
-
     def __init__(self, service: Service, host: str, port: int, *, guard: Guard | None = None) -> None:
         self._service = service
         self._guard = guard or Guard()
@@ -59,15 +56,17 @@ class GrpcioServer:
         try:
             port = self._listen()
         except RuntimeError:
-            raise BindError(_bind_text(self._host, self._port, "it cannot be listened on")) from None
+            raise BindError(
+                f"cannot listen on {address_of(self._host, self._port)}; choose another {OPTION} (0 finds a free one) or --host"
+            ) from None
         await self._server.start()
         return port
 
     async def give_notice(self) -> None:
-        """Nothing: grpcio can only stop, and gives notice as it does."""
+        """Nothing: grpcio sends GOAWAY only when it stops."""
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls, give those in flight `grace_s` seconds to end, then close."""
+        """Refuse new calls, wait up to `grace_s` seconds for those in flight, then close."""
         await self._server.stop(grace_s)
 
     def _listen(self) -> int:
@@ -76,7 +75,7 @@ class GrpcioServer:
             with private_files():  # grpcio makes the socket
                 self._server.add_insecure_port(f"unix:{path}")
             return 0
-        _check_address(self._host, self._port)
+        close(listen(Address(self._host, self._port, OPTION)))  # for the reason of a failure, which grpcio does not report
         address = address_of(self._host, self._port)
         if tls is None:
             return int(self._server.add_insecure_port(address))
@@ -84,8 +83,6 @@ class GrpcioServer:
 
 
 class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no types
-    """Finds the handler of a method path."""
-
     def __init__(self, service: Service, gate: Gate | None) -> None:
         self._service, self._gate = service, gate
         self._handlers = {path: _unary_handler(method) for path, method in service.unary.items()}
@@ -103,7 +100,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
         return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
 
     def _guarded(self, given: Pass, method: str) -> Any:
-        """What a caller gets that was let in. Made anew for each call: its peer is known only within."""
+        """The handler for a permitted call. It is made per call, because the peer is known only inside the call."""
         service = self._service if given.sees_all else given.service(self._service)
         if method == INFER_PATH:
             return grpc.unary_unary_rpc_method_handler(_infer(service, given))
@@ -122,7 +119,7 @@ def _unary_handler(method: UnaryMethod, given: Pass | None = None) -> Any:
             if given is not None:
                 given.charge(_peer(context))
             return method.answer(parse(method.request, data)).SerializeToString()
-        except Exception as error:  # noqa: BLE001  (whatever went wrong must end this call with a status, not the server)
+        except Exception as error:  # noqa: BLE001  (any failure ends the call with a status)
             await _abort(context, error)
 
     return grpc.unary_unary_rpc_method_handler(handle)
@@ -148,7 +145,7 @@ def _infer(service: Service, given: Pass | None = None) -> Callable[[bytes, Cont
 
         def reply(result: bytes | InferenceError) -> None:
             if answered.done():
-                return  # cancelled in this very turn of the loop
+                return  # cancelled in this loop iteration
             if isinstance(result, InferenceError):
                 answered.set_exception(result)
             else:
@@ -171,7 +168,7 @@ def _infer(service: Service, given: Pass | None = None) -> Callable[[bytes, Cont
 
 
 def _inference(service: Service, context: Context, given: Pass | None) -> AnyInference:
-    """A call's way in, by whoever observes it and through its gate."""
+    """The inference entry of one call, with its permissions and observer applied."""
     observer = service.observability.observer
     inference: WatchableInference = service.inference if given is None else given.inference(service.inference, _peer(context))
     if observer is None:
@@ -182,7 +179,6 @@ def _inference(service: Service, context: Context, given: Pass | None) -> AnyInf
 
 
 def _peer(context: Context) -> str:
-    """The client's address."""
     return unquote(context.peer()).partition(":")[2]
 
 
@@ -240,21 +236,3 @@ async def _abort(context: Context, error: Exception) -> NoReturn:
         logger.error("a call failed", exc_info=error)
     await context.abort(CODES[status.code], cut_details(status.details), trailing_metadata=status.trailers)
     raise AssertionError  # abort has raised; this tells the type checker
-
-
-def _check_address(host: str, port: int) -> None:
-    """Bind and let go, for the reason: grpcio says only that it failed, and prints the rest."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError) as error:
-        raise BindError(_bind_text(host, port, str(getattr(error, "strerror", None) or error))) from None
-    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except (OSError, OverflowError) as error:
-            raise BindError(_bind_text(host, port, str(getattr(error, "strerror", None) or error))) from None
-
-
-def _bind_text(host: str, port: int, reason: str) -> str:
-    return f"cannot listen on {address_of(host, port)}: {reason}; choose another --grpc-port (0 finds a free one) or --host"

@@ -1,11 +1,10 @@
-"""Accept connections while there is room for them, and refuse the others in a way that clients understand.
+"""Accept connections within limits.
 
-gRPC's clients understand a connection that ends before it has begun: the call is UNAVAILABLE, they try the server's other
-addresses, and this one later and later. After SETTINGS and GOAWAY they would try again at once, 5 to 25 times a second, until
-the call's deadline.
+gRPC clients understand a connection that ends before it begins: the call fails with UNAVAILABLE and the client retries other
+addresses, then this one with growing delays. After SETTINGS and GOAWAY it would reconnect 5 to 25 times a second until the
+call's deadline, so that excess connections are closed at once.
 
-asyncio's own servers are not used: they do not tell of connections that have not finished TLS, nor of such as the system has no
-file for.
+asyncio's own servers are not used: they report neither connections in the TLS handshake nor EMFILE.
 """
 
 from __future__ import annotations
@@ -16,47 +15,41 @@ import logging
 import math
 import socket
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from serve.transports.seldom import Seldom
-
 logger = logging.getLogger(__name__)
 
-ACCEPTED_A_TURN = 4  # of the event loop; each takes 0.1 ms, with TLS 0.2
-MAX_HANDSHAKES = 512  # of TLS, at a time; each takes 60 KB
-MAX_LEAVING = 8  # refused, and still open to be read
-LEAVE_S = 0.2  # for a refusal to be read: a socket that is closed with something unread resets its connection
-REST_S = 1.0  # where the system has no file for a connection
+ACCEPTED_A_TURN = 4  # per loop iteration; each takes 0.1 ms, 0.2 with TLS
+MAX_HANDSHAKES = 512  # concurrent TLS handshakes, 60 KB each
+MAX_LEAVING = 8  # refused connections kept open for the client to read the refusal
+LEAVE_S = 0.2  # before closing: a socket closed with unread input sends RST and destroys the refusal
+REST_S = 1.0  # before the next accept after EMFILE
 
-Left = Callable[[asyncio.BaseProtocol], None]
+MAX_LOG_LINES = 10
+LOG_PERIOD_S = 60.0
 
 
 class ConnectionLimit:
-    """How many connections all listeners of a process may have.
-
-    Attributes:
-        most: of them.
-        reason: why there can be no more, for the log.
-        open: those that there are, those that have not finished TLS among them.
-    """
+    """Connection limit shared by the listeners of a process."""
 
     def __init__(self, most: float = math.inf, reason: str = "") -> None:
-        self.most, self.reason, self.open = most, reason, 0
+        self.most, self.reason = most, reason  # connections, and why, for the log
+        self.open = 0  # connections, TLS handshakes included
         self._handshakes: dict[asyncio.BaseProtocol, Callable[[], object]] = {}  # the oldest first
 
     def begin_handshake(self, connection: asyncio.BaseProtocol, drop: Callable[[], object]) -> None:
-        """Count a handshake, which `drop` ends; where there are too many, the oldest one is ended: it is most likely stuck."""
+        """Register a handshake that `drop` aborts. Beyond MAX_HANDSHAKES the oldest, most likely stuck, is aborted."""
         if len(self._handshakes) >= MAX_HANDSHAKES:
             self.drop_oldest()
         self._handshakes[connection] = drop
 
     def end_handshake(self, connection: asyncio.BaseProtocol) -> None:
-        """It was finished, or has failed."""
         self._handshakes.pop(connection, None)
 
     def drop_oldest(self) -> bool:
-        """Give a connection's place to another one; False where all have finished their handshake."""
+        """Abort the oldest handshake to make room; False if there is none."""
         oldest = next(iter(self._handshakes), None)
         if oldest is None:
             return False
@@ -65,7 +58,7 @@ class ConnectionLimit:
 
 
 class Listener:
-    """Those of one server. Lives on the event loop."""
+    """Accepts the connections of one server. Lives on the event loop."""
 
     def __init__(
         self,
@@ -77,15 +70,9 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         handshake_s: float | None = None,
     ) -> None:
-        """One that does not listen yet.
+        """`make` creates the server's side of a connection, which calls `left` when it is lost.
 
-        Args:
-            make: the server's side of a connection, which calls `left` when it is lost.
-            most: connections at a time.
-            shared: a bound on those of several listeners.
-            refusal: what a connection is told for which there is no room, where there is no TLS.
-            tls: for all of them.
-            handshake_s: seconds that a client has for TLS.
+        `shared` limits the connections of several listeners; `refusal` is sent to a refused connection, unless there is TLS.
         """
         self._make, self._most, self._refusal = make, most, refusal
         self._limit = shared or ConnectionLimit()
@@ -95,7 +82,7 @@ class Listener:
         self._tasks: set[asyncio.Task[object]] = set()
         self._sockets: list[socket.socket] = []
         self._leaving: set[socket.socket] = set()
-        self._told = Seldom(logger.warning)
+        self._told = LogThrottle(logger.warning)
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -104,28 +91,28 @@ class Listener:
         return int(self._sockets[0].getsockname()[1])
 
     def begin(self, sockets: Sequence[socket.socket]) -> None:
-        """Accept what comes on sockets that listen; they are this listener's from now on."""
+        """Take over listening sockets and accept their connections."""
         for one in sockets:
             one.setblocking(False)
             self._sockets.append(one)
             self._loop.add_reader(one, self._accept, one)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         for one in self._sockets:
             if one.fileno() >= 0:
                 self._loop.remove_reader(one)
                 one.close()
 
     def abort(self) -> None:
-        """Give up on those that have not finished TLS, and close those that were refused."""
+        """Abort TLS handshakes and close refused connections."""
         for task in list(self._tasks):
             task.cancel()
         for refused in list(self._leaving):
             self._let_go(refused)
 
     def left(self, connection: asyncio.BaseProtocol) -> None:
-        """A connection is over."""
+        """Release the place of a closed connection."""
         if connection in self._open:
             self._open.remove(connection)
             self._limit.open -= 1
@@ -154,7 +141,7 @@ class Listener:
         self._open.add(connection)
         self._limit.open += 1
         if accepted.family != getattr(socket, "AF_UNIX", None):
-            with contextlib.suppress(OSError):  # some systems refuse that where the client has gone already
+            with contextlib.suppress(OSError):  # some systems refuse this after the client has gone
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setblocking(False)
         connecting = self._loop.connect_accepted_socket(
@@ -172,12 +159,12 @@ class Listener:
         self.left(connection)
 
     def _settled(self, connection: asyncio.BaseProtocol, accepted: socket.socket, task: asyncio.Task[object]) -> None:
-        """A connection is there, or its client has failed at TLS, as strangers do."""
+        """Handle the end of connection set-up; TLS handshakes of port scanners fail here."""
         self._tasks.discard(task)
         self._limit.end_handshake(connection)
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
-            accepted.close()  # which the loop may not have taken yet
+            accepted.close()  # the loop may not own it yet
             self.left(connection)
         if error is not None and not isinstance(error, OSError):
             logger.error("a connection could not be taken", exc_info=error)
@@ -202,7 +189,7 @@ class Listener:
         refused.close()
 
     def _rest(self, listening: socket.socket, error: OSError) -> None:
-        """Let connections wait where the system has no file or memory for them: trying again at once would take all time."""
+        """Pause accepting: without free files or memory an immediate retry would spin."""
         self._told.say("connections cannot be accepted: %s; trying again in %g s", error.strerror, REST_S)
         self._loop.remove_reader(listening)
         self._loop.call_later(REST_S, self._resume, listening)
@@ -210,3 +197,26 @@ class Listener:
     def _resume(self, listening: socket.socket) -> None:
         if listening.fileno() >= 0:
             self._loop.add_reader(listening, self._accept, listening)
+
+
+class LogThrottle:
+    """Logs the first few lines of each minute and counts the others, so that clients cannot fill the disk."""
+
+    def __init__(self, log: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._begun_s = -LOG_PERIOD_S
+        self._count = 0
+
+    def say(self, text: str, *values: object) -> None:
+        """Log a line unless there were too many; arguments as for `logger.info`."""
+        now_s = self._clock()
+        if now_s - self._begun_s >= LOG_PERIOD_S:
+            if self._count > MAX_LOG_LINES:
+                self._log(
+                    "%d lines like these were left out in the last %.0f s", self._count - MAX_LOG_LINES, now_s - self._begun_s
+                )
+            self._begun_s, self._count = now_s, 0
+        self._count += 1
+        if self._count <= MAX_LOG_LINES:
+            self._log(text, *values)

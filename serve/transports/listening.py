@@ -1,4 +1,4 @@
-"""Open the sockets that a server listens on."""
+"""Open the sockets that a server listens on. Light: the supervisor's process imports it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve.security.private_socket import private_socket
-from serve.transports.transport import BindError, address_of
 
-# What a system answers that knows a family of addresses by name and does not have it, such as IPv6 in a container.
+# Errors of an address family that the system lacks, such as IPv6 in a container.
 NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
-BACKLOG = 1024  # connections that wait to be accepted
+BACKLOG = 1024  # connections waiting for accept
+
+
+class BindError(Exception):
+    """The server cannot listen on the address; the text gives the reason and a remedy."""
+
+
+def address_of(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Address(NamedTuple):
-    """Where to listen.
+    """Where to listen."""
 
-    Attributes:
-        host: a name or address of this machine.
-        port: 0 finds a free one.
-        option: names the port in the text of a BindError.
-        path: of a Unix socket, in place of host and port.
-    """
-
-    host: str
-    port: int
-    option: str
-    path: Path | None = None
+    host: str  # a name or address of this machine
+    port: int  # 0 finds a free one
+    option: str  # names the port in the text of a BindError
+    path: Path | None = None  # of a Unix socket, in place of host and port
 
 
 def listen(address: Address) -> list[socket.socket]:
-    """Sockets that listen, one for each address that the host's name stands for, all on the same port.
+    """Open listening sockets, one per address of the host name, all on the same port.
 
     Raises:
         BindError: the address is in use, not this machine's, or not allowed.
@@ -53,20 +54,19 @@ def listen(address: Address) -> list[socket.socket]:
     except (OSError, OverflowError, UnicodeError) as error:
         close(opened)
         number = getattr(error, "errno", None) or 0
-        # Names that cannot be resolved have negative numbers.
+        # Resolver errors have negative numbers.
         reason = os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)
         raise BindError(f"cannot listen on {where}: {reason}; choose another {address.option} {hint}") from None
     return opened
 
 
 def close(sockets: Sequence[socket.socket]) -> None:
-    """Close all of them."""
     for one in sockets:
         one.close()
 
 
 def _bind(host: str, port: int, opened: list[socket.socket]) -> None:
-    """Bind to every address of a host that this machine has; what is opened is the caller's, also where it fails."""
+    """Bind to every address of the host that this machine has. Sockets are appended to `opened`, even before a failure."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     missing: OSError | None = None
     for family, _, _, _, where in dict.fromkeys(found):
@@ -77,7 +77,7 @@ def _bind(host: str, port: int, opened: list[socket.socket]) -> None:
                 raise
             missing = error
         else:
-            port = port or int(opened[0].getsockname()[1])  # the free one that was found is the other addresses' too
+            port = port or int(opened[0].getsockname()[1])  # other addresses use the same port
     if missing is not None and not opened:
         raise missing
 
@@ -87,7 +87,7 @@ def _bound(family: socket.AddressFamily, where: tuple[Any, ...]) -> socket.socke
     try:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has a socket of its own
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own socket
         one.bind(where)
     except BaseException:
         one.close()

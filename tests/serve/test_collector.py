@@ -15,7 +15,7 @@ from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.collector import NEW_OBJECTS, seldom_collecting
 from serve.engine.backend import DevicePlacement
 from serve.server import Ready, ServerOptions, serve
-from serve.transports.choice import TransportName
+from serve.transports.transport import TransportName
 from tests.models import save_mlp
 
 

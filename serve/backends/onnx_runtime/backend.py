@@ -1,4 +1,4 @@
-"""ONNX Runtime behind the engine's interface: arrays in, arrays out."""
+"""ONNX Runtime behind the engine's backend interface."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ import numpy as np
 import onnxruntime as ort
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.cuda_graphs import GraphReplays
-from serve.backends.onnx_runtime.cuda_neighbours import Tenant
-from serve.backends.onnx_runtime.denormals import KEY as DENORMALS
-from serve.backends.onnx_runtime.denormals import warn_if_in_vain
-from serve.backends.onnx_runtime.node_placement import nodes_by_provider
+from serve.backends.onnx_runtime.crash_probe import CrashProbe
+from serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
 from serve.backends.onnx_runtime.onnx_interface import read_interface
-from serve.backends.onnx_runtime.optimization_level import KEY, OptimizationLevel
-from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe
-from serve.backends.onnx_runtime.session import CPU, OpenSession, SessionOpener
-from serve.backends.onnx_runtime.session_settings import read_settings
-from serve.backends.runtime_errors import reason_of
+from serve.backends.onnx_runtime.session import CPU, DENORMALS, OpenSession, SessionOpener, nodes_by_provider, warn_if_in_vain
+from serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, read_settings
 from serve.engine.backend import DevicePlacement, ModelInterface
 from serve.engine.errors import BackendError, InvalidArgumentError
 from serve.engine.tensors import Array, Tensors
@@ -38,34 +32,29 @@ ARENA_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 
 class OnnxRuntime:
-    """Loads ONNX files into ONNX Runtime."""
-
     def __init__(self, probe: CrashProbe | None = None) -> None:
-        """A runtime.
-
-        Args:
-            probe: tries models out before they are loaded here; None trusts them.
-        """
+        """`probe` loads models in another process first; None trusts them."""
         self._probe = probe
 
     def describe(self, path: Path) -> ModelInterface:
-        """Read a model file's interface without loading its weights.
+        """Read a model file's interface without its weights.
 
         Raises:
-            ModelLoadError: the file is missing, is not ONNX or has inputs that cannot travel on the wire.
+            ModelLoadError: the file is missing, is not ONNX, or has inputs without a wire type.
         """
         return read_interface(path)
 
     def load(
         self, path: Path, interface: ModelInterface, placement: DevicePlacement, config: ModelConfig
     ) -> OnnxRuntimeBackend:
-        """Load one copy, on the CUDA device where there is one and it may be used, and on the CPU otherwise.
+        """Load one copy, on the CUDA device if there is one and it may be used, otherwise on the CPU.
 
-        Where the model had to be optimized less than is usual, the configuration's parameters say so afterwards.
+        A reduced optimization level is recorded in the configuration's parameters.
 
         Raises:
-            ModelLoadError: a setting cannot be read, the runtime refuses the model, the model ends its process, or a GPU is
-                required and cannot be used.
+            ModelLoadError: a setting is invalid, the runtime refuses the model, the model crashes its process, or a required
+            GPU
+                cannot be used.
         """
         settings = read_settings(config, path)
         rows = max(1, config.max_batch_size)
@@ -73,25 +62,20 @@ class OnnxRuntime:
         if settings.session_entries.get(DENORMALS) == "1":
             warn_if_in_vain(opened.session, path)
         if opened.level is not OptimizationLevel.ALL:
-            config.parameters[KEY].string_value = opened.level.label
+            config.parameters[OPTIMIZATION_LEVEL].string_value = opened.level.label
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
         replays = GraphReplays(opened.session, "cuda", placement.device_id) if opened.records_graphs else None
-        tenant = Tenant(opened.session, placement.device_id) if opened.provider != CPU else None
+        on_device = DeviceSession(opened.session, placement.device_id) if opened.provider != CPU else None
         shrinkage = settings.arena_shrinkage
-        return OnnxRuntimeBackend.of(opened, interface, arena_shrinkage=shrinkage, replays=replays, tenant=tenant)
+        return OnnxRuntimeBackend.of(opened, interface, arena_shrinkage=shrinkage, replays=replays, device_session=on_device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxRuntimeBackend:
-    """One session, and what is around it.
+    """One session."""
 
-    Attributes:
-        provider: where it computes, as ONNX Runtime reports it.
-        precision: what it computes in, in words.
-    """
-
-    provider: str
-    precision: str
+    provider: str  # that computes, as ONNX Runtime reports it
+    precision: str  # of the computation, in words
     _session: ort.InferenceSession
     _run_options: Any
     _compute_dtypes: Mapping[str, np.dtype[Any]]
@@ -101,7 +85,7 @@ class OnnxRuntimeBackend:
     _texts: Sequence[str]
     _casts: Mapping[str, np.dtype[Any]]  # outputs that the session gives in another dtype
     _replays: GraphReplays | None
-    _tenant: Tenant | None  # where it is on a device
+    _device_session: DeviceSession | None  # where it is on a device
 
     @classmethod
     def of(
@@ -111,17 +95,9 @@ class OnnxRuntimeBackend:
         *,
         arena_shrinkage: str = "",
         replays: GraphReplays | None = None,
-        tenant: Tenant | None = None,
+        device_session: DeviceSession | None = None,
     ) -> OnnxRuntimeBackend:
-        """The backend of an open session.
-
-        Args:
-            opened: the session.
-            interface: of the model file.
-            arena_shrinkage: devices whose arenas give memory back after each run.
-            replays: of the session, where it records CUDA graphs.
-            tenant: the session, where it is on a device.
-        """
+        """`arena_shrinkage` names devices whose arenas shrink after each run."""
         session = opened.session
         given = {spec.name: opened.given_names.get(spec.name, spec.name) for spec in interface.inputs}
         dtypes = {value.name: NUMPY_DTYPES[value.type] for value in session.get_inputs()}
@@ -142,26 +118,25 @@ class OnnxRuntimeBackend:
             _texts=[spec.name for spec in interface.inputs if spec.datatype.array_dtype.hasobject],
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
             _replays=replays,
-            _tenant=tenant,
+            _device_session=device_session,
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype of the session's input."""
         return self._compute_dtypes[name]
 
     def run(self, inputs: Tensors) -> Tensors:
         """Compute every output, in the dtypes of the model's interface.
 
         Raises:
-            InvalidArgumentError: a BYTES element is not UTF-8, which is what ONNX Runtime's strings are.
+            InvalidArgumentError: a BYTES element is not UTF-8, as ONNX Runtime's strings are.
             BackendError: the runtime refused these inputs.
         """
         names = self._given_names
         feeds = {names[name]: array for name, array in inputs.items()}
         for name in self._texts:
             feeds[names[name]] = _as_text(name, inputs[name])
-        if self._tenant is not None:
-            self._tenant.enter()
+        if self._device_session is not None:
+            self._device_session.enter()
         try:
             if self._replays is None:
                 arrays = self._session.run(self._wanted_names, feeds, self._run_options)
@@ -172,13 +147,13 @@ class OnnxRuntimeBackend:
             raise BackendError(f"the model failed on this request: {reason_of(error)}") from error
         outputs = dict(zip(self._output_dtypes, arrays, strict=True))
         if self._casts:
-            # What fp32 holds and bf16 does not becomes an infinity, as it would have in bf16.
+            # fp32 values beyond bf16's range become infinity, as they would in bf16.
             with np.errstate(over="ignore"):
                 outputs.update((name, outputs[name].astype(dtype)) for name, dtype in self._casts.items())
         return outputs
 
     def give_up(self) -> None:
-        """Have a run end before its next node, or its next turn of a loop; replays of CUDA graphs end by themselves."""
+        """End a run before its next node or loop iteration. Replays of CUDA graphs end by themselves."""
         self._run_options.terminate = True
 
 

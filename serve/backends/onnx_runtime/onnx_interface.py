@@ -1,27 +1,43 @@
-"""Read the inputs and outputs of an ONNX file as its clients will see them."""
+"""The interface of an ONNX file: inputs and outputs as clients see them, and whether its latency depends on values."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import onnx
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from protos.datatypes import BY_ONNX
 from serve.backends.onnx_runtime.onnx_file import open_onnx
-from serve.backends.open_ended import is_open_ended
 from serve.engine.backend import ModelInterface
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import ANY_SIZE, TensorSpec
 
-UNKNOWN = "unk__"  # what tf2onnx calls a dimension, with a number of its own each, when nobody has named it
+UNKNOWN = "unk__"  # prefix of tf2onnx's generated names of unnamed dimensions
+LOOPS = frozenset({"Loop", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"})
+# Indices of the inputs that determine an output's size.
+SIZES = {
+    **dict.fromkeys(("BlackmanWindow", "ConstantOfShape", "HammingWindow", "HannWindow", "ImageDecoder"), (0,)),
+    **dict.fromkeys(
+        ("AffineGrid", "CenterCropPad", "Col2Im", "DFT", "Expand", "OneHot", "Pad", "STFT", "Tile", "Upsample"), (1,)
+    ),
+    "MaxUnpool": (2,),
+    "MelWeightMatrix": (0, 1),
+    "Range": (0, 1, 2),
+    "Resize": (1, 2, 3),
+}
+BRANCHES = frozenset({"If", "Scan", "SequenceMap"})  # other operators with subgraphs
+OF_SHAPES = frozenset({"Shape", "Size"})  # results independent of values
 
 
 def read_interface(path: Path) -> ModelInterface:
-    """The interface of the model file; its weights are not read.
+    """Read a model file's interface without its weights.
 
     Raises:
-        ModelLoadError: the file is not ONNX, or a value has no counterpart on the wire.
+        ModelLoadError: the file is not ONNX, or a value has no wire type.
     """
     with open_onnx(path) as opened:
         graph, files, open_ended = opened.model.graph, opened.data_files, is_open_ended(opened.model)
@@ -40,7 +56,7 @@ def read_interface(path: Path) -> ModelInterface:
 
 
 def _require_names(graph: onnx.GraphProto, path: Path) -> None:
-    """Check that clients can name every input and output: protobuf reads what is not UTF-8 as bytes."""
+    """Check that inputs and outputs have unique UTF-8 names; protobuf returns other names as bytes."""
     for kind, values in (("input", graph.input), ("output", graph.output)):
         names = [value.name for value in values]
         dimensions = [d.dim_param for value in values for d in value.type.tensor_type.shape.dim]
@@ -62,6 +78,41 @@ def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
         raise ModelLoadError(f"{where} {value.name!r} has the type {name}, which cannot be served; cast it inside the model")
     if not tensor.HasField("shape"):
         raise ModelLoadError(f"{where} {value.name!r} has no shape, not even a rank; export the model with one")
-    # ONNX Runtime takes any size where a negative one is written.
+    # ONNX Runtime treats negative sizes as unknown.
     shape = tuple(max(ANY_SIZE, d.dim_value) if d.HasField("dim_value") else ANY_SIZE for d in tensor.shape.dim)
     return TensorSpec(name=value.name, datatype=datatype, shape=shape)
+
+
+def is_open_ended(model: ModelProto) -> bool:
+    """Whether the compute time of a batch depends on values, not on shapes alone. Weights may be left out of the model.
+
+    It does with loops and tensor sizes controlled by values, and with strings, whose lengths are not in the shape.
+    """
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    given = [value for value in graph.input if value.name not in weights]
+    if any(value.type.tensor_type.elem_type == TensorProto.STRING for value in given):
+        return True
+    # Function arguments are assumed to be values.
+    return _in_nodes(graph.node, {value.name for value in given}) or any(
+        _in_nodes(function.node, set(function.input)) for function in model.functions
+    )
+
+
+def _in_nodes(nodes: Iterable[NodeProto], values: set[str]) -> bool:
+    """Check nodes in order; `values` are names that depend on a request's values, and grows with results."""
+    for node in nodes:
+        kind, inputs = node.op_type, node.input
+        if kind in LOOPS or any(inputs[place] in values for place in SIZES.get(kind, ()) if place < len(inputs)):
+            return True
+        if kind in BRANCHES:
+            if any(_in_graph(attribute.g, values) for attribute in node.attribute):
+                return True
+            values.update(node.output)
+        elif kind not in OF_SHAPES and not values.isdisjoint(inputs):
+            values.update(node.output)
+    return False
+
+
+def _in_graph(graph: GraphProto, values: AbstractSet[str]) -> bool:
+    return _in_nodes(graph.node, {*values, *(value.name for value in graph.input)})

@@ -1,11 +1,15 @@
-"""Open an ONNX file in ONNX Runtime: fp16 on CUDA, upcast to fp32 on the CPU, and never one for the other unsaid."""
+"""Opens ONNX files in ONNX Runtime: fp16 on CUDA, upcast to fp32 on the CPU, with every fallback logged."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
+import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,20 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime as ort
+from onnx import TensorProto, helper
 
-from serve.backends.cores import fewer_cores
-from serve.backends.onnx_runtime.cuda_graphs import why_not_recorded
-from serve.backends.onnx_runtime.cuda_neighbours import TURNS, settle_thread
-from serve.backends.onnx_runtime.denormals import KEY as DENORMALS
-from serve.backends.onnx_runtime.denormals import keep_to_own_threads
-from serve.backends.onnx_runtime.node_placement import RECORD_ENTRY
+from serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashTrial
+from serve.backends.onnx_runtime.cuda import RECORDING_LOCK, is_about_an_option, reason_of, settle_thread, why_not_recorded
 from serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
-from serve.backends.onnx_runtime.optimization_level import OptimizationLevel
-from serve.backends.onnx_runtime.probe.crash_probe import CrashProbe, Trial
-from serve.backends.onnx_runtime.probe.probe_child import FORMAT_ENTRY
-from serve.backends.onnx_runtime.session_settings import SessionSettings
-from serve.backends.onnx_runtime.thread_choice import is_quick, may_be_quick
-from serve.backends.runtime_errors import is_about_an_option, reason_of
+from serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
+from serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings, fewer_cores
 from serve.engine.backend import DevicePlacement
 from serve.engine.background_threads import pause
 from serve.engine.cuda_driver import device_count
@@ -35,64 +32,57 @@ from serve.engine.errors import ModelLoadError, is_device_lost
 logger = logging.getLogger(__name__)
 
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
-LOG_NOTHING_BUT_FATAL = 4  # what fails is raised, or said below in one line
+LOG_NOTHING_BUT_FATAL = 4  # errors are raised, or logged here in one line
 Providers = list[tuple[str, dict[str, str]]]
-_preloading = threading.Lock()  # the process has one stdout: of two that redirect it, the last leaves it as the first had it
+_preloading = threading.Lock()  # redirect_stdout is not thread-safe
+QUICK_S = 200e-6
+QUICK_BYTES = 1 << 26  # of inputs: larger batches cannot be this fast, and may not fit in memory
+RUNS = 5
+# Larger models are not quick, and opening them twice is slow.
+SMALL_FILE_BYTES = 4 << 20
+DENORMALS = "session.set_denormal_as_zero"
+# Free: the runtime records the assignment anyway.
+RECORD_ENTRY = ("session.record_ep_graph_assignment_info", "1")
 
 
 class _UnusableDeviceError(Exception):
-    """The runtime has the CUDA provider, and cannot start it; the text is the runtime's."""
+    """The CUDA provider cannot start; the text is the runtime's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSession:
-    """A session, and what it computes in.
+    """An open session."""
 
-    Attributes:
-        session: the runtime's own.
-        precision: in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)".
-        level: how far the runtime was allowed to rewrite the model.
-        given_names: the session's names of inputs that are called otherwise in the model file.
-        records_graphs: it was opened to record CUDA graphs.
-    """
-
-    session: ort.InferenceSession
-    precision: str
-    level: OptimizationLevel
-    given_names: Mapping[str, str] = field(default_factory=dict)
-    records_graphs: bool = False
+    session: ort.InferenceSession  # the runtime's
+    precision: str  # of the computation, in words: "fp16", "fp32", or "fp32 (the fp16 model, upcast)"
+    level: OptimizationLevel  # optimization level
+    given_names: Mapping[str, str] = field(default_factory=dict)  # the session's names of renamed inputs
+    records_graphs: bool = False  # whether it records CUDA graphs
 
     @property
     def provider(self) -> str:
-        """Where it computes, as the runtime reports it."""
+        """That computes, as the runtime reports it."""
         return str(self.session.get_providers()[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpener:
-    """Opens model files, each in the same way.
+    """Opens model files."""
 
-    Attributes:
-        path: the model file.
-        placement: where it is to run.
-        settings: what its configuration says.
-        probe: finds out whether the model ends the process; None takes it that it does not.
-        rows: of the largest batch, which decides on threads where nobody else does; None leaves them to the runtime.
-    """
-
-    path: Path
-    placement: DevicePlacement
-    settings: SessionSettings = field(default_factory=SessionSettings)
-    probe: CrashProbe | None = None
+    path: Path  # the model file
+    placement: DevicePlacement  # of the session
+    settings: SessionSettings = field(default_factory=SessionSettings)  # from the model's configuration
+    probe: CrashProbe | None = None  # checks for crashes; None trusts the model
+    # Of the largest batch, to choose the number of threads unless configured; None leaves it to the runtime.
     rows: int | None = None
 
     def open(self) -> OpenSession:
-        """Open on the CUDA device where there is one and it may be used, and on the CPU otherwise.
+        """Open on the CUDA device if there is one and it may be used, otherwise on the CPU.
 
-        A device that the runtime cannot use (its libraries are missing, say) is named in a warning.
+        An unusable device is logged as a warning.
 
         Raises:
-            ModelLoadError: the runtime refuses the model, it ends the process, or a GPU is required and cannot be used.
+            ModelLoadError: the runtime refuses the model, it crashes the process, or a required GPU cannot be used.
         """
         ort.set_default_logger_severity(LOG_NOTHING_BUT_FATAL)
         placement = self.placement
@@ -133,7 +123,7 @@ class SessionOpener:
                 logger.warning(
                     "%s: %s, which CUDA graphs would not do for each batch; it runs without them", *(self.path, reason)
                 )
-                del opened  # two copies need twice the memory
+                del opened  # before opening another copy
         return self._on_cuda({})
 
     def _on_cuda(self, options: Mapping[str, str]) -> OpenSession:
@@ -155,14 +145,14 @@ class SessionOpener:
         providers: Providers = [(CPU, {})]
         if self.rows is not None and self.settings.intra_op_threads is None and may_be_quick(self.path, self.placement):
             alone = replace(self, placement=replace(self.placement, threads=1))
-            opened = alone._open(providers, for_gpu=False)  # noqa: SLF001  (another opener of the same file)
+            opened = alone._open(providers, for_gpu=False)  # noqa: SLF001  (of the same class)
             if is_quick(opened.session, self.rows):
                 return opened
         return self._open(providers, for_gpu=False)
 
     def _open(self, providers: Providers, *, for_gpu: bool) -> OpenSession:
         probe = None if self.settings.level is not None or providers[0][0] == TENSORRT else self.probe
-        trial = Trial(path=self.path, providers=providers, settings=self.settings)
+        trial = CrashTrial(path=self.path, providers=providers, settings=self.settings)
         if probe is not None:
             probe.expect(trial)
             pause()
@@ -187,16 +177,16 @@ class SessionOpener:
             settle_thread(self.placement.device_id)
         try:
             options = self._options(level)
-            with TURNS.opening() if on_gpu else contextlib.nullcontext():
+            with RECORDING_LOCK.opening() if on_gpu else contextlib.nullcontext():
                 session = ort.InferenceSession(
                     model.source,
                     options,
                     providers=[name for name, _ in providers],
                     provider_options=[choices for _, choices in providers],
-                    enable_fallback=0,  # it would print to stdout, and go to the CPU unsaid, whatever the provider complains of
+                    enable_fallback=0,  # fallback prints to stdout and moves to the CPU silently
                 )
         except Exception as error:
-            # The runtime's exceptions have no common class of their own. RuntimeErrors are about providers, not about models.
+            # The runtime's exceptions share no class. RuntimeErrors concern providers, not models.
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
                 raise _UnusableDeviceError(reason_of(error)) from error
             raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason_of(error)}") from error
@@ -214,7 +204,7 @@ class SessionOpener:
             options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
         options.enable_cpu_mem_arena = settings.memory_arena
         options.enable_mem_pattern = settings.memory_pattern and not settings.parallel
-        # Threads that spin while they wait take the core from the event loop.
+        # Spinning threads would take the core from the event loop.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         for key, value in settings.session_entries.items():
@@ -234,7 +224,7 @@ def _why_no_device(placement: DevicePlacement) -> str | None:
 
 
 def _preload_cuda() -> str:
-    """Find CUDA and cuDNN where pip installed them, once; returns the first line that the runtime prints about it, if any."""
+    """Load CUDA and cuDNN from pip packages, once; returns the runtime's message, if any."""
     with _preloading:
         return _preloaded()
 
@@ -245,3 +235,75 @@ def _preloaded() -> str:
     with contextlib.redirect_stdout(printed):
         ort.preload_dlls()
     return printed.getvalue().strip().split("\n")[0]
+
+
+def may_be_quick(path: Path, placement: DevicePlacement) -> bool:
+    """Whether a trial with one thread pays: the number of threads is open, several cores exist, and the file is small."""
+    return placement.threads == 0 and (fewer_cores() or os.cpu_count() or 1) > 1 and path.stat().st_size <= SMALL_FILE_BYTES
+
+
+def is_quick(session: ort.InferenceSession, rows: int) -> bool:
+    """Whether the largest batch is too fast to benefit from several threads; False if its size is unknown.
+
+    Threads here do not spin, so that each parallel operator waits for the system to wake a thread: an MLP of 64-256-10 takes 19
+    us for 64 rows on one thread, and 30 us on two.
+
+    Args:
+        session: with one thread.
+        rows: of the largest batch.
+    """
+    inputs = session.get_inputs()
+    if any(not isinstance(size, int) for value in inputs for size in value.shape[1:]):
+        return False
+    batched = all(value.shape and not isinstance(value.shape[0], int) for value in inputs)
+    if not batched and any(not isinstance(size, int) for value in inputs for size in value.shape):
+        return False
+    row = {value.name: ones(value) for value in inputs}
+    if rows * sum(array.nbytes for array in row.values()) > QUICK_BYTES:
+        return False
+    return _quickest_s(session, {value.name: ones(value, rows) for value in inputs}) <= QUICK_S
+
+
+def _quickest_s(session: ort.InferenceSession, feeds: dict[str, Any]) -> float:
+    quickest = float("inf")
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        try:
+            session.run(None, feeds)
+        except Exception:  # noqa: BLE001  (the model rejects ones)
+            return float("inf")
+        took = time.perf_counter() - started
+        quickest = min(quickest, took)
+        if took > RUNS * QUICK_S:
+            break
+    return quickest
+
+
+@functools.cache
+def keep_to_own_threads() -> None:
+    """Make the process's first session one without flush-to-zero.
+
+    The first session applies `session.set_denormal_as_zero` to the thread that opens it too, and later threads inherit it: one
+    model's answers would depend on another's setting.
+    """
+    number = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "nothing", number[:1], number[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def warn_if_in_vain(session: ort.InferenceSession, path: Path) -> None:
+    """Warn if flush-to-zero has no effect for lack of own threads."""
+    if session.get_session_options().intra_op_num_threads == 1:
+        logger.warning("%s: %s has no effect with one thread; set intra_op_thread_count to 2 or more", path, DENORMALS)
+
+
+def nodes_by_provider(session: ort.InferenceSession) -> str:
+    """Node counts such as "CUDAExecutionProvider=31, CPUExecutionProvider=2", most first; "" without nodes.
+
+    The session must be opened with RECORD_ENTRY. Nodes are counted before fusion.
+    """
+    counts: Counter[str] = Counter()
+    for part in session.get_provider_graph_assignment_info():
+        counts[str(part.ep_name)] += len(part.get_nodes())
+    return ", ".join(f"{name}={count}" for name, count in counts.most_common())

@@ -1,65 +1,173 @@
-"""What a model's configuration says about its ONNX Runtime session, under the names that Triton's backend has for it."""
+"""Session settings from a model's configuration, under Triton's names for its ONNX Runtime backend, and CPU limits."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.accelerators import Accelerators, read_accelerators
-from serve.backends.onnx_runtime.optimization_level import OptimizationLevel, declared_level
 from serve.engine.config.parameters import own_parameter
 from serve.engine.errors import ModelLoadError
+from serve.engine.resource_limits import group_folders
 
-# https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html: handed on as they are.
+OPTIMIZATION_LEVEL = "halfserve.optimization_level"
+# A new input shape costs milliseconds, an exhaustive search hundreds.
+CUDA_DEFAULTS = {"cudnn_conv_algo_search": "HEURISTIC"}
+# Triton's older form of CUDA options: model parameters, with numbers for names.
+CUDA_PARAMETERS: Mapping[str, Mapping[str, str]] = {
+    "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
+    "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
+    "gpu_mem_limit": {},
+    "do_copy_in_default_stream": {},
+}
+# Triton's names of TensorRT options that differ from the runtime's.
+TENSORRT_NAMES = {
+    "max_workspace_size_bytes": "trt_max_workspace_size",
+    "int8_calibration_table_name": "trt_int8_calibration_table_name",
+    "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
+}
+TENSORRT_PRECISIONS = {"FP32": None, "FP16": "trt_fp16_enable", "INT8": "trt_int8_enable"}
+SWITCHES = {"true": "1", "false": "0"}
+# Replays need fixed buffers, which the server provides for the CUDA provider only.
+CUDA_GRAPH, TENSORRT_GRAPH = "enable_cuda_graph", "trt_cuda_graph_enable"
+# Passed on: https://onnxruntime.ai/docs/api/c/onnxruntime__session__options__config__keys_8h.html
 SESSION_KEYS = ("session.", "optimization.", "mlas.", "ep.")
-# Of these, keys whose value is a path, which the runtime would read from or write to, wherever it leads; and the one that has a
-# file read in another format than the one that was checked.
+# Refused: keys with paths that the runtime would read or write, and the key that changes the file's format.
 NAMING_FILES = ("file", "path", "folder", "session.resource_cuda_partitioning_settings", "session.load_model_format")
-MAX_THREADS = 1024  # they are started at once, and each has a stack
+MAX_THREADS = 1024  # started at once, each with a stack
 SWITCH = {"0": False, "false": False, "1": True, "true": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionSettings:
-    """How to open a session.
+class OptimizationLevel(Enum):
+    """From all rewrites to none; the values are those of the runtime's GraphOptimizationLevel."""
 
-    Attributes:
-        level: the optimization level that the configuration asks for; None leaves the choice to the server.
-        intra_op_threads: of one operator on the CPU; None where the configuration does not say, 0 for one a core.
-        inter_op_threads: for operators side by side, where `parallel`; 0 for one a core.
-        parallel: run operators that do not need each other at the same time.
-        memory_arena: keep the CPU memory that a batch needed.
-        memory_pattern: plan the memory of a batch in one piece.
-        arena_shrinkage: devices whose arenas give memory back after each run, such as "cpu:0;gpu:0"; "" for none.
-        session_entries: the runtime's own keys, handed on.
-        accelerators: options of the CUDA and TensorRT providers.
-        cuda_graphs: record the device's work per batch size, and replay it.
+    ALL = 99
+    EXTENDED = 2
+    BASIC = 1
+    DISABLED = 0
+
+    @property
+    def label(self) -> str:
+        """In configurations: "all", "extended", "basic" or "disabled"."""
+        return self.name.lower()
+
+
+# `optimization { graph { level } }` in Triton's ONNX Runtime backend; absent reads as 0, all.
+TRITON_LEVELS = {
+    -1: OptimizationLevel.BASIC,
+    1: OptimizationLevel.EXTENDED,
+    2: OptimizationLevel.DISABLED,
+}
+
+
+def declared_level(config: ModelConfig, path: Path) -> OptimizationLevel | None:
+    """The configured level, from this project's parameter or Triton's field; None if not configured.
+
+    Raises:
+        ModelLoadError: there is no such level.
     """
-
-    level: OptimizationLevel | None = None
-    intra_op_threads: int | None = None
-    inter_op_threads: int = 0
-    parallel: bool = False
-    memory_arena: bool = True
-    memory_pattern: bool = True
-    arena_shrinkage: str = ""
-    session_entries: Mapping[str, str] = field(default_factory=dict)
-    accelerators: Accelerators = field(default_factory=Accelerators)
-    cuda_graphs: bool = False
+    own = own_parameter(config, OPTIMIZATION_LEVEL, path)
+    if own is not None:
+        return OptimizationLevel[str(own).upper()]
+    level = config.optimization.graph.level
+    if level and level not in TRITON_LEVELS:
+        raise ModelLoadError(
+            f"{path}: optimization.graph.level is {level}, expected 0 (all), 1 (extended), -1 (basic) or 2 (disabled)"
+        )
+    return TRITON_LEVELS.get(level)
 
 
-def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
-    """The settings in a configuration.
+@dataclass(frozen=True, kw_only=True)
+class Accelerators:
+    """Provider options, in ONNX Runtime's names."""
+
+    cuda: Mapping[str, str] = field(default_factory=lambda: dict(CUDA_DEFAULTS))  # of the CUDA provider
+    tensorrt: Mapping[str, str] | None = None  # of the TensorRT provider; None if not requested
+    cuda_graphs: bool | None = None  # whether the CUDA provider records graphs; None if not configured
+
+
+def read_accelerators(config: ModelConfig, path: Path) -> Accelerators:
+    """Provider options from `optimization { execution_accelerators }`, with the keys of Triton's ONNX Runtime backend.
 
     Args:
         config: of the model.
         path: the model file, for errors.
 
     Raises:
-        ModelLoadError: a value is not what its key takes.
+        ModelLoadError: an unknown accelerator or precision, or CUDA graphs for TensorRT.
+    """
+    asked = config.optimization.execution_accelerators
+    for accelerator in asked.cpu_execution_accelerator:
+        raise ModelLoadError(f"{path}: cpu_execution_accelerator {accelerator.name!r} is not supported; remove it")
+    cuda = {**CUDA_DEFAULTS, **_from_parameters(config)}
+    tensorrt = None
+    for accelerator in asked.gpu_execution_accelerator:
+        options = dict(accelerator.parameters)
+        if accelerator.name == "cuda":
+            cuda |= options
+        elif accelerator.name == "tensorrt":
+            tensorrt = _tensorrt(options, path)
+        else:
+            raise ModelLoadError(
+                f"{path}: gpu_execution_accelerator {accelerator.name!r} is not known, expected 'tensorrt' or 'cuda'"
+            )
+    graphs = cuda.pop(CUDA_GRAPH, None)
+    return Accelerators(cuda=cuda, tensorrt=tensorrt, cuda_graphs=None if graphs is None else _is_on(graphs))
+
+
+def _from_parameters(config: ModelConfig) -> dict[str, str]:
+    found = {}
+    for key, names in CUDA_PARAMETERS.items():
+        if key in config.parameters:
+            value = config.parameters[key].string_value
+            found[key] = names.get(value, value)
+    return found
+
+
+def _tensorrt(options: dict[str, str], path: Path) -> dict[str, str]:
+    precision = options.pop("precision_mode", "FP32")
+    if precision not in TENSORRT_PRECISIONS:
+        known = ", ".join(TENSORRT_PRECISIONS)
+        raise ModelLoadError(f"{path}: tensorrt's precision_mode is {precision!r}, expected one of {known}")
+    switch = TENSORRT_PRECISIONS[precision]
+    result = {} if switch is None else {switch: "1"}
+    for key, value in options.items():
+        result[TENSORRT_NAMES.get(key, key)] = SWITCHES.get(value.lower(), value)
+    if _is_on(result.get(TENSORRT_GRAPH, "0")):
+        raise ModelLoadError(f"{path}: tensorrt's {TENSORRT_GRAPH} is on, which would answer from an earlier batch; remove it")
+    return result
+
+
+def _is_on(text: str) -> bool:
+    return SWITCHES.get(text.lower(), text) == "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """How to open a session."""
+
+    level: OptimizationLevel | None = None  # optimization level; None leaves the choice to the server
+    intra_op_threads: int | None = None  # of one operator on the CPU; None if not configured, 0 for one per core
+    inter_op_threads: int = 0  # for parallel operators; 0 for one per core
+    parallel: bool = False  # run independent operators at the same time
+    memory_arena: bool = True  # keep CPU memory between batches
+    memory_pattern: bool = True  # plan a batch's memory as one block
+    arena_shrinkage: str = ""  # devices whose arenas shrink after each run, such as "cpu:0;gpu:0"; "" for none
+    session_entries: Mapping[str, str] = field(default_factory=dict)  # the runtime's own keys, passed on
+    accelerators: Accelerators = field(default_factory=Accelerators)  # options of the CUDA and TensorRT providers
+    cuda_graphs: bool = False  # record and replay CUDA graphs per batch size
+
+
+def read_settings(config: ModelConfig, path: Path) -> SessionSettings:
+    """The settings in a model's configuration; `path` is the model file, for errors.
+
+    Raises:
+        ModelLoadError: a value is invalid.
     """
     parameters = {key: value.string_value.strip() for key, value in config.parameters.items()}
     graphs, accelerators = own_parameter(config, "halfserve.cuda_graphs", path), read_accelerators(config, path)
@@ -106,3 +214,38 @@ def _switch(parameters: Mapping[str, str], key: str, path: Path, *, default: boo
     if value.lower() not in SWITCH:
         raise ModelLoadError(f"{path}: parameter {key!r} is {value!r}, expected '0' or '1'")
     return SWITCH[value.lower()]
+
+
+def fewer_cores() -> int:
+    """Cores that this process may use if fewer than the machine's; 0 for all.
+
+    ONNX Runtime ignores CPU quotas and affinity. Threads beyond a quota exhaust it at once, and then all threads, the event
+    loop's included, stop for the rest of the scheduler's period of 100 ms.
+    """
+    there = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    mine = min([mine, *_quotas()])
+    return mine if mine < there else 0
+
+
+def _quotas() -> list[int]:
+    """CPU quotas of this process's control groups, in whole cores."""
+    texts = [_read(folder, "cpu.max") for folder in group_folders()]
+    texts += [_read(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in group_folders("cpu")]
+    return [quota for text in texts if (quota := _cores(text))]
+
+
+def _read(folder: Path, *names: str) -> str:
+    try:
+        return " ".join((folder / name).read_text() for name in names)
+    except OSError:
+        return ""
+
+
+def _cores(text: str) -> int:
+    """Quota and period to cores; 0 without a quota ("max", or -1)."""
+    try:
+        time, period = map(int, text.split())
+    except ValueError:
+        return 0
+    return math.ceil(time / period) if time > 0 else 0

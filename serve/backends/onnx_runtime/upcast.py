@@ -1,25 +1,27 @@
-"""Turn a half-precision ONNX model into one that computes in fp32, from the same (fp16 or bf16) weights.
+"""Converts a half-precision ONNX model to compute in fp32, with the same fp16 or bf16 weights.
 
-ONNX Runtime has CPU kernels in fp16 for few operators, in bf16 for fewer, and surrounds the others with casts. Computing in
-fp32 throughout is as fast as an fp32 model there and closer to the truth than half-precision arithmetic.
+ONNX Runtime has few CPU kernels in fp16, fewer in bf16, and surrounds other operators with casts. Computing in fp32 throughout
+is as fast as an fp32 model, and more accurate than half-precision arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
 from protos.onnx_tensors import all_tensors
-from serve.backends.onnx_runtime.type_attributes import TypeAttributes, nodes_below
+from serve.backends.onnx_runtime.onnx_file import nodes_below
 
 FP32 = TensorProto.FLOAT
 HALF_TYPES = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
+# Of all operators of ONNX and of ONNX Runtime's own domain.
+TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "precision", "softmax_precision", "output_datatype"})
 
 
 def half_types(model: ModelProto) -> frozenset[int]:
-    """The half-precision types that weights, inputs, outputs or casts of the model have; none for a model without."""
+    """The half-precision types of weights, inputs, outputs or casts."""
     return frozenset(number for number in _types(model) if number in HALF_TYPES)
 
 
@@ -68,7 +70,7 @@ def _nodes(model: ModelProto) -> Iterator[NodeProto]:
 
 
 def _upcast_attribute(attribute: AttributeProto, types: AbstractSet[str]) -> None:
-    # No operator, of the standard or of ONNX Runtime's own, has an attribute that is a list of types.
+    # No operator of ONNX or ONNX Runtime has an attribute with a list of types.
     if attribute.name in types and attribute.i in HALF_TYPES:
         attribute.i = FP32
     if attribute.HasField("tp"):
@@ -89,3 +91,38 @@ def _upcast_type(proto: TypeProto) -> None:
             tensor.elem_type = FP32
     elif kind in {"sequence_type", "optional_type"}:
         _upcast_type(getattr(proto, kind).elem_type)
+
+
+class TypeAttributes:
+    """The integer attributes that hold a tensor type, also where a model's functions pass them on under other names."""
+
+    def __init__(self, functions: Sequence[FunctionProto]) -> None:
+        """`functions` are all of the model's; they may call each other."""
+        self._by_function: dict[tuple[str, str, str], AbstractSet[str]] = {
+            _key(function): frozenset() for function in functions
+        }
+        grows = True
+        while grows:
+            grows = False
+            for function in functions:
+                found = self._handed_on(function)
+                grows |= found != self._by_function[_key(function)]
+                self._by_function[_key(function)] = found
+
+    def of_calls(self, function: FunctionProto) -> AbstractSet[str]:
+        """Names of the type attributes of a function."""
+        return self._by_function[_key(function)]
+
+    def of(self, node: NodeProto) -> AbstractSet[str]:
+        """Names of the type attributes that a node may have."""
+        return self._by_function.get((node.domain, node.op_type, node.overload), TYPE_ATTRIBUTES)
+
+    def _handed_on(self, function: FunctionProto) -> AbstractSet[str]:
+        attributes = ((attribute, self.of(node)) for node in nodes_below(function.node) for attribute in node.attribute)
+        return {
+            attribute.ref_attr_name for attribute, types in attributes if attribute.ref_attr_name and attribute.name in types
+        }
+
+
+def _key(function: FunctionProto) -> tuple[str, str, str]:
+    return function.domain, function.name, function.overload

@@ -1,30 +1,188 @@
-"""From the headers of a call to the object that carries it."""
+"""Opens the calls that headers ask for; calls with one message each way."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
 from ngh2 import Header
 
-from serve.engine.errors import InferenceError, UnsupportedError
-from serve.protocol.observed_inference import AnyInference, ObservedInference, WatchableInference
-from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service
+from serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
+from serve.protocol.inference import (
+    AnyInference,
+    Cancel,
+    InferenceEntry,
+    ObservedInference,
+    OutcomeListener,
+    WatchableInference,
+)
+from serve.protocol.messages import parse
+from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
 from serve.protocol.status import status_of
 from serve.security.gate import Gate
 from serve.security.gate_pass import Pass
 from serve.security.memory_budget import Share
-from serve.transports.grpc_headers import timeout_seconds
-from serve.transports.nghttp2.call import Call
-from serve.transports.nghttp2.session import GrpcSession, OpenCall
+from serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
+from serve.transports.nghttp2.pending_requests import Call
+from serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
 from serve.transports.nghttp2.streams import InferStreamCall, StreamCall
-from serve.transports.nghttp2.unary import InferCall, UnaryCall
+
+logger = logging.getLogger(__name__)
+
+
+class _OneMessageCall:
+    is_unary = True
+    __slots__ = ("_encoding", "_ended", "_failed", "_grown_s", "_message", "_reader", "_session", "_stream")
+
+    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None) -> None:
+        self._session = session
+        self._stream = stream
+        self._encoding = encoding
+        self._reader: MessageReader | None = None  # of a request in pieces, or compressed
+        self._message: bytes | memoryview | None = None
+        self._ended = self._failed = False
+        self._grown_s = session.heard_s
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._reader is None else self._reader.held_bytes
+
+    @property
+    def _max_bytes(self) -> int:
+        """Of the request."""
+        return self._session.limits.max_small_message_bytes
+
+    def take(self, message: bytes | memoryview) -> None:
+        self._message = message
+        self.end()
+
+    def grew(self) -> None:
+        self._grown_s = self._session.heard_s
+
+    def receive(self, data: bytes) -> int:
+        """Take received bytes; all are acknowledged, as a message is read only when complete."""
+        self._grown_s = self._session.heard_s
+        if self._reader is None:
+            self._reader = MessageReader(self._max_bytes, self._encoding, self._session.limits.max_inflated_bytes)
+        elif self._reader.hold(data):
+            return len(data)
+        try:
+            for message in self._reader.feed(data):
+                if self._message is not None:
+                    raise InvalidArgumentError("a second message came, expected one; this method is no stream")
+                self._message = message
+        except InferenceError as error:
+            self._fail(error)
+        return len(data)
+
+    def receive_last(self, data: bytes) -> int:
+        if self._reader is None:
+            self._message = sole_message(data, self._max_bytes)
+        if self._message is None or self._reader is not None:
+            self.receive(data)
+        self.end()
+        return len(data)
+
+    def end(self) -> None:
+        self._ended = True
+        if self._failed:
+            return
+        try:
+            if self._reader is not None:
+                self._reader.finish()
+            if self._message is None:
+                raise InvalidArgumentError("the call ended without a message, expected one")  # noqa: TRY301  (handled like the others)
+            self._answer(self._message)
+        except Exception as error:  # noqa: BLE001  (any failure ends this call with a status)
+            self._fail(error)
+
+    def gone(self) -> None: ...
+
+    def give_up(self, error: InferenceError) -> None:
+        if not self._ended and not self._failed:
+            self._fail(error)
+
+    def give_up_stalled(self, before_s: float) -> None:
+        if self._grown_s < before_s:
+            self.give_up(DeadlineExceededError("the rest of the request did not come; send it again"))
+
+    def _answer(self, message: bytes | memoryview) -> None:
+        raise NotImplementedError
+
+    def _fail(self, error: Exception) -> None:
+        if not isinstance(error, InferenceError):
+            logger.error("a call failed", exc_info=error)
+        self._failed = True
+        self._session.fail(self._stream, status_of(error), ended=self._ended)
+
+
+class InferCall(_OneMessageCall):
+    """ModelInfer: queued, and answered after its batch."""
+
+    __slots__ = ("_cancel", "_deadline_s", "_inference", "_outcomes")
+
+    def __init__(
+        self,
+        session: GrpcSession,
+        stream: int,
+        encoding: bytes | None,
+        inference: InferenceEntry,
+        outcomes: OutcomeListener,
+        time_left_s: float | None,
+    ) -> None:
+        super().__init__(session, stream, encoding)
+        self._inference = inference
+        self._outcomes = outcomes
+        self._deadline_s = None if time_left_s is None else session.heard_s + time_left_s
+        self._cancel: Cancel | None = None
+
+    @property
+    def _max_bytes(self) -> int:
+        return self._session.limits.max_message_bytes
+
+    def gone(self) -> None:
+        cancel, self._cancel = self._cancel, None  # breaks a reference cycle
+        if cancel is not None:
+            cancel()
+            self._outcomes.gone(bytes(self._message or b""))
+
+    def _answer(self, message: bytes | memoryview) -> None:
+        if len(message) > LARGE_BYTES:
+            self._session.check_room(self._stream)
+            self._session.hold(self._stream, len(message), is_last=True)
+        deadline_s = self._deadline_s
+        time_left_s = None if deadline_s is None else deadline_s - self._session.heard_s  # the message may have arrived slowly
+        self._cancel = self._inference.infer(message, time_left_s, self._reply)
+
+    def _reply(self, result: bytes | InferenceError) -> None:
+        self._cancel = None
+        if isinstance(result, InferenceError):
+            self._fail(result)
+        else:
+            self._session.answer(self._stream, result)
+
+    def _fail(self, error: Exception) -> None:
+        self._outcomes.failed(bytes(self._message or b""), error)
+        super()._fail(error)
+
+
+class MethodCall(_OneMessageCall):
+    """Any other unary method, answered at once."""
+
+    __slots__ = ("_method",)
+
+    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None, method: UnaryMethod) -> None:
+        super().__init__(session, stream, encoding)
+        self._method = method
+
+    def _answer(self, message: bytes | memoryview) -> None:
+        answer = self._method.answer(parse(self._method.request, bytes(message)))
+        self._session.answer(self._stream, answer.SerializeToString())
 
 
 class Calls:
-    """Opens the calls that headers ask for."""
-
     def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service = service
         self._gate = gate
@@ -32,11 +190,11 @@ class Calls:
         self._infer_stream = INFER_STREAM_PATH.encode()
 
     def route(self, fields: Sequence[Header], share: Share) -> OpenCall:
-        """What opens the calls that begin with these headers; one that is refused already takes no more than its end.
+        """The opener of calls with these headers; a refused call opens only to end.
 
         Args:
             fields: the headers of a call.
-            share: of the memory; its connection is trusted once it has shown a token, or where none is asked for.
+            share: of the memory budget; it is trusted once the connection has shown a token, or if none is required.
         """
         headers = dict(fields)
         if self._gate is None:
@@ -50,7 +208,7 @@ class Calls:
         if given.is_trusted:
             share.trust()
         open_call = self._open(headers, given)
-        if isinstance(open_call, _Inferring) or not given.is_counted:
+        if isinstance(open_call, _InferOpener) or not given.is_counted:
             return open_call
         return partial(_counted, given, open_call)
 
@@ -63,13 +221,13 @@ class Calls:
         except InferenceError as error:
             return partial(RefusedCall, error=error)
         if path == self._infer:
-            return _InferringOnce(service, headers, encoding, time_left, given)
+            return _UnaryInferOpener(service, headers, encoding, time_left, given)
         if path == self._infer_stream:
-            return _InferringOften(service, headers, encoding, time_left, given)
+            return _StreamInferOpener(service, headers, encoding, time_left, given)
         name = path.decode("ascii", "replace")
         unary = service.unary.get(name)
         if unary is not None:
-            return partial(UnaryCall, encoding=encoding, method=unary if given is None else given.unary(unary))
+            return partial(MethodCall, encoding=encoding, method=unary if given is None else given.unary(unary))
         method = service.streams.get(name)
         if method is not None:
             method = method if given is None else given.stream(method)
@@ -77,8 +235,8 @@ class Calls:
         return partial(RefusedCall, error=UnsupportedError(f"{name} is not served here; server reflection lists what is"))
 
 
-class _Inferring:
-    """Opens the inference calls of one list of headers in one session."""
+class _InferOpener:
+    """Opens inference calls with one list of headers on one connection."""
 
     __slots__ = ("_encoding", "_given", "_headers", "_observability", "_observed", "_plain", "_time_left_s")
 
@@ -96,7 +254,7 @@ class _Inferring:
         self._headers = headers
         self._encoding = encoding
         self._time_left_s = time_left_s
-        self._given = given  # by a gate, which may look at each request too
+        self._given = given  # permissions, applied to each request
 
     def _pass_gate(self, session: GrpcSession) -> None:
         if self._given is not None:
@@ -104,8 +262,8 @@ class _Inferring:
             self._given = None
 
 
-class _InferringOnce(_Inferring):
-    """Unary calls: one request each, so that those of no interest are told apart here, before anything is made for them."""
+class _UnaryInferOpener(_InferOpener):
+    """Opens unary calls. Unobserved requests are filtered here, before any object is made for them."""
 
     __slots__ = ()
 
@@ -113,22 +271,20 @@ class _InferringOnce(_Inferring):
         if self._given is not None:
             self._pass_gate(session)
         plain, encoding, time_left_s = self._plain, self._encoding, self._time_left_s
-        observer = self._observability.observer  # which comes and goes while connections last
+        observer = self._observability.observer  # may change during a connection
         if observer is None:
             return InferCall(session, stream, encoding, plain, plain, time_left_s)
         observed = self._observed
         if observed is None:
             observed = self._observed = ObservedInference(plain, observer, session.peer, self._headers)
-        # Counted here, as `ObservedInference` does: asking it costs what all of observing may not, 0.1 us a request.
+        # As in `ObservedInference.infer`; the call alone would cost 0.1 us a request.
         observer.until -= 1
         if observer.until and (observer.tracer is None or not observed.has_parent):
             return InferCall(session, stream, encoding, plain, observed, time_left_s)
         return InferCall(session, stream, encoding, observed.chosen(), observed, time_left_s)
 
 
-class _InferringOften(_Inferring):
-    """Calls that carry any number of requests."""
-
+class _StreamInferOpener(_InferOpener):
     __slots__ = ()
 
     def __call__(self, session: GrpcSession, stream: int) -> Call:
@@ -141,7 +297,7 @@ class _InferringOften(_Inferring):
 
 
 def _counted(given: Pass, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
-    """Open a call, unless its client has had enough of them."""
+    """Open a call unless its client exceeds its rate limit."""
     try:
         given.charge(session.peer)
     except InferenceError as error:
@@ -150,37 +306,24 @@ def _counted(given: Pass, open_call: OpenCall, session: GrpcSession, stream: int
 
 
 class RefusedCall:
-    """A call that was over when it began."""
+    """A call that ends as soon as it is opened."""
 
     held_bytes = 0
-    is_unary = False  # others that begin like this one may be served
+    is_unary = False  # so that its headers are not cached: later calls may be served
 
     def __init__(self, session: GrpcSession, stream: int, error: InferenceError) -> None:
-        # In the next turn of the loop: the session does not know of this call yet.
+        # In the next loop iteration: the session does not know this call yet.
         asyncio.get_running_loop().call_soon(partial(session.fail, stream, status_of(error), ended=False))
 
-    def take(self, message: bytes | memoryview) -> None:
-        """Drop it."""
-
-    def grew(self) -> None:
-        """It will be dropped."""
-
     def receive(self, data: bytes) -> int:
-        """Drop it."""
         return len(data)
 
     def receive_last(self, data: bytes) -> int:
-        """Drop it."""
         return len(data)
 
-    def end(self) -> None:
-        """It has been answered."""
-
-    def gone(self) -> None:
-        """It has been answered."""
-
-    def give_up(self, error: InferenceError) -> None:
-        """It has been answered."""
-
-    def give_up_stalled(self, before_s: float) -> None:
-        """It has been answered."""
+    def take(self, message: bytes | memoryview) -> None: ...
+    def grew(self) -> None: ...
+    def end(self) -> None: ...
+    def gone(self) -> None: ...
+    def give_up(self, error: InferenceError) -> None: ...
+    def give_up_stalled(self, before_s: float) -> None: ...

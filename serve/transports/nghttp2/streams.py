@@ -1,6 +1,6 @@
-"""Calls with any number of messages each way in a GrpcSession.
+"""Streaming calls.
 
-Flow control joins both directions: what is not answered yet, or not read by the client, holds back what it may send.
+Flow control joins both directions: requests without a response, and unread responses, withhold the receive window.
 """
 
 from __future__ import annotations
@@ -13,53 +13,73 @@ from collections.abc import AsyncIterator, Iterator
 from google.protobuf.message import Message
 
 from serve.engine.errors import DeadlineExceededError, InferenceError
+from serve.protocol.inference import AnyInference
 from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.messages import parse
-from serve.protocol.observed_inference import AnyInference
 from serve.protocol.service import StreamMethod
 from serve.protocol.status import status_of
 from serve.transports.grpc_framing import MessageReader
 from serve.transports.nghttp2.session import LARGE_BYTES, STREAM_BYTES, GrpcSession
 
 logger = logging.getLogger(__name__)
-MAX_UNANSWERED = 256  # requests of one stream; beyond it the client may send no more
+MAX_UNANSWERED = 256  # requests of one stream before reading pauses
 
 
-class InferStreamCall:
-    """ModelStreamInfer, without a task: requests are pushed in, answers are pushed out."""
+class _Stream:
+    """What both kinds of streaming calls share."""
 
     is_unary = False
 
-    def __init__(
-        self,
-        session: GrpcSession,
-        stream: int,
-        encoding: bytes | None,
-        inference: AnyInference,
-        time_left_s: float | None,
-    ) -> None:
+    def __init__(self, session: GrpcSession, stream: int, encoding: bytes | None, max_message_bytes: int) -> None:
         self._session = session
         self._stream = stream
-        limits = session.limits
-        self._reader = MessageReader(limits.max_message_bytes, encoding, limits.max_inflated_bytes)
+        self._reader = MessageReader(max_message_bytes, encoding, session.limits.max_inflated_bytes)
+        self._pieces: deque[bytes] = deque()  # received, not parsed
+        self._withheld = 0  # bytes not acknowledged
+        self._ended = self._begun = False
+
+    @property
+    def held_bytes(self) -> int:
+        return self._reader.held_bytes
+
+    def receive(self, data: bytes) -> int:
+        raise NotImplementedError
+
+    def receive_last(self, data: bytes) -> int:
+        free = self.receive(data)
+        self.end()
+        return free
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def give_up_stalled(self, before_s: float) -> None:
+        """Nothing: a stream may be silent."""
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._session.begin(self._stream)
+
+
+class InferStreamCall(_Stream):
+    """ModelStreamInfer without a task: requests are pushed in, responses are pushed out."""
+
+    def __init__(
+        self, session: GrpcSession, stream: int, encoding: bytes | None, inference: AnyInference, time_left_s: float | None
+    ) -> None:
+        super().__init__(session, stream, encoding, session.limits.max_message_bytes)
         self._requests = InferenceStream(inference, self._answer)
-        self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
-        self._coming: Iterator[bytes] = iter(())  # messages of the piece that is looked at
-        self._counted = 0  # bytes of unanswered requests that the session knows of
-        self._withheld = 0  # bytes that the client may not send again yet
-        self._ended = self._begun = self._is_over = False
+        self._coming: Iterator[bytes] = iter(())  # messages of the current piece
+        self._counted = 0  # bytes of unanswered requests reported to the session
+        self._is_over = False
         self._is_read, self._is_reading, self._waits = True, False, False
         self._loop = asyncio.get_running_loop()
         self._deadline_s = None if time_left_s is None else self._loop.time() + time_left_s
         self._timer = None if self._deadline_s is None else self._loop.call_at(self._deadline_s, self._expire)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of an unfinished message."""
-        return self._reader.held_bytes
-
     def receive(self, data: bytes) -> int:
-        """Take requests, as many as there is room and time for; the client may send more at once if these were all."""
+        """Take requests while there is room and time; the bytes are acknowledged at once if all were taken."""
         if not self._is_read or not self._reader.hold(data):
             self._pieces.append(data)
             self._is_read = False
@@ -69,37 +89,25 @@ class InferStreamCall:
         self._withheld += len(data)
         return 0
 
-    def receive_last(self, data: bytes) -> int:
-        """The same, and the client's end."""
-        free = self.receive(data)
-        self.end()
-        return free
-
     def end(self) -> None:
-        """The client will send no more: once everything is answered, so is the call."""
         self._ended = True
         if self._is_read:
             self._all_read()
 
     def gone(self) -> None:
-        """Free the places of what still waits."""
         self._stop()
 
     def give_up(self, error: InferenceError) -> None:
-        """End the call, and free the places of what still waits."""
         self._fail(error)
 
-    def give_up_stalled(self, before_s: float) -> None:
-        """A stream may be silent for as long as it likes."""
-
     def _read(self) -> None:
-        """Take requests until there are none, no room for more, or too many for one turn of the loop."""
-        if self._is_reading or self._is_over:  # what is wrong is answered while it is read
+        """Take requests until there are none, no room for more, or the message quota is used up."""
+        if self._is_reading or self._is_over:  # errors are answered while reading
             return
         self._is_reading = True
         try:
             while not (self._is_read or self._is_over or self._is_full()):
-                if not self._session.turns.may_read():
+                if not self._session.quota.may_read():
                     self._wait_for_turn()
                     return
                 self._take_one()
@@ -116,7 +124,7 @@ class InferStreamCall:
             left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
             self._requests.receive(message, left_s)
             self._count()
-            self._session.turns.spend(len(message))
+            self._session.quota.spend(len(message))
         elif self._pieces:
             self._coming = self._reader.feed(self._pieces.popleft())
         else:
@@ -125,7 +133,7 @@ class InferStreamCall:
     def _wait_for_turn(self) -> None:
         if not self._waits:
             self._waits = True
-            self._session.turns.when_next(self._have_turn)
+            self._session.quota.when_next(self._have_turn)
 
     def _have_turn(self) -> None:
         self._waits = False
@@ -143,22 +151,20 @@ class InferStreamCall:
             self._withheld = 0
 
     def _answer(self, answer: bytes) -> None:
-        if not self._begun:
-            self._begun = True
-            self._session.begin(self._stream)
+        self._begin()
         self._session.send(self._stream, answer)
         self._count()
         self._go_on()
 
     def _count(self) -> None:
-        """Count what the unanswered requests hold, where it is much or was."""
+        """Count the bytes of unanswered requests, if they are or were large."""
         held = self._requests.held_bytes
         if (held > LARGE_BYTES or self._counted) and not self._is_over:
             self._counted = held
             self._session.hold(self._stream, STREAM_BYTES + held)
 
     def _go_on(self) -> None:
-        """Somebody has got an answer, or read one: there may be room."""
+        """A response was sent or read: there may be room."""
         if not self._is_read:
             self._read()
         elif self._withheld or self._ended:
@@ -172,9 +178,7 @@ class InferStreamCall:
 
     def _finish_if_done(self) -> None:
         if not self._requests and not self._is_over:
-            if not self._begun:
-                self._begun = True
-                self._session.begin(self._stream)
+            self._begin()
             self._session.finish(self._stream, ended=True)
             self._stop()
 
@@ -195,67 +199,39 @@ class InferStreamCall:
             self._timer.cancel()
 
 
-class StreamCall:
-    """A method with any number of messages each way, as a task of its own."""
-
-    is_unary = False
+class StreamCall(_Stream):
+    """Any other streaming method, as a task."""
 
     def __init__(
-        self,
-        session: GrpcSession,
-        stream: int,
-        encoding: bytes | None,
-        method: StreamMethod,
-        time_left_s: float | None,
+        self, session: GrpcSession, stream: int, encoding: bytes | None, method: StreamMethod, time_left_s: float | None
     ) -> None:
-        self._session = session
-        self._stream = stream
         limits = session.limits
-        most = limits.max_message_bytes if method.is_large else limits.max_small_message_bytes
-        self._reader = MessageReader(most, encoding, limits.max_inflated_bytes)
+        super().__init__(
+            session, stream, encoding, limits.max_message_bytes if method.is_large else limits.max_small_message_bytes
+        )
         self._method = method
-        self._pieces: deque[bytes] = deque()  # that have come, and are not looked at yet
         self._arrived = asyncio.Event()
-        self._unread = 0  # bytes that the client may not send again yet
-        self._ended = self._begun = False
         self._task = asyncio.get_running_loop().create_task(self._run(time_left_s))
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of an unfinished message."""
-        return self._reader.held_bytes
-
     def receive(self, data: bytes) -> int:
-        """Keep what the client sent until it is read; it may send more at once only of a message that is not whole."""
-        if not self._unread and self._reader.hold(data):
+        """Queue received bytes; they are acknowledged at once only inside an incomplete message."""
+        if not self._withheld and self._reader.hold(data):
             return len(data)
         self._pieces.append(data)
-        self._unread += len(data)
+        self._withheld += len(data)
         self._arrived.set()
         return 0
 
-    def receive_last(self, data: bytes) -> int:
-        """The same, and the client's end."""
-        free = self.receive(data)
-        self.end()
-        return free
-
     def end(self) -> None:
-        """The client will send no more."""
         self._ended = True
         self._arrived.set()
 
     def gone(self) -> None:
-        """Stop the method."""
         self._task.cancel()
 
     def give_up(self, error: InferenceError) -> None:
-        """Stop the method, and end the call."""
         self._task.cancel()
         self._fail(error)
-
-    def give_up_stalled(self, before_s: float) -> None:
-        """A stream may be silent for as long as it likes."""
 
     async def _run(self, time_left_s: float | None) -> None:
         try:
@@ -271,7 +247,7 @@ class StreamCall:
             raise
         except TimeoutError:
             self._fail(DeadlineExceededError("the call's deadline has passed"))
-        except Exception as error:  # noqa: BLE001  (see _Unary.end)
+        except Exception as error:  # noqa: BLE001  (any failure ends this call with a status)
             self._fail(error)
         else:
             self._begin()
@@ -281,28 +257,23 @@ class StreamCall:
         while True:
             while self._pieces:
                 for message in self._reader.feed(self._pieces.popleft()):
-                    await self._turn()
-                    self._session.turns.spend(len(message))
+                    await self._wait_for_turn()
+                    self._session.quota.spend(len(message))
                     yield parse(self._method.request, message)
-            self._session.give_back(self._stream, self._unread)
-            self._unread = 0
+            self._session.give_back(self._stream, self._withheld)
+            self._withheld = 0
             if self._ended:
                 self._reader.finish()
                 return
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _turn(self) -> None:
-        turns = self._session.turns
-        while not turns.may_read():
+    async def _wait_for_turn(self) -> None:
+        quota = self._session.quota
+        while not quota.may_read():
             begun = asyncio.Event()
-            turns.when_next(begun.set)
+            quota.when_next(begun.set)
             await begun.wait()
-
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._session.begin(self._stream)
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, InferenceError):

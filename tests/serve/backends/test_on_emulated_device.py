@@ -11,6 +11,7 @@ import pytest
 from tests.serve.cuda_emulator import memory_scenes, scenes
 from tests.serve.cuda_emulator.library import make_device
 
+pytestmark = pytest.mark.long
 FILES = [str(module.__file__) for module in (scenes, memory_scenes)]
 SCENES = [name for module in (scenes, memory_scenes) for name in vars(module) if name.startswith("test_")]
 

@@ -1,26 +1,37 @@
-"""What every backend must do; each test runs over all of them."""
-
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import ModelProto, TensorProto, helper
+from torch import nn
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 
+from export import export_onnx, to_half
 from protos.model_config_pb2 import ModelConfig
+from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.backends.runtimes import Runtimes
 from serve.engine.backend import Backend, DevicePlacement, ModelInterface
 from serve.engine.config.model_config import Defaults
 from serve.engine.errors import BackendError, ModelLoadError
+from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
-from serve.engine.tensors import Array
-from tests.models import mlp_weights
+from serve.engine.tensors import ANY_SIZE, Array
+from tests.models import mlp_weights, save_model
+from tests.serve.backends.support import load_backend
+from tests.serve.running_server import running_server
 
 ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 KINDS = ("onnx", "torch")
+HALF = TensorProto.FLOAT16
+PLATFORMS = {"onnx": "onnxruntime_onnx", "torch": "torch_export"}
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +171,152 @@ def test_a_gpu_that_is_not_there_is_refused(
     (path,) = (folders[kind] / "mlp" / "1").iterdir()
     with pytest.raises(ModelLoadError, match="a GPU is required, but .*CUDA device 0"):
         runtimes.load(path, runtimes.describe(path), DevicePlacement(require_gpu=True), ModelConfig())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """x FP16 [batch, 4] -> sum FP16 [batch, 4], with a weight of as many."""
+    nodes = [helper.make_node("Add", ["x", "w"], ["sum"])]
+    weights = {"w": np.ones(4, np.float16)}
+    return save_model(tmp_path / "m.onnx", nodes, [("x", HALF, ["batch", 4])], [("sum", HALF, ["batch", 4])], weights)
+
+
+def of_type_99(model: ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.elem_type = 99
+
+
+def with_an_output_twice(model: ModelProto) -> None:
+    model.graph.output.add().CopyFrom(model.graph.output[0])
+
+
+def with_a_weight_in_pieces(model: ModelProto) -> None:
+    model.graph.initializer[0].segment.end = 1
+
+
+def with_a_weight_that_is_too_short(model: ModelProto) -> None:
+    model.graph.initializer[0].dims[0] = 5
+
+
+def with_a_constant_that_lies_nowhere(model: ModelProto) -> None:
+    constant = TensorProto(data_type=HALF, dims=[4], data_location=TensorProto.EXTERNAL)
+    model.graph.node.append(helper.make_node("Constant", [], ["c"], value=constant))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (of_type_99, "input 'x' has the type number 99, which cannot be served"),
+        (with_an_output_twice, "output 'sum' is there twice, expected each once; export the model again"),
+        (with_a_weight_in_pieces, r"is not a sound ONNX model \(.*segments"),
+        (with_a_weight_that_is_too_short, r"is not a sound ONNX model \(cannot reshape array of size 4"),
+        (with_a_constant_that_lies_nowhere, "keeps weights in '', expected a file beside it; export it again"),
+    ],
+)
+def test_it_is_refused_in_one_line(path: Path, spoil: Callable[[ModelProto], None], message: str) -> None:
+    model = onnx.load(path)
+    spoil(model)
+    path.write_bytes(model.SerializeToString())
+    refused_in_one_line(path, message)
+
+
+@pytest.mark.parametrize("name", [b"\n\x03sum", b"\x12\x05batch"], ids=["an output's name", "a dimension's name"])
+def test_names_that_are_not_utf8_are_refused(path: Path, name: bytes) -> None:
+    content = path.read_bytes()
+    assert name in content
+    path.write_bytes(content.replace(name, name[:-1] + b"\xff"))
+    refused_in_one_line(path, "put has a name that is not UTF-8|is not a readable ONNX file")
+
+
+def test_a_setting_that_onnx_runtime_does_not_take_is_refused(path: Path) -> None:
+    config = ModelConfig()
+    config.parameters["session." + "x" * 2000].string_value = "1"
+    refused_in_one_line(path, "ONNX Runtime refuses the model: Config key is", config)
+
+
+def test_what_the_server_has_the_runtime_record_is_recorded_whatever_a_config_says(path: Path) -> None:
+    config = ModelConfig()
+    config.parameters["session.record_ep_graph_assignment_info"].string_value = "0"
+    load_backend(path, ON_CPU, config)
+    assert config.parameters["halfserve.nodes"].string_value.startswith("CPUExecutionProvider=")
+
+
+def test_a_negative_size_is_any_size(path: Path) -> None:
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = -(2**63)
+    path.write_bytes(model.SerializeToString())
+    interface = OnnxRuntime().describe(path)
+    assert (interface.inputs[0].shape, interface.outputs[0].shape) == ((ANY_SIZE, 4), (ANY_SIZE, 4))
+    assert load_backend(path, ON_CPU).run({"x": np.zeros((3, 4), np.float16)})["sum"].shape == (3, 4)
+
+
+def refused_in_one_line(path: Path, message: str, config: ModelConfig | None = None) -> None:
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        load_backend(path, ON_CPU, config)
+    assert "\n" not in str(refused.value)
+
+
+def load_all(folder: Path) -> list[Model]:
+    runtimes, placement = Runtimes(trust_torch_archives=True), DevicePlacement(use_gpu=False, threads=1)
+    return [load_model(files, runtimes, placement, Defaults()) for files in find_models(folder)]
+
+
+@pytest.fixture(scope="module")
+def clients(folders: dict[str, Path]) -> Iterator[dict[str, InferenceServerClient]]:
+    with ExitStack() as stack:
+        made = {}
+        for kind, folder in folders.items():
+            running = stack.enter_context(running_server(lambda folder=folder: load_all(folder)))  # type: ignore[misc]  # (a default binds it)
+            made[kind] = stack.enter_context(InferenceServerClient(running.address))
+        yield made
+
+
+@pytest.fixture(params=PLATFORMS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ask(client: InferenceServerClient, model: str, datatype: str, x: Array, classes: int = 0) -> Array:
+    tensor = InferInput("x", x.shape, datatype)
+    tensor.set_data_from_numpy(x)
+    result = client.infer(model, [tensor], outputs=[InferRequestedOutput("y", class_count=classes)])
+    return np.asarray(result.as_numpy("y"))
+
+
+def test_metadata_name_the_platform(clients: dict[str, InferenceServerClient], kind: str) -> None:
+    for model in ("mlp", "twice_bf16"):
+        assert clients[kind].get_model_metadata(model).platform == PLATFORMS[kind]
+    config = clients[kind].get_model_config("twice_bf16").config
+    assert config.parameters["halfserve.precision"].string_value == "fp32 (the bf16 model, upcast)"
+
+
+def test_bf16_goes_in_and_comes_out(clients: dict[str, InferenceServerClient], kind: str) -> None:
+    x = np.array([[1.0], [-2.5], [3e38], [np.nan]], ml_dtypes.bfloat16)
+    y = ask(clients[kind], "twice_bf16", "BF16", x)
+    assert y.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(y.astype(np.float32), np.array([[2.0], [-5.0], [np.inf], [np.nan]], np.float32))
+
+
+def test_bf16_outputs_are_classified_by_value(clients: dict[str, InferenceServerClient], kind: str) -> None:
+    x = np.array([[-2.0]], ml_dtypes.bfloat16)
+    best = ask(clients[kind], "twice_bf16", "BF16", x, classes=1)
+    assert best.tolist() == [[b"-4.000000:0"]]
+
+
+def test_fp16_rows_of_one_request_are_answered_together(clients: dict[str, InferenceServerClient], kind: str) -> None:
+    x = np.arange(9, dtype=np.float16)[:, None]
+    np.testing.assert_array_equal(ask(clients[kind], "twice", "FP16", x), x + x, strict=True)
+
+
+def test_it_is_served_on_the_cpu_with_the_fp32_models_answers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    path, samples = tmp_path / "model.onnx", torch.randn(3, 8, 32)
+    export_onnx(to_half(model).module, [samples.half()], path, output_names=["y"])
+    backend = load_backend(path, DevicePlacement(use_gpu=False, threads=1))
+    (name,) = (spec.name for spec in OnnxRuntime().describe(path).inputs)
+    with torch.no_grad():
+        expected = model(samples).numpy()
+    answer = backend.run({name: samples.half().numpy()})["y"]
+    assert answer.dtype == np.float16
+    np.testing.assert_allclose(answer.astype(np.float32), expected, atol=0.01)

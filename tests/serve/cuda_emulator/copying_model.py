@@ -13,7 +13,7 @@ from protos.model_config_pb2 import ModelConfig
 from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
 from serve.engine.backend import DevicePlacement
 from serve.engine.tensors import Array
-from tests.serve.backends.loading import load_backend
+from tests.serve.backends.support import load_backend
 
 COLUMNS = 4
 

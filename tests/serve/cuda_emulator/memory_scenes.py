@@ -15,7 +15,7 @@ from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
 from serve.engine.backend import DevicePlacement
 from serve.engine.execution.batch import Answered, assemble, run_batch
 from serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
-from tests.serve.backends.loading import load_backend
+from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs
 
 

@@ -14,10 +14,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.cuda_neighbours import TURNS
+from serve.backends.onnx_runtime.cuda import RECORDING_LOCK
 from serve.engine.backend import DevicePlacement
 from serve.engine.errors import BackendError, ModelLoadError, is_device_lost
-from tests.serve.backends.loading import load_backend
+from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
 
 ILLEGAL_ADDRESS, OLD_DRIVER = 700, 35
@@ -113,7 +113,7 @@ def test_each_thread_records_for_itself(tmp_path: Path, device: ctypes.CDLL) -> 
     with ThreadPoolExecutor(1) as warm_up:
         for start in range(3):
             warm_up.submit(check, backend, 2, start).result()
-    with TURNS.opening():  # a recording of this thread would have to wait
+    with RECORDING_LOCK.opening():  # a recording of this thread would have to wait
         check(backend, 2, 50)
     assert [line for line in log(device) if "capture" in line] == ["capture begins", "capture ends"]
     check(backend, 2, 60)
@@ -172,7 +172,7 @@ def test_a_model_with_recordings_is_unloaded_beside_a_recording(tmp_path: Path, 
 def test_nothing_is_recorded_while_a_model_is_loaded(tmp_path: Path, device: ctypes.CDLL) -> None:
     backend = load(tmp_path / "m.onnx", with_graphs())
     check(backend, 2)
-    with TURNS.opening():
+    with RECORDING_LOCK.opening():
         check(backend, 2, 1)
     assert "capture begins" not in log(device)
     check(backend, 2, 2)

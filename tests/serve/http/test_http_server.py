@@ -21,7 +21,7 @@ from serve.http.request_body import FULL
 from serve.http.rest_server import RestServer
 from serve.protocol.service import Service
 from serve.security.memory_budget import MemoryBudget
-from serve.transports.transport import BindError
+from serve.transports.listening import BindError
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.http.test_infer_route import held_body, post, read_answer

@@ -9,7 +9,7 @@ import pytest
 from serve.http.options import HttpOptions
 from serve.http.start import start_http
 from serve.protocol.service import Service
-from serve.transports.transport import BindError
+from serve.transports.listening import BindError
 from tests.serve.running_server import RunningServer
 
 

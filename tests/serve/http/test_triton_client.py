@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException, shared_memory
 from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
 from serve.model_control.options import ControlMode
-from serve.protocol import cuda_region
+from serve.protocol import shared_memory_regions
 from tests.models import mlp_weights, save_mlp
 from tests.serve.cuda_emulator.library import driver_of, library_path
 from tests.serve.cuda_emulator.owner import owner
@@ -188,7 +188,7 @@ def test_tensors_may_lie_in_shared_memory(client: Any) -> None:
 def test_tensors_may_lie_on_a_cuda_device(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = library_path("emulated", tmp_path)
     driver = driver_of(path)
-    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(shared_memory_regions, "cuda_driver", lambda: driver)
     x = np.array([1, 2, 3], np.float32)
     with owner(path, 2 * x.nbytes) as memory:
         memory.write(0, x.tobytes())

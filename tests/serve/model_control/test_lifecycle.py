@@ -30,8 +30,7 @@ from tests.models import save_mlp
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.model_control.controlled import ask, controlled_server, wait_for
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.nghttp2.calls import SERVER_LIVE, mlp_request
-from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers
+from tests.serve.transports.nghttp2.http2_peer import SERVER_LIVE, Http2Peer, call_headers, mlp_request
 
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 

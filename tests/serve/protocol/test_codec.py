@@ -18,8 +18,8 @@ from serve.engine.queueing.pace import BatchLimits
 from serve.engine.requests import LateInputs
 from serve.engine.tensors import TensorSpec
 from serve.protocol.codec import decode_inputs, raw_layout
+from serve.protocol.requested_outputs import requested_names, special_outputs
 from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.wanted_outputs import wanted_names, wanted_specially
 from tests.serve.engine.fakes import HeldBackend
 
 OFF = SharedMemory(enabled=False)
@@ -294,7 +294,7 @@ def test_no_message_gets_anything_but_a_clear_refusal_or_arrays(data: bytes) -> 
         return
     try:
         decode_inputs(message, TWO, OFF)
-        wanted_names(message, TWO)
-        wanted_specially(message, TWO, OFF)
+        requested_names(message, TWO)
+        special_outputs(message, TWO, OFF)
     except (InvalidArgumentError, UnsupportedError) as error:
         assert str(error)  # noqa: PT017  (any of the two will do)

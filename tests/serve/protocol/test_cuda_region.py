@@ -6,8 +6,8 @@ import pytest
 
 from serve.engine.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError, SharedDeviceMemory
 from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
-from serve.protocol import cuda_region
-from serve.protocol.cuda_region import CudaRegion, has_cuda, open_cuda_region
+from serve.protocol import shared_memory_regions
+from serve.protocol.shared_memory_regions import CudaRegion, has_cuda, open_cuda_region
 from tests.serve.cuda_emulator.library import driver_of, library_path
 from tests.serve.cuda_emulator.owner import owner
 
@@ -20,7 +20,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def driver(library: str, monkeypatch: pytest.MonkeyPatch) -> CudaDriver:
     driver = driver_of(library)
-    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(shared_memory_regions, "cuda_driver", lambda: driver)
     return driver
 
 
@@ -78,5 +78,5 @@ def test_a_size_that_the_driver_does_not_tell_is_taken_as_it_was_given(
 
 
 def test_no_driver_means_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: None)
+    monkeypatch.setattr(shared_memory_regions, "cuda_driver", lambda: None)
     assert not has_cuda()

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory as SystemMemory
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+from tritonclient.utils import shared_memory as shm
 
 from protos.inference_pb2 import InferParameter
 from serve.engine.errors import (
@@ -19,10 +24,13 @@ from serve.engine.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from serve.protocol.cuda_region import CudaRegion
-from serve.protocol.shared_memory import Place, SharedMemory
-from serve.protocol.shared_tensors import place_of
-from serve.protocol.system_region import FOLDER, SystemRegion
+from serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
+from serve.protocol.shared_memory_regions import FOLDER, CudaRegion, SystemRegion
+from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
+from tests.serve.running_server import RunningServer, running_server
+
+NAME, ONE, OTHER = "data", "halfserve_test_one", "halfserve_test_other"
+BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ def memory(block: Block) -> Iterator[SharedMemory]:
     regions.unregister("", SystemRegion)
 
 
-def place(offset: int, byte_size: int, region: str = "r") -> Place:
-    return Place(region=region, offset=offset, byte_size=byte_size)
+def place(offset: int, byte_size: int, region: str = "r") -> RegionSlice:
+    return RegionSlice(region=region, offset=offset, byte_size=byte_size)
 
 
 def test_what_lies_there_is_read_and_written(block: Block, memory: SharedMemory) -> None:
@@ -80,7 +88,7 @@ def test_the_leading_slash_of_a_posix_name_is_taken(block: Block) -> None:
 
 
 @pytest.mark.parametrize("at", [place(0, 51), place(50, 1), place(-1, 2), place(0, -1), place(2**63, 2**63)])
-def test_nothing_outside_of_the_region_is_reached(memory: SharedMemory, at: Place) -> None:
+def test_nothing_outside_of_the_region_is_reached(memory: SharedMemory, at: RegionSlice) -> None:
     for reach in (lambda: memory.read(at), lambda: memory.write(at, b"")):
         with pytest.raises(InvalidArgumentError, match="are not inside of shared memory region 'r', which has 50"):
             reach()
@@ -98,7 +106,7 @@ def test_regions_leave_files_for_connections(block: Block, memory: SharedMemory)
     try:
         for number in range(127):
             memory.register_system(f"r{number}", block.name, 0, 1)
-        with pytest.raises(FailedPreconditionError, match="128 shared memory regions are registered here, and there can be no"):
+        with pytest.raises(FailedPreconditionError, match="128 shared memory regions are registered, which is the limit"):
             memory.register_system("one more", block.name, 0, 1)
         memory.unregister("r5", SystemRegion)
         memory.register_system("one more", block.name, 0, 1)
@@ -213,13 +221,13 @@ def test_no_file_stays_open_of_what_is_unregistered_or_was_refused(block: Block,
     ("parameters", "text"),
     [
         ({"shared_memory_region": ""}, "has parameter shared_memory_region without shared_memory_byte_size"),
-        ({"shared_memory_region": "", "shared_memory_byte_size": 4}, "shared_memory_region is no text"),
+        ({"shared_memory_region": "", "shared_memory_byte_size": 4}, "shared_memory_region is not text"),
         ({"shared_memory_region": "r"}, "has parameter shared_memory_region without shared_memory_byte_size"),
         ({"shared_memory_byte_size": 4}, "has parameter shared_memory_byte_size without shared_memory_region"),
         ({"shared_memory_offset": 4}, "without shared_memory_region"),
-        ({"shared_memory_region": 4, "shared_memory_byte_size": 4}, "shared_memory_region is no text"),
-        ({"shared_memory_region": "r", "shared_memory_byte_size": "4"}, "shared_memory_byte_size is no whole number"),
-        ({"shared_memory_region": "r", "shared_memory_byte_size": -4}, "shared_memory_byte_size is no whole number"),
+        ({"shared_memory_region": 4, "shared_memory_byte_size": 4}, "shared_memory_region is not text"),
+        ({"shared_memory_region": "r", "shared_memory_byte_size": "4"}, "shared_memory_byte_size is not a whole number"),
+        ({"shared_memory_region": "r", "shared_memory_byte_size": -4}, "shared_memory_byte_size is not a whole number"),
         ({"shared_memory_region": "r", "shared_memory_byte_size": 4, "shared_memory_offset": -1}, "shared_memory_offset is no"),
     ],
 )
@@ -229,9 +237,74 @@ def test_incomplete_parameters_are_refused(parameters: dict[str, Any], text: str
         for name, value in parameters.items()
     }
     with pytest.raises(InferenceError, match=f"input 'x'.*{text}"):
-        place_of("input 'x'", given)
+        slice_of("input 'x'", given)
 
 
 def test_parameters_that_say_nothing_of_shared_memory_mean_none() -> None:
-    assert place_of("input 'x'", {}) is None
-    assert place_of("output 'y'", {"binary_data": InferParameter(bool_param=True)}) is None
+    assert slice_of("input 'x'", {}) is None
+    assert slice_of("output 'y'", {"binary_data": InferParameter(bool_param=True)}) is None
+
+
+@pytest.fixture
+def blocks() -> Iterator[tuple[Any, Any]]:
+    """Two clients' memory: one fp32 for the input, and room for one fp32 of the output."""
+    made = [shm.create_shared_memory_region(key, f"/{key}", 2 * BYTES) for key in (ONE, OTHER)]
+    for handle, value in zip(made, (1.0, 50.0), strict=True):
+        shm.set_shared_memory_region(handle, [np.array([value, 0.0], np.float32)])
+    yield made[0], made[1]
+    for handle in made:
+        shm.destroy_shared_memory_region(handle)
+
+
+class Asking:
+    """A request whose input or output lies in the region, and what becomes of it."""
+
+    def __init__(self, client: triton.InferenceServerClient, shared: str) -> None:
+        x, y = triton.InferInput("x", (1, 1), "FP32"), triton.InferRequestedOutput("y")
+        if shared == "input":
+            x.set_shared_memory(NAME, BYTES)
+        else:
+            x.set_data_from_numpy(np.ones((1, 1), np.float32))
+            y.set_shared_memory(NAME, BYTES, offset=BYTES)
+        self._ended = threading.Event()
+        self._error: InferenceServerException | None = None
+        client.async_infer("held", [x], self._end, outputs=[y])
+
+    def _end(self, result: triton.InferResult | None, error: InferenceServerException | None) -> None:
+        self._error = error
+        self._ended.set()
+
+    def error(self) -> InferenceServerException | None:
+        assert self._ended.wait(HOLD_S)
+        return self._error
+
+
+def wait_until_taken(server: RunningServer, count: int) -> None:
+    batcher = server.core.model("held").batcher
+    while server.call(lambda: batcher.waiting + batcher._running) < count:  # the second one may be handed to the thread already
+        pass
+
+
+@pytest.mark.parametrize("shared", ["input", "output"])
+def test_a_request_that_waits_gets_and_gives_nothing_of_another_clients(shared: str, blocks: tuple[Any, Any]) -> None:
+    backend = HeldBackend()
+    with (
+        running_server(lambda: [held_model(backend, max_rows=1)], shared_memory=True) as server,
+        triton.InferenceServerClient(server.address) as client,
+    ):
+        client.register_system_shared_memory(NAME, f"/{ONE}", 2 * BYTES)
+        for _ in range(2):  # from the second one on, the request is known by its bytes
+            assert Asking(client, shared).error() is None
+        backend.entered.clear()
+        backend.release.clear()
+        computes = Asking(client, shared)
+        assert backend.entered.wait(HOLD_S)
+        waits = Asking(client, shared)
+        wait_until_taken(server, 2)
+        client.unregister_system_shared_memory()
+        client.register_system_shared_memory(NAME, f"/{OTHER}", 2 * BYTES)
+        backend.release.set()
+        assert (computes.error() is None) is (shared == "input"), "it was read before"
+        assert "shared memory region 'data' was unregistered while the request waited" in str(waits.error())
+    assert shm.get_contents_as_numpy(blocks[1], np.float32, [2]).tolist() == [50.0, 0.0]
+    assert [50.0] not in backend.batches

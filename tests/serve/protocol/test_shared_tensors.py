@@ -17,9 +17,8 @@ from serve.engine.errors import InvalidArgumentError, NotFoundError
 from serve.engine.tensors import Array
 from serve.protocol.codec import decode_inputs
 from serve.protocol.raw_tensors import from_raw, to_raw
-from serve.protocol.shared_memory import MAX_BYTES, Place, SharedMemory
-from serve.protocol.shared_tensors import WINDOW_BYTES, check_size, read_tensor
-from serve.protocol.system_region import FOLDER, SystemRegion
+from serve.protocol.shared_memory import MAX_BYTES, WINDOW_BYTES, RegionSlice, SharedMemory, check_size, read_tensor
+from serve.protocol.shared_memory_regions import FOLDER, SystemRegion
 from tests.serve.protocol.test_codec import model, spec
 
 GIB = 2**30
@@ -90,7 +89,7 @@ def test_what_is_read_late_is_what_was_there_when_the_request_came(path: Path) -
     regions.register_system("r", path.name, 2**20, GIB)
     one = model(spec("x0", "BF16", -1, 2), max_batch_size=2)
     inputs = decode_inputs(asking("BF16", [2, 2], 8), one, regions).inputs
-    regions.write(Place(region="r", offset=0, byte_size=8), np.array([1, 2, 3, 4], BY_WIRE["BF16"].array_dtype).tobytes())
+    regions.write(RegionSlice(region="r", offset=0, byte_size=8), np.array([1, 2, 3, 4], BY_WIRE["BF16"].array_dtype).tobytes())
     assert inputs["x0"].astype(np.float32).tolist() == [[1, 2], [3, 4]]
     regions.unregister("r", SystemRegion)
     regions.register_system("r", path.name, 0, GIB)
@@ -106,7 +105,7 @@ def test_what_is_read_late_is_what_was_there_when_the_request_came(path: Path) -
 def test_texts_are_what_they_are_in_a_message(memory: SharedMemory, texts: list[bytes], asked: int, more: int) -> None:
     raw = to_raw(np.array([*texts, None], object)[:-1], TEXTS)
     raw = raw + bytes(more) if more >= 0 else raw[:more]
-    place = Place(region="r", offset=2**39 + 3, byte_size=len(raw))
+    place = RegionSlice(region="r", offset=2**39 + 3, byte_size=len(raw))
     memory.write(place, raw)
 
     def sent() -> Array:

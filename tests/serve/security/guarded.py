@@ -21,8 +21,7 @@ from serve.security.options import SecurityOptions, TlsOptions
 from serve.security.roles import Role
 from serve.security.security import Guard, Security
 from serve.security.token_file import new_token
-from serve.transports.choice import TransportName, make_transport
-from serve.transports.transport import Transport
+from serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 

@@ -20,9 +20,9 @@ from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from serve.security.options import ClientLimits, SecurityOptions
 from serve.security.private_socket import private_socket
 from serve.security.roles import OPEN_METHODS, ROLES, Role
-from serve.transports.choice import TransportName
 from serve.transports.grpc_framing import frame
-from serve.transports.transport import BindError
+from serve.transports.listening import BindError
+from serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in

@@ -16,7 +16,7 @@ from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
 from serve.security.token_file import new_token
-from serve.transports.choice import TransportName
+from serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
 from tests.serve.security.tenants import (

@@ -15,7 +15,7 @@ from serve.http.rest_server import RestServer
 from serve.protocol.service import SERVICE
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
-from serve.transports.choice import TransportName
+from serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, call, guarded_server, tokens_in
 

@@ -18,7 +18,7 @@ from serve.security.errors import SecurityError
 from serve.security.options import SecurityOptions
 from serve.security.security import Security
 from serve.security.tls import Tls
-from serve.transports.choice import TransportName
+from serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WATCH_S, Certificates, guarded_server, infer
 

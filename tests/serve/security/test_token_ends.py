@@ -18,8 +18,8 @@ from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.token_file import new_token
 from serve.security.tokens import Tokens
-from serve.transports.choice import TransportName
 from serve.transports.grpc_framing import frame
+from serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import (
     WAIT_S,

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from serve.engine.cuda_driver import HANDLE_BYTES
-from serve.protocol import cuda_region
+from serve.protocol import shared_memory_regions
 from tests.serve.conftest import load_repository
 from tests.serve.cuda_emulator.library import LIBRARIES, driver_of, library_path
 from tests.serve.cuda_emulator.owner import Owner, owner
@@ -28,7 +28,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = library_path(request.param, tmp_path_factory.mktemp("driver"))
     driver = driver_of(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_region, "cuda_driver", lambda: driver)
+        patch.setattr(shared_memory_regions, "cuda_driver", lambda: driver)
         yield path
 
 
@@ -118,7 +118,7 @@ def test_what_is_wrong_with_a_place_is_said(client: triton.InferenceServerClient
 def test_without_a_device_it_says_what_else_there_is(
     repository: Path, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_region, "cuda_driver", lambda: None)
+    monkeypatch.setattr(shared_memory_regions, "cuda_driver", lambda: None)
     with connected(repository, transport) as client:
         assert "cuda_shared_memory" not in client.get_server_metadata().extensions
         client.unregister_cuda_shared_memory()

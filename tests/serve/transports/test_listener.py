@@ -1,10 +1,12 @@
-"""Connections that are more than there is room for, and such as never begin."""
-
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
+import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,15 +20,16 @@ from serve.protocol.service import Service
 from serve.security.security import Guard
 from serve.security.tls import Tls
 from serve.transports import listener
-from serve.transports.choice import TransportName, make_transport
-from serve.transports.listener import ConnectionLimit
-from serve.transports.transport import Transport
+from serve.transports.listener import LOG_PERIOD_S, MAX_LOG_LINES, ConnectionLimit, LogThrottle
+from serve.transports.listening import Address, BindError, close, listen
+from serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.security.guarded import Certificates, infer
-from tests.serve.transports.nghttp2.http2_peer import WAIT_S
+from tests.serve.transports.nghttp2.http2_peer import WAIT_S, Limited, serves
 
 HELLO_BYTES = b"\x16\x03\x01\x02\x00"  # how a handshake of TLS begins
+HTTP_1 = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
@@ -158,3 +161,99 @@ def test_connections_wait_while_the_system_has_no_file_for_them(
             until_open(server, limit, 1)
     assert "Traceback" not in caplog.text
     assert "connections cannot be accepted: Too many open files" in caplog.text
+
+
+def test_a_free_port_is_found_and_connections_wait() -> None:
+    (one,) = listen(Address("127.0.0.1", 0, "--grpc-port"))
+    with one, socket.create_connection(one.getsockname(), timeout=10) as client:
+        client.sendall(b"first")
+        accepted, _ = one.accept()
+        with accepted:
+            assert accepted.recv(5) == b"first"
+        assert not one.getblocking()
+
+
+def test_all_addresses_of_a_name_get_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [*found, found[0]])
+    opened = listen(Address("both", 0, "--grpc-port"))
+    names = [one.getsockname() for one in opened]
+    close(opened)
+    assert [host for host, _ in names] == ["127.0.0.1", "127.0.0.2"]
+    assert len({port for _, port in names}) == 1
+
+
+def test_addresses_that_this_machine_does_not_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("8.8.8.8", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    (one,) = listen(Address("both", 0, "--grpc-port"))
+    with one:
+        assert one.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        (Address("8.8.8.8", 0, "--http-port"), "8.8.8.8:0: Cannot assign requested address; choose another --http-port"),
+        (Address("no.such.name.invalid", 1, "--grpc-port"), "cannot listen on no.such.name.invalid:1: "),
+        (Address("a" * 70, 1, "--grpc-port"), "choose another --grpc-port (0 finds a free one) or --host"),
+        (Address("", 0, "--admin-socket", Path("/no/such/folder/a")), "/no/such/folder/a: No such file or directory; choose"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_one_clear_line(address: Address, text: str) -> None:
+    with pytest.raises(BindError) as refused:
+        listen(address)
+    assert text in str(refused.value)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BindError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            listen(Address("127.0.0.1", port, "--grpc-port"))
+
+
+def test_a_unix_socket_is_for_its_user_alone(tmp_path: Path) -> None:
+    address = Address("", 0, "--admin-socket", tmp_path / "admin")
+    (one,) = listen(address)
+    with one:
+        assert stat.S_IMODE((tmp_path / "admin").stat().st_mode) == 0o700
+        with pytest.raises(BindError, match="admin: Address already in use; choose another --admin-socket path"):
+            listen(address)
+
+
+def test_the_first_lines_of_a_minute_are_written_and_the_others_counted() -> None:
+    lines: list[str] = []
+    now_s = [0.0]
+    seldom = LogThrottle(lambda text, *values: lines.append(text % values), clock=lambda: now_s[0])
+    for number in range(MAX_LOG_LINES + 7):
+        seldom.say("line %d", number)
+    assert lines == [f"line {number}" for number in range(MAX_LOG_LINES)]
+    now_s[0] += LOG_PERIOD_S
+    seldom.say("another")
+    assert lines[MAX_LOG_LINES:] == ["7 lines like these were left out in the last 60 s", "another"]
+    now_s[0] += LOG_PERIOD_S
+    seldom.say("and one more")
+    assert lines[MAX_LOG_LINES + 2 :] == ["and one more"]
+
+
+def test_strangers_do_not_fill_the_log(limited: Limited, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server: RunningServer = limited()
+    host, _, port = server.address.rpartition(":")
+    for _ in range(3 * MAX_LOG_LINES):
+        with socket.create_connection((host, int(port)), timeout=20) as stranger:
+            stranger.sendall(HTTP_1)
+            while stranger.recv(1000):
+                pass
+    assert sum("broke HTTP/2" in record.message for record in caplog.records) == MAX_LOG_LINES
+    assert serves(server)
+
+
+def test_opening_sockets_imports_no_event_loop() -> None:
+    """The supervisor's process does no more than that, in 13 MB."""
+    program = "import sys, serve.transports.listening; print('asyncio' in sys.modules, 'ssl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False False\n"

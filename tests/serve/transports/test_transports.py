@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from protos import inference_pb2 as pb
 from protos.datatypes import DATATYPES
 from serve.protocol.service import Service
-from serve.transports.transport import BindError
+from serve.transports.listening import BindError
 from tests.models import mlp_weights
 from tests.serve.running_server import MakeTransport, RunningServer
 
@@ -235,7 +235,7 @@ def test_a_wrong_timeout_parameter_is_refused(channel: grpc.Channel, value: dict
     request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128)])
     request.inputs.add(name="x", datatype="FP16", shape=[1, 64])
     request.parameters["timeout"].CopyFrom(pb.InferParameter(**value))
-    with pytest.raises(grpc.RpcError, match="parameter 'timeout' is no whole number of 0 or more, expected microseconds"):
+    with pytest.raises(grpc.RpcError, match="parameter 'timeout' is not a whole number of 0 or more, expected microseconds"):
         call(channel, "ModelInfer", request, pb.ModelInferResponse)
 
 

@@ -5,7 +5,7 @@ import pytest
 from protos import inference_pb2 as pb
 from serve.benchmark.load.calls import _streamed_status, _timeout, call_headers, framed
 from serve.benchmark.load.order import Target, TlsFiles
-from serve.transports.grpc_headers import timeout_seconds
+from serve.transports.grpc_framing import timeout_seconds
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 0.001, 0.25, 30.0, 3600.0, 1e7])

@@ -1,10 +1,12 @@
-"""One connection of the server without a socket, its calls answered when a test says so, and a client of libnghttp2's."""
+"""One connection of the server without a socket, its calls answered on demand, and a client of libnghttp2."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 from ngh2 import Connection, DataReceived, Event, Header, ResponseReceived, Role, StreamReset, TrailersReceived
 from ngh2.exceptions import NGH2Error
@@ -13,15 +15,26 @@ from serve.engine.errors import InferenceError
 from serve.protocol.status import Status
 from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, Share
 from serve.transports.grpc_framing import MessageReader, frame
-from serve.transports.limits import TransportLimits
-from serve.transports.nghttp2.call import Call
-from serve.transports.nghttp2.calls import RefusedCall
+from serve.transports.nghttp2.calls import RefusedCall, _OneMessageCall
 from serve.transports.nghttp2.connection import GrpcConnection
-from serve.transports.nghttp2.frames import HEAD
-from serve.transports.nghttp2.reading_turns import ReadingTurns
+from serve.transports.nghttp2.fairness import ReadScheduler, TransportLimits
+from serve.transports.nghttp2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEAD,
+    HEADERS,
+    RST_STREAM,
+    head_of,
+    literals,
+)
+from serve.transports.nghttp2.pending_requests import Call
 from serve.transports.nghttp2.session import GrpcSession, OpenCall
-from serve.transports.nghttp2.unary import _Unary
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
+
+FIRST = 101  # a stream that the client does not know of
+FIELD = literals([(b"a", b"b")])
 
 
 class Wire(asyncio.Transport):
@@ -55,13 +68,13 @@ class Wire(asyncio.Transport):
         self.has_closed = True
 
 
-class Owner:
+class ConnectionServer:
     """A server of one connection that writes at once, unless the scene is to wait with that."""
 
     def __init__(self, scene: Scene) -> None:
         self.received = bytearray(2**18)
         self.budget = MemoryBudget(DEFAULT_BYTES)
-        self.reading_turns = ReadingTurns(asyncio.get_running_loop().call_soon)
+        self.read_scheduler = ReadScheduler(asyncio.get_running_loop().call_soon)
         self._scene = scene
 
     def connected(self, connection: GrpcConnection) -> None:
@@ -84,7 +97,7 @@ class Owner:
         pass
 
 
-class WaitingCall(_Unary):
+class WaitingCall(_OneMessageCall):
     """Is answered later, with its own request and some bytes more."""
 
     def __init__(self, session: GrpcSession, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
@@ -110,7 +123,7 @@ class Scene:
         self.flushes = True  # what is answered, at once
         self.opened: list[dict[bytes, bytes]] = []  # the headers that calls were looked up by
         self.client, self.wire = Connection(Role.CLIENT), Wire()
-        self.connection = GrpcConnection(Owner(self), self._route, TransportLimits(**limits))
+        self.connection = GrpcConnection(ConnectionServer(self), self._route, TransportLimits(**limits))
         self.connection.connection_made(self.wire)
         self.events: list[Event] = []
         self.client.initiate_connection(settings)
@@ -130,12 +143,12 @@ class Scene:
     @property
     def untold(self) -> list[int]:
         """Streams of the calls in flight that libnghttp2 does not know of."""
-        return list(self.connection._repeated.granted)
+        return list(self.connection._fast_path.granted)
 
     @property
     def block(self) -> bytes:
         """What a call begins with that repeats."""
-        (block,) = self.connection._repeated.known
+        (block,) = self.connection._fast_path.templates
         return block
 
     def call(self, body: bytes, path: bytes = b"/a/b", *, end: bool = True, **headers: bytes) -> int:
@@ -211,6 +224,19 @@ class Scene:
         return -1 if any(isinstance(event, StreamReset) for event in mine) else None
 
 
+P = ParamSpec("P")
+
+
+def on_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Runs an asynchronous test on an event loop of its own."""
+
+    @wraps(test)
+    def run(*args: P.args, **named: P.kwargs) -> None:
+        asyncio.run(test(*args, **named))
+
+    return run
+
+
 async def begun(settings: dict[int, int] | None = None, window_bytes: int = WINDOW_BYTES, **limits: int) -> Scene:
     """A scene with the two calls behind it after which others like them repeat."""
     scene = Scene(settings, window_bytes, **limits)
@@ -220,3 +246,23 @@ async def begun(settings: dict[int, int] | None = None, window_bytes: int = WIND
         scene.answer(stream)
         await scene.exchange()
     return scene
+
+
+def begin(scene: Scene, stream: int = FIRST) -> bytes:
+    return raw(HEADERS, END_HEADERS, stream, scene.block)
+
+
+def raw(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return head_of(kind, flags, stream, len(payload)) + payload
+
+
+def data(payload: bytes, flags: int = END_STREAM, stream: int = FIRST) -> bytes:
+    return raw(DATA, flags, stream, payload)
+
+
+def ends(scene: Scene) -> list[tuple[str, int]]:
+    """What was ended, and how: calls answered and reset, and the connection."""
+    names = {HEADERS: "answered", RST_STREAM: "reset", GOAWAY: "connection"}
+    return [
+        (names[kind], stream) for kind, flags, stream, _ in scene.frames() if kind in names and (kind != HEADERS or flags & 1)
+    ]

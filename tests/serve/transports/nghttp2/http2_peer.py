@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, StreamReset, TrailersReceived
 
+from protos import inference_pb2 as pb
+from serve.transports.grpc_framing import frame
 from tests.serve.running_server import RunningServer
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 20.0
 WINDOW_BYTES = 2**22  # of the connection, as gRPC's own clients open it
+SERVER_LIVE = b"/inference.GRPCInferenceService/ServerLive"
+INFER_STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
+INITIAL_WINDOW_SIZE = 4
+Limited = Callable[..., RunningServer]
 
 
 def call_headers(path: bytes = INFER, **extra: bytes) -> list[tuple[bytes, bytes]]:
@@ -101,3 +107,17 @@ def peer(server: RunningServer, settings: dict[int, int] | None = None) -> Itera
     """A connection that has greeted."""
     with Http2Peer(server.address) as connected:
         yield connected.greet(settings)
+
+
+def mlp_request(rows: int = 1) -> bytes:
+    request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[bytes(128 * rows)])
+    request.inputs.add(name="x", datatype="FP16", shape=[rows, 64])
+    return request.SerializeToString()
+
+
+def serves(server: RunningServer) -> bool:
+    with peer(server) as other:
+        stream = other.http2.send_request(call_headers())
+        other.http2.send_data(stream, frame(mlp_request()), end_stream=True)
+        other.push()
+        return other.status(stream) == (0, "") and len(pb.ModelInferResponse.FromString(other.body(stream)[5:]).outputs) == 1

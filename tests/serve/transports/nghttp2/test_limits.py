@@ -1,23 +1,42 @@
-"""Clients that say too little, or stay too long: each has its limit."""
-
 from __future__ import annotations
 
+import contextlib
 import gzip
 import re
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from ngh2 import GoAwayReceived
 
+from serve.protocol.service import Service
 from serve.transports.grpc_framing import PREFIX, frame
-from serve.transports.nghttp2.frames import CONTINUATION, ENHANCE_YOUR_CALM, HEADERS, head_of
-from serve.transports.nghttp2.hpack_blocks import literal, literals
-from tests.serve.running_server import RunningServer
-from tests.serve.transports.nghttp2.calls import INFER_STREAM, SERVER_LIVE, Limited, mlp_request, serves
-from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
+from serve.transports.nghttp2 import fairness
+from serve.transports.nghttp2.connection import GrpcConnection
+from serve.transports.nghttp2.fairness import TransportLimits
+from serve.transports.nghttp2.frames import CONTINUATION, ENHANCE_YOUR_CALM, HEADERS, head_of, literal, literals
+from serve.transports.nghttp2.server import Nghttp2Server
+from tests.serve.engine.fakes import HeldBackend, held_model
+from tests.serve.running_server import RunningServer, running_server
+from tests.serve.standing_still import StandingLoop
+from tests.serve.transports.nghttp2.http2_peer import (
+    INFER,
+    INFER_STREAM,
+    SERVER_LIVE,
+    Http2Peer,
+    Limited,
+    call_headers,
+    mlp_request,
+    peer,
+    serves,
+)
 
 HEALTH = b"/grpc.health.v1.Health/"
 INDEX = b"/inference.GRPCInferenceService/RepositoryIndex"
+SHORT_S, LONG_S = 10.0, 1000.0
+EMPTY = frame(b"")
 
 
 def test_a_client_that_says_nothing_is_closed(limited: Limited) -> None:
@@ -156,3 +175,143 @@ def test_the_same_holds_for_calls_that_begin_as_earlier_ones_did(limited: Limite
             client.http2.send_data(stream, frame(b"\x7a" + bytes([size - 2]) + bytes(size - 2)), end_stream=True)
             client.push()
             assert client.status(stream)[0] == code
+
+
+def give_up(client: Http2Peer, calls: int) -> None:
+    """Begin calls and reset each of them at once."""
+    with contextlib.suppress(ConnectionError):
+        for _ in range(calls):
+            stream = client.http2.send_request(call_headers())
+            client.push()
+            client.http2.reset_stream(stream)
+        client.push()
+
+
+def test_rapid_resets_cost_the_connection_that_sends_them(limited: Limited) -> None:
+    server = limited(reset_burst=100, resets_per_s=1)
+    with peer(server) as hostile:
+        give_up(hostile, 2000)
+        assert hostile.is_closed_by_server()
+    assert serves(server)
+
+
+def test_a_client_may_give_up_all_calls_whose_deadlines_pass(nghttp2: RunningServer) -> None:
+    with peer(nghttp2) as late:
+        give_up(late, 2000)
+        stream = late.http2.send_request(call_headers(SERVER_LIVE))
+        late.http2.send_data(stream, frame(b""), end_stream=True)
+        late.push()
+        assert late.status(stream) == (0, "")
+
+
+def test_a_flood_of_continuations_is_cut_off(nghttp2: RunningServer) -> None:
+    with Http2Peer(nghttp2.address) as hostile:
+        hostile.greet()
+        block = b"\x00\x01a" + b"\x7f\x80\x7d" + b"v" * 16_000  # a literal header of sixteen thousand bytes
+        headers = struct.pack(">I", len(block))[1:] + b"\x01\x00" + struct.pack(">I", 1) + block
+        continuation = struct.pack(">I", len(block))[1:] + b"\x09\x00" + struct.pack(">I", 1) + block
+        with contextlib.suppress(ConnectionError):
+            hostile.socket.sendall(headers + continuation * 200)
+        assert hostile.is_closed_by_server()
+    assert serves(nghttp2)
+
+
+def test_a_flood_in_one_piece_is_answered_in_full(nghttp2: RunningServer) -> None:
+    with peer(nghttp2) as eager:
+        streams = []
+        for _ in range(1000):
+            streams.append(eager.http2.send_request(call_headers(SERVER_LIVE)))
+            eager.http2.send_data(streams[-1], frame(b""), end_stream=True)
+        eager.push()
+        assert all(eager.status(stream) == (0, "") for stream in streams)
+
+
+def test_floods_that_wait_for_each_other_are_answered_in_full(nghttp2: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "TURN_S", 0.0)  # every other connection has to wait
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(peer(nghttp2)) for _ in range(8)]
+        for eager in crowd:
+            for _ in range(600):
+                stream = eager.http2.send_request(call_headers(SERVER_LIVE))
+                eager.http2.send_data(stream, frame(b""), end_stream=True)
+        for eager in crowd:
+            eager.push()
+        assert serves(nghttp2)
+        assert all(eager.status(2 * call + 1) == (0, "") for eager in crowd for call in range(600))
+
+
+class Scene:
+    """A server that can stand still."""
+
+    def __init__(self, loop: StandingLoop, server: RunningServer, connections: set[GrpcConnection]) -> None:
+        self.server = server
+        self._loop = loop
+        self._connections = connections
+
+    def stand_still(self, meanwhile: Callable[[], object]) -> None:
+        self.server.call(lambda: self._loop.stand_still(LONG_S, meanwhile))
+
+    def until_one_is(self, such: Callable[[GrpcConnection], bool]) -> None:
+        while not self.server.call(lambda: any(map(such, self._connections))):
+            pass
+
+    def ping(self) -> None:
+        for connection in self._connections:
+            connection.ping()
+
+
+@contextmanager
+def scene(limits: TransportLimits) -> Iterator[Scene]:
+    loop = StandingLoop()
+    made: list[Nghttp2Server] = []
+
+    def make(service: Service, host: str, port: int) -> Nghttp2Server:
+        made.append(Nghttp2Server(service, host, port, limits=limits))
+        return made[0]
+
+    with running_server(lambda: [held_model(HeldBackend())], make, make_loop=lambda: loop) as server:
+        yield Scene(loop, server, made[0]._connections)
+
+
+def is_live(client: Http2Peer) -> bool:
+    stream = client.http2.send_request(call_headers(SERVER_LIVE))
+    client.http2.send_data(stream, EMPTY, end_stream=True)
+    client.push()
+    return client.status(stream) == (0, "")
+
+
+def test_a_message_whose_rest_came_meanwhile_is_answered() -> None:
+    with scene(TransportLimits(stall_s=SHORT_S)) as stopped, peer(stopped.server) as client:
+        stream = client.http2.send_request(call_headers(SERVER_LIVE))
+        client.http2.send_data(stream, EMPTY[:1])
+        client.push()
+        stopped.until_one_is(lambda connection: connection.calls > 0)
+        client.http2.send_data(stream, EMPTY[1:], end_stream=True)
+        stopped.stand_still(client.push)
+        assert client.status(stream) == (0, "")
+
+
+def test_who_answered_a_ping_meanwhile_is_not_dead() -> None:
+    with scene(TransportLimits(keepalive_timeout_s=SHORT_S)) as stopped, peer(stopped.server) as client:
+        assert is_live(client)
+
+        def answer() -> None:
+            stopped.ping()
+            assert client.read()
+
+        stopped.stand_still(answer)
+        assert is_live(client)
+
+
+def test_who_greeted_meanwhile_is_no_stranger() -> None:
+    with scene(TransportLimits(handshake_s=SHORT_S)) as stopped, Http2Peer(stopped.server.address) as client:
+        stopped.until_one_is(lambda connection: not connection.greeted)
+        stopped.stand_still(client.greet)
+        assert is_live(client)
+
+
+def test_who_said_nothing_is_still_given_up() -> None:
+    with scene(TransportLimits(handshake_s=SHORT_S)) as stopped, Http2Peer(stopped.server.address) as client:
+        stopped.until_one_is(lambda connection: not connection.greeted)
+        stopped.stand_still(lambda: None)
+        assert client.is_closed_by_server()

@@ -17,13 +17,12 @@ from serve.security.roles import Role
 from serve.security.security import Security
 from serve.security.token_file import new_token
 from serve.transports.grpc_framing import frame
-from serve.transports.limits import TransportLimits
+from serve.transports.nghttp2.fairness import TransportLimits
 from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
 from serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.nghttp2.calls import INITIAL_WINDOW_SIZE, mlp_request
-from tests.serve.transports.nghttp2.http2_peer import Http2Peer, call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import INITIAL_WINDOW_SIZE, Http2Peer, call_headers, mlp_request, peer
 
 LIMIT = 16 * 2**20
 CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"

@@ -21,13 +21,12 @@ from serve.transports.nghttp2.frames import (
     RST_STREAM,
     WINDOW_UPDATE,
     head_of,
+    literals,
     rst_stream,
     window_update,
 )
-from serve.transports.nghttp2.hpack_blocks import literals
-from tests.serve.transports.nghttp2.connection_scene import Scene, begun
+from tests.serve.transports.nghttp2.connection_scene import FIELD, FIRST, Scene, begin, begun, data, ends, on_a_loop, raw
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
-from tests.serve.transports.nghttp2.raw_frames import FIELD, FIRST, begin, data, ends, raw
 
 FRAME_SIZE_ERROR, REFUSED_STREAM, COMPRESSION_ERROR = 0x6, 0x7, 0x9
 WHOLE = END_HEADERS | END_STREAM
@@ -47,33 +46,29 @@ TOO_MUCH = MAX_WINDOW_BYTES - WINDOW_BYTES + 100  # of which two answers have us
         ),
     ],
 )
-def test_what_is_out_of_the_ordinary_is_for_libnghttp2(rest: bytes, outcome: str) -> None:
-    async def run() -> None:
-        scene = await begun()
-        scene.send(begin(scene) + rest)
-        assert scene.untold == []
-        if FIRST in scene.waiting:
-            scene.answer(FIRST)
-        assert ends(scene) == [(outcome, FIRST)]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_what_is_out_of_the_ordinary_is_for_libnghttp2(rest: bytes, outcome: str) -> None:
+    scene = await begun()
+    scene.send(begin(scene) + rest)
+    assert scene.untold == []
+    if FIRST in scene.waiting:
+        scene.answer(FIRST)
+    assert ends(scene) == [(outcome, FIRST)]
 
 
 @pytest.mark.parametrize("field", [(b"a", b"b "), (b"a", b" b"), (b"A", b"b"), (b"connection", b"close"), (b":a", b"b")])
-def test_headers_that_http2_does_not_allow_are_answered_before_they_are_reset(field: tuple[bytes, bytes]) -> None:
-    async def run() -> None:
-        scene = await begun()
-        wrong = raw(HEADERS, END_HEADERS, FIRST, scene.block + literals([field]))
-        scene.send(wrong + data(frame(b"x")) + begin(scene, FIRST + 2) + data(frame(b"y"), stream=FIRST + 2))
-        scene.answer(FIRST + 2)
-        (head,) = [payload for kind, _, stream, payload in scene.frames() if kind == HEADERS and stream == FIRST]
-        assert literals([(b"grpc-status", b"3")]) in head
-        assert b"neither begin nor end with a space" in head
+@on_a_loop
+async def test_headers_that_http2_does_not_allow_are_answered_before_they_are_reset(field: tuple[bytes, bytes]) -> None:
+    scene = await begun()
+    wrong = raw(HEADERS, END_HEADERS, FIRST, scene.block + literals([field]))
+    scene.send(wrong + data(frame(b"x")) + begin(scene, FIRST + 2) + data(frame(b"y"), stream=FIRST + 2))
+    scene.answer(FIRST + 2)
+    (head,) = [payload for kind, _, stream, payload in scene.frames() if kind == HEADERS and stream == FIRST]
+    assert literals([(b"grpc-status", b"3")]) in head
+    assert b"neither begin nor end with a space" in head
 
-        scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + literals([field])))
-        assert ends(scene) == [("answered", FIRST + 4), ("reset", FIRST + 4)]
-
-    asyncio.run(run())
+    scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + literals([field])))
+    assert ends(scene) == [("answered", FIRST + 4), ("reset", FIRST + 4)]
 
 
 @pytest.mark.parametrize(
@@ -83,27 +78,23 @@ def test_headers_that_http2_does_not_allow_are_answered_before_they_are_reset(fi
         pytest.param(lambda stream: raw(0x2, 0, stream, bytes(4) + b"\xff") * 10, id="PRIORITY"),
     ],
 )
-def test_hints_what_to_answer_first_do_not_end_the_connection(hint: Callable[[int], bytes]) -> None:
-    async def run() -> None:
-        scene = await begun()
-        for stream in range(FIRST, FIRST + 2 * 1200, 2):
-            scene.send(hint(stream) + begin(scene, stream) + data(frame(b"x"), stream=stream))
-            scene.answer(stream)
-            assert ends(scene) == [("answered", stream)]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_hints_what_to_answer_first_do_not_end_the_connection(hint: Callable[[int], bytes]) -> None:
+    scene = await begun()
+    for stream in range(FIRST, FIRST + 2 * 1200, 2):
+        scene.send(hint(stream) + begin(scene, stream) + data(frame(b"x"), stream=stream))
+        scene.answer(stream)
+        assert ends(scene) == [("answered", stream)]
 
 
-def test_a_call_that_is_one_too_many_may_be_sent_again() -> None:
-    async def run() -> None:
-        scene = Scene(max_streams=1)
-        scene.call(frame(b"x"))
-        second = scene.call(frame(b"y"))
-        scene.push()  # before the client knows how many it may send
-        (reset,) = [(stream, payload) for kind, _, stream, payload in scene.frames() if kind in {HEADERS, RST_STREAM}]
-        assert reset == (second, REFUSED_STREAM.to_bytes(4))
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_call_that_is_one_too_many_may_be_sent_again() -> None:
+    scene = Scene(max_streams=1)
+    scene.call(frame(b"x"))
+    second = scene.call(frame(b"y"))
+    scene.push()  # before the client knows how many it may send
+    (reset,) = [(stream, payload) for kind, _, stream, payload in scene.frames() if kind in {HEADERS, RST_STREAM}]
+    assert reset == (second, REFUSED_STREAM.to_bytes(4))
 
 
 @pytest.mark.parametrize(
@@ -122,18 +113,16 @@ def test_a_call_that_is_one_too_many_may_be_sent_again() -> None:
         pytest.param(lambda scene: begin(scene) + data(bytes(FRAME_BYTES + 1), 0), id="too large a frame"),
     ],
 )
-def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], bytes]) -> None:
-    async def run() -> None:
-        scene = await begun()
-        in_time = scene.call(frame(b"x"))
-        scene.push()
-        scene.send(frames(scene))
-        assert ("connection", 0) in ends(scene)
-        assert in_time in scene.gone
-        scene.connection.answer(in_time, b"x")
-        assert not scene.frames()
-
-    asyncio.run(run())
+@on_a_loop
+async def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], bytes]) -> None:
+    scene = await begun()
+    in_time = scene.call(frame(b"x"))
+    scene.push()
+    scene.send(frames(scene))
+    assert ("connection", 0) in ends(scene)
+    assert in_time in scene.gone
+    scene.connection.answer(in_time, b"x")
+    assert not scene.frames()
 
 
 @pytest.mark.parametrize(
@@ -153,134 +142,114 @@ def test_what_breaks_the_protocol_ends_the_connection(frames: Callable[[Scene], 
         pytest.param(lambda scene: head_of(HEADERS, WHOLE, FIRST, FRAME_BYTES + 1), FRAME_SIZE_ERROR, id="too large a frame"),
     ],
 )
-def test_a_connection_ends_with_the_code_of_its_error_alone(frames: Callable[[Scene], bytes], code: int) -> None:
+@on_a_loop
+async def test_a_connection_ends_with_the_code_of_its_error_alone(frames: Callable[[Scene], bytes], code: int) -> None:
     """RFC 9113, sections 4.2, 4.3, 6.3 and 6.4. An answer to a call that was never read would hide the reason."""
 
-    async def run() -> None:
-        scene = await begun()
-        scene.send(frames(scene))
-        ((kind, _, _, payload),) = scene.frames()
-        assert (kind, int.from_bytes(payload[4:8])) == (GOAWAY, code)
-        assert scene.wire.has_closed
-
-    asyncio.run(run())
+    scene = await begun()
+    scene.send(frames(scene))
+    ((kind, _, _, payload),) = scene.frames()
+    assert (kind, int.from_bytes(payload[4:8])) == (GOAWAY, code)
+    assert scene.wire.has_closed
 
 
-def test_a_connection_that_libnghttp2_ends_is_over_and_names_the_last_stream() -> None:
+@on_a_loop
+async def test_a_connection_that_libnghttp2_ends_is_over_and_names_the_last_stream() -> None:
     """A client may send again what is said not to have been looked at."""
 
-    async def run() -> None:
-        scene = await begun()
-        scene.send(begin(scene) + data(frame(b"x")) + raw(PING, 0, 0, b"1234567"))
-        (goaway,) = [payload for kind, _, _, payload in scene.frames() if kind == GOAWAY]
-        assert int.from_bytes(goaway[:4]) == FIRST
-        assert scene.wire.has_closed
-        assert not scene.connection._repeated.known
-
-    asyncio.run(run())
+    scene = await begun()
+    scene.send(begin(scene) + data(frame(b"x")) + raw(PING, 0, 0, b"1234567"))
+    (goaway,) = [payload for kind, _, _, payload in scene.frames() if kind == GOAWAY]
+    assert int.from_bytes(goaway[:4]) == FIRST
+    assert scene.wire.has_closed
+    assert not scene.connection._fast_path.templates
 
 
-def test_who_gives_up_call_after_call_is_cut_off() -> None:
-    async def run() -> None:
-        scene = await begun(reset_burst=10, resets_per_s=1)
-        block = scene.block
-        for stream in range(FIRST, FIRST + 400, 4):
-            ended_badly = raw(HEADERS, END_HEADERS, stream, block) + data(
-                b"", stream=stream
-            )  # so that the block is known again
-            asked = raw(HEADERS, END_HEADERS, stream + 2, block) + data(frame(b"x"), stream=stream + 2)
-            scene.send(ended_badly + asked + rst_stream(stream + 2, 8))
-        assert scene.wire.has_closed
-        assert len(scene.gone) <= 12
-
-    asyncio.run(run())
+@on_a_loop
+async def test_who_gives_up_call_after_call_is_cut_off() -> None:
+    scene = await begun(reset_burst=10, resets_per_s=1)
+    block = scene.block
+    for stream in range(FIRST, FIRST + 400, 4):
+        ended_badly = raw(HEADERS, END_HEADERS, stream, block) + data(b"", stream=stream)  # so that the block is known again
+        asked = raw(HEADERS, END_HEADERS, stream + 2, block) + data(frame(b"x"), stream=stream + 2)
+        scene.send(ended_badly + asked + rst_stream(stream + 2, 8))
+    assert scene.wire.has_closed
+    assert len(scene.gone) <= 12
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_long_headers_leave_others_their_turns(*, is_over: bool) -> None:
+@on_a_loop
+async def test_long_headers_leave_others_their_turns(*, is_over: bool) -> None:
     """Frames alone are no measure: a byte of a compressed list may be a field of it."""
 
-    async def run() -> None:
-        scene = await begun()
-        if is_over:  # headers in pieces are for libnghttp2, and all that comes behind them
-            scene.send(raw(HEADERS, END_STREAM, FIRST, scene.block) + raw(CONTINUATION, END_HEADERS, FIRST, b""))
-        opened = len(scene.opened)
-        many = literals(call_headers(b"/a/b")) + literals([(b"a", b"")] * 400)
-        streams = range(FIRST + 2, FIRST + 42, 2)
-        blocks = {stream: many + literals([(b"n", b"%d" % stream)]) for stream in streams}
-        scene.send(b"".join(raw(HEADERS, END_HEADERS, stream, block) for stream, block in blocks.items()))
-        assert len(scene.opened) - opened <= 3
-        while scene.wire.pauses:  # noqa: ASYNC110  (as in `Scene.exchange`)
-            await asyncio.sleep(0)
-        assert len(scene.opened) - opened == len(streams)
-
-    asyncio.run(run())
+    scene = await begun()
+    if is_over:  # headers in pieces are for libnghttp2, and all that comes behind them
+        scene.send(raw(HEADERS, END_STREAM, FIRST, scene.block) + raw(CONTINUATION, END_HEADERS, FIRST, b""))
+    opened = len(scene.opened)
+    many = literals(call_headers(b"/a/b")) + literals([(b"a", b"")] * 400)
+    streams = range(FIRST + 2, FIRST + 42, 2)
+    blocks = {stream: many + literals([(b"n", b"%d" % stream)]) for stream in streams}
+    scene.send(b"".join(raw(HEADERS, END_HEADERS, stream, block) for stream, block in blocks.items()))
+    assert len(scene.opened) - opened <= 3
+    while scene.wire.pauses:  # noqa: ASYNC110  (as in `Scene.exchange`)
+        await asyncio.sleep(0)
+    assert len(scene.opened) - opened == len(streams)
 
 
-def test_a_reserved_bit_means_nothing() -> None:
-    async def run() -> None:
-        scene = await begun()
-        scene.send(begin(scene) + window_update(FIRST | RESERVED, 5) + data(frame(b"x"), stream=FIRST | RESERVED))
-        assert scene.untold == [FIRST]
-        scene.answer(FIRST)
-        assert ends(scene) == [("answered", FIRST)]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_reserved_bit_means_nothing() -> None:
+    scene = await begun()
+    scene.send(begin(scene) + window_update(FIRST | RESERVED, 5) + data(frame(b"x"), stream=FIRST | RESERVED))
+    assert scene.untold == [FIRST]
+    scene.answer(FIRST)
+    assert ends(scene) == [("answered", FIRST)]
 
 
-def test_an_old_stream_does_not_begin_anew() -> None:
-    async def run() -> None:
-        scene = await begun()
-        scene.send(begin(scene) + data(frame(b"x")) + begin(scene, 1))
-        assert list(scene.waiting) == [FIRST]
-        scene.answer(FIRST)
-        assert ends(scene) == [("answered", FIRST)]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_an_old_stream_does_not_begin_anew() -> None:
+    scene = await begun()
+    scene.send(begin(scene) + data(frame(b"x")) + begin(scene, 1))
+    assert list(scene.waiting) == [FIRST]
+    scene.answer(FIRST)
+    assert ends(scene) == [("answered", FIRST)]
 
 
-def test_what_comes_late_for_a_call_that_is_over_harms_nobody() -> None:
-    async def run() -> None:
-        scene = await begun()
-        late = window_update(FIRST, 5) + data(b"late", 0) + rst_stream(FIRST, 8)
-        scene.send(begin(scene) + data(frame(b"x"), 0))
-        scene.fail(FIRST, "no", ended=False)
-        assert ends(scene) == [("answered", FIRST), ("reset", FIRST)]
-        scene.send(late)
-        scene.connection.go_away()
-        scene.send(late)
-        assert ends(scene) == [("connection", 0)]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_what_comes_late_for_a_call_that_is_over_harms_nobody() -> None:
+    scene = await begun()
+    late = window_update(FIRST, 5) + data(b"late", 0) + rst_stream(FIRST, 8)
+    scene.send(begin(scene) + data(frame(b"x"), 0))
+    scene.fail(FIRST, "no", ended=False)
+    assert ends(scene) == [("answered", FIRST), ("reset", FIRST)]
+    scene.send(late)
+    scene.connection.go_away()
+    scene.send(late)
+    assert ends(scene) == [("connection", 0)]
 
 
 @pytest.mark.parametrize("more", [b"", FIELD])
-def test_more_calls_than_allowed_are_too_many_wherever_they_are(more: bytes) -> None:
-    async def run() -> None:
-        scene = await begun(max_streams=2)
-        scene.send(begin(scene) + begin(scene, FIRST + 2))
-        assert scene.untold == [FIRST, FIRST + 2]
-        scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + more))
-        assert ends(scene) == [("connection", 0)]
-        assert sorted(scene.gone) == [FIRST, FIRST + 2]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_more_calls_than_allowed_are_too_many_wherever_they_are(more: bytes) -> None:
+    scene = await begun(max_streams=2)
+    scene.send(begin(scene) + begin(scene, FIRST + 2))
+    assert scene.untold == [FIRST, FIRST + 2]
+    scene.send(raw(HEADERS, END_HEADERS, FIRST + 4, scene.block + more))
+    assert ends(scene) == [("connection", 0)]
+    assert sorted(scene.gone) == [FIRST, FIRST + 2]
 
 
 @pytest.mark.parametrize("frames", [raw(CONTINUATION, 0, FIRST, b""), raw(CONTINUATION, 0, FIRST, b"") + bytes(100), None])
-def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes | None) -> None:
+@on_a_loop
+async def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes | None) -> None:
     """It stays where its client does not read: whoever looks after all connections must not fall over it."""
 
-    async def run() -> None:
-        scene = Scene() if frames is None else await begun()
-        scene.send(b"GET / HTTP/1.1\r\nHost: no-http2\r\n\r\n" if frames is None else frames)
-        assert scene.wire.has_closed
-        scene.connection.ping()
-        assert scene.connection.pinged_s is not None  # there will be no answer: it is ended when that is due
-        scene.connection.go_away()
-        scene.connection.give_up_stalled(2**60)
-
-    asyncio.run(run())
+    scene = Scene() if frames is None else await begun()
+    scene.send(b"GET / HTTP/1.1\r\nHost: no-http2\r\n\r\n" if frames is None else frames)
+    assert scene.wire.has_closed
+    scene.connection.ping()
+    assert scene.connection.pinged_s is not None  # there will be no answer: it is ended when that is due
+    scene.connection.go_away()
+    scene.connection.give_up_stalled(2**60)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -293,110 +262,100 @@ def test_a_connection_that_is_at_its_end_can_be_looked_after(frames: bytes | Non
         ),
     ],
 )
-def test_calls_of_a_connection_that_has_ended_write_nothing(frames: bytes, *, reads_nothing: bool, leaves: bool) -> None:
+@on_a_loop
+async def test_calls_of_a_connection_that_has_ended_write_nothing(frames: bytes, *, reads_nothing: bool, leaves: bool) -> None:
     """Its socket stays open while its client does not read, and the calls are asked for by others: timers, models, streams."""
 
-    async def run() -> None:
-        scene = await begun()
-        connection = scene.connection
-        whole, part = scene.call(frame(b"x")), scene.call(frame(bytes(50_000))[:40_000], end=False)
-        scene.push()
-        if leaves:
-            connection.go_away()
-        if reads_nothing:
-            connection.pause_writing()
-        scene.send(frames)
-        assert scene.wire.has_closed
-        scene.wire.written.clear()
-        assert sorted(scene.gone) == [whole, part]
-        for stream in (whole, part):
-            connection.begin(stream)
-            connection.send(stream, b"x")
-            connection.give_back(stream, 40_000)
-            connection.is_behind(stream)
-            connection.fail(stream, Status(13, "no"), ended=False)
-            connection.answer(stream, b"x")
-            connection.finish(stream, ended=True)
-        connection.resume_writing()
-        connection.read_on()
-        connection.ping()
-        connection.give_notice()
+    scene = await begun()
+    connection = scene.connection
+    whole, part = scene.call(frame(b"x")), scene.call(frame(bytes(50_000))[:40_000], end=False)
+    scene.push()
+    if leaves:
         connection.go_away()
-        scene.send(raw(PING, 0, 0, b"12345678"))
-        connection.close()
-        assert not scene.frames()
-        assert connection.goes
+    if reads_nothing:
+        connection.pause_writing()
+    scene.send(frames)
+    assert scene.wire.has_closed
+    scene.wire.written.clear()
+    assert sorted(scene.gone) == [whole, part]
+    for stream in (whole, part):
+        connection.begin(stream)
+        connection.send(stream, b"x")
+        connection.give_back(stream, 40_000)
+        connection.is_behind(stream)
+        connection.fail(stream, Status(13, "no"), ended=False)
+        connection.answer(stream, b"x")
+        connection.finish(stream, ended=True)
+    connection.resume_writing()
+    connection.read_on()
+    connection.ping()
+    connection.give_notice()
+    connection.go_away()
+    scene.send(raw(PING, 0, 0, b"12345678"))
+    connection.close()
+    assert not scene.frames()
+    assert connection.goes
 
-    asyncio.run(run())
 
-
-def test_what_comes_after_the_end_is_dropped_and_the_client_may_read_all() -> None:
+@on_a_loop
+async def test_what_comes_after_the_end_is_dropped_and_the_client_may_read_all() -> None:
     """A window that it opens after the last answer must meet a socket that is open: a reset would cost it that answer."""
 
-    async def run() -> None:
-        scene = await begun()
-        stream = scene.call(frame(b"x"))
-        scene.push()
-        scene.connection.go_away()
-        assert not scene.wire.has_closed
-        scene.answer(stream)
-        assert scene.wire.listens_on
-        assert scene.connection.pinged_s is not None  # it has so long to close
-        scene.send(window_update(0, 100) + b"whatever it is")
-        scene.connection.close()
-        scene.read()
-        assert scene.answered(stream) == [b"x"]
-
-    asyncio.run(run())
+    scene = await begun()
+    stream = scene.call(frame(b"x"))
+    scene.push()
+    scene.connection.go_away()
+    assert not scene.wire.has_closed
+    scene.answer(stream)
+    assert scene.wire.listens_on
+    assert scene.connection.pinged_s is not None  # it has so long to close
+    scene.send(window_update(0, 100) + b"whatever it is")
+    scene.connection.close()
+    scene.read()
+    assert scene.answered(stream) == [b"x"]
 
 
-def test_the_same_where_the_last_call_is_given_up_as_its_request_ends() -> None:
-    async def run() -> None:
-        scene = await begun()
-        first, last = scene.call(frame(b"x")), scene.call(frame(b"y")[:4], end=False)
-        scene.push()
-        scene.connection.go_away()
-        scene.answer(first)
-        scene.client.send_data(last, frame(b"y")[4:], end_stream=True)
-        end = scene.client.data_to_send()
-        scene.client.reset_stream(last)
-        scene.send(end + scene.client.data_to_send())
-        assert scene.wire.listens_on
-        assert not scene.connection.calls
-        scene.read()
-        assert scene.answered(first) == [b"x"]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_the_same_where_the_last_call_is_given_up_as_its_request_ends() -> None:
+    scene = await begun()
+    first, last = scene.call(frame(b"x")), scene.call(frame(b"y")[:4], end=False)
+    scene.push()
+    scene.connection.go_away()
+    scene.answer(first)
+    scene.client.send_data(last, frame(b"y")[4:], end_stream=True)
+    end = scene.client.data_to_send()
+    scene.client.reset_stream(last)
+    scene.send(end + scene.client.data_to_send())
+    assert scene.wire.listens_on
+    assert not scene.connection.calls
+    scene.read()
+    assert scene.answered(first) == [b"x"]
 
 
-def test_the_same_where_part_of_a_frame_comes_behind_the_last_call() -> None:
-    async def run() -> None:
-        scene = await begun()
-        first, last = scene.call(frame(b"x")), scene.call(b"", end=False)
-        scene.push()
-        scene.connection.go_away()
-        scene.answer(first)
-        scene.send(rst_stream(last, 8) + data(bytes(100), stream=last + 2)[:50])
-        assert scene.wire.listens_on
-        scene.read()
-        assert scene.answered(first) == [b"x"]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_the_same_where_part_of_a_frame_comes_behind_the_last_call() -> None:
+    scene = await begun()
+    first, last = scene.call(frame(b"x")), scene.call(b"", end=False)
+    scene.push()
+    scene.connection.go_away()
+    scene.answer(first)
+    scene.send(rst_stream(last, 8) + data(bytes(100), stream=last + 2)[:50])
+    assert scene.wire.listens_on
+    scene.read()
+    assert scene.answered(first) == [b"x"]
 
 
-def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
-    async def run() -> None:
-        scene = await begun()
-        first, second = scene.call(frame(b"x")), scene.call(frame(b"y"))
-        scene.push()
-        scene.connection.go_away()
-        scene.answer(first)
-        scene.connection.close()
-        assert scene.wire.listens_on
-        assert second in scene.gone
-        scene.connection.answer(second, b"y")
-        scene.connection.resume_writing()
-        scene.read()
-        assert (scene.answered(first), scene.answered(second)) == ([b"x"], None)
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_call_that_outlasts_its_connection_writes_nothing() -> None:
+    scene = await begun()
+    first, second = scene.call(frame(b"x")), scene.call(frame(b"y"))
+    scene.push()
+    scene.connection.go_away()
+    scene.answer(first)
+    scene.connection.close()
+    assert scene.wire.listens_on
+    assert second in scene.gone
+    scene.connection.answer(second, b"y")
+    scene.connection.resume_writing()
+    scene.read()
+    assert (scene.answered(first), scene.answered(second)) == ([b"x"], None)

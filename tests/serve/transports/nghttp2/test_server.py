@@ -1,14 +1,16 @@
-"""What the nghttp2 server does with calls, broken ones and such as are none."""
-
 from __future__ import annotations
 
 import asyncio
+import gc
+import queue
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,16 +19,34 @@ import trustme
 from ngh2 import ResponseReceived
 
 from protos import inference_pb2 as pb
+from serve.engine.requests import InferRequest
+from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.service import Service
 from serve.transports.grpc_framing import frame
+from serve.transports.nghttp2.calls import InferCall
 from serve.transports.nghttp2.server import Nghttp2Server
+from serve.transports.nghttp2.streams import InferStreamCall
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
-from tests.serve.transports.nghttp2.calls import INFER_STREAM, SERVER_LIVE, mlp_request, serves
-from tests.serve.transports.nghttp2.http2_peer import INFER, Http2Peer, call_headers, peer
+from tests.serve.transports.nghttp2.http2_peer import (
+    INFER,
+    INFER_STREAM,
+    SERVER_LIVE,
+    Http2Peer,
+    call_headers,
+    mlp_request,
+    peer,
+    serves,
+)
+from tests.serve.transports.test_infer_stream import stream_stub
+from tests.serve.transports.test_under_load import held_request, infer_stub, wait_until_waiting
 
 ROWS = 2**19  # 2 MiB
+WAIT_S = 20.0
+OF_CALLS = (InferCall, InferStreamCall, InferenceStream, InferRequest)
+
+Scene = Callable[[RunningServer, grpc.Channel, HeldBackend], object]
 
 
 def test_what_is_not_http2_is_closed(nghttp2: RunningServer) -> None:
@@ -125,7 +145,7 @@ def stopping_server(backend: HeldBackend) -> Iterator[tuple[RunningServer, Calla
         yield server, stop
 
 
-def held_request(rows: int) -> bytes:
+def held_body(rows: int) -> bytes:
     request = pb.ModelInferRequest(model_name="held", raw_input_contents=[np.ones(rows, np.float32).tobytes()])
     request.inputs.add(name="x", datatype="FP32", shape=[rows, 1])
     return request.SerializeToString()
@@ -149,7 +169,7 @@ def test_a_call_in_flight_ends_well_while_the_server_stops() -> None:
     backend = HeldBackend(held=True)
     with stopping_server(backend) as (server, stop), grpc.insecure_channel(server.address) as channel:
         infer = channel.unary_unary(INFER.decode(), response_deserializer=pb.ModelInferResponse.FromString)
-        running = infer.future(held_request(1), timeout=20)
+        running = infer.future(held_body(1), timeout=20)
         assert backend.entered.wait(20)
         stopping = stop(20.0)
         backend.release.set()
@@ -165,7 +185,7 @@ def test_an_answer_that_is_read_bit_by_bit_is_whole_though_the_server_stops() ->
         watch = slow.http2.send_request(call_headers(b"/grpc.health.v1.Health/Watch"))
         slow.http2.send_data(watch, frame(b""))
         stream = slow.http2.send_request(call_headers())
-        slow.http2.send_data(stream, frame(held_request(ROWS)), end_stream=True)
+        slow.http2.send_data(stream, frame(held_body(ROWS)), end_stream=True)
         while slow.http2.queued_body_size():
             assert slow.read()
         assert backend.entered.wait(20)
@@ -209,3 +229,90 @@ def test_nothing_is_left_of_clients_that_are_gone(nghttp2: RunningServer) -> Non
     while not nghttp2.run(alone()):
         pass
     assert serves(nghttp2)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def alive() -> list[type[Any]]:
+    return [type(one) for one in gc.get_objects() if type(one) in OF_CALLS]
+
+
+def cancelled(server: RunningServer, channel: grpc.Channel, backend: HeldBackend) -> object:
+    stub = infer_stub(channel)
+    computed = stub.future(held_request(1))
+    assert backend.entered.wait(WAIT_S)
+    calls = [computed, *(stub.future(held_request(value)) for value in (2, 3))]
+    wait_until_waiting(server, 2)
+    for call in calls:
+        call.cancel()
+    wait_until_waiting(server, 0)
+    return calls
+
+
+def cut_off(server: RunningServer, channel: grpc.Channel, backend: HeldBackend) -> object:
+    stub = infer_stub(channel)
+    computed = stub.future(held_request(1))
+    assert backend.entered.wait(WAIT_S)
+    calls = [computed, stub.future(held_request(2))]
+    wait_until_waiting(server, 1)
+    channel.close()
+    wait_until_waiting(server, 0)
+    return calls
+
+
+def too_late(_: RunningServer, channel: grpc.Channel, __: HeldBackend) -> object:
+    stub = infer_stub(channel)
+    calls = [stub.future(held_request(value), timeout=0.2) for value in (1, 2)]
+    assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    return calls
+
+
+def refused(_: RunningServer, channel: grpc.Channel, backend: HeldBackend) -> object:
+    backend.release.set()
+    request = held_request(1)
+    request.inputs[0].shape[:] = [1, 2]
+    call = infer_stub(channel).future(request)
+    assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return None
+
+
+def stream_left(server: RunningServer, channel: grpc.Channel, backend: HeldBackend) -> object:
+    more: queue.Queue[pb.ModelInferRequest | None] = queue.Queue()
+    stream = stream_stub(channel)(iter(more.get, None), timeout=WAIT_S)
+    more.put(held_request(1))
+    assert backend.entered.wait(WAIT_S)
+    for value in (2, 3):
+        more.put(held_request(value))
+    wait_until_waiting(server, 2)
+    stream.cancel()
+    wait_until_waiting(server, 0)
+    more.put(None)
+    return stream
+
+
+def stream_ended(_: RunningServer, channel: grpc.Channel, backend: HeldBackend) -> object:
+    backend.release.set()
+    assert len(list(stream_stub(channel)(iter([held_request(1), held_request(-1)]), timeout=WAIT_S))) == 2
+    return None
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("scene", [cancelled, cut_off, too_late, refused, stream_left, stream_ended])
+def test_nothing_is_left_of_a_call(scene: Scene) -> None:
+    backend = HeldBackend(held=True)
+    with running_server(lambda: [held_model(backend)], Nghttp2Server) as server:
+        with grpc.insecure_channel(server.address) as channel:
+            try:
+                scene(server, channel, backend)
+            finally:
+                backend.release.set()
+        until = time.monotonic() + WAIT_S
+        while alive() and time.monotonic() < until:
+            server.call(lambda: None)  # a turn of its loop, in which what is under way goes on
+        assert alive() == []

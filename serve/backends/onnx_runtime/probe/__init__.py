@@ -1,1 +1,0 @@
-"""Models on trial in a child process, which may die of them."""

@@ -1,0 +1,236 @@
+"""The request cache: requests that differ only in id and tensor bytes are parsed and checked once.
+
+A request's bytes without its id and raw contents are its skeleton. A request of known length that matches a pattern byte for
+byte outside id and tensors is not even split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from protos.inference_pb2 import ModelInferResponse
+from serve.engine.config.batching import Turn
+from serve.engine.model import Model
+from serve.engine.requests import Answer, RawLayout
+from serve.engine.tensors import Tensors
+from serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag
+from serve.protocol.raw_tensors import raw_view, to_raw
+from serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
+from serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
+
+# Over all clients; requests beyond are parsed.
+MAX_CACHED = 1024
+MAX_SKELETON_BYTES = 4096
+MAX_PATTERNS_OF_A_LENGTH = 4
+MAX_SHAPES = 1024  # output shapes with a template
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedRequest:
+    """The checked properties that all requests with one skeleton share."""
+
+    model: Model  # to run
+    layout: RawLayout | None  # of the raw contents; None if each request must be parsed
+    outputs: tuple[str, ...]  # names, in the order of the response
+    rows: int  # of the batch dimension
+    bucket: Hashable  # requests of one bucket can share a batch
+    turn: Turn  # priority and queue timeouts
+    # Per input its shared memory slice, or None if it is sent; None if all are sent
+    input_slices: tuple[RegionSlice | None, ...] | None = None
+    slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs
+    special: Mapping[str, RequestedOutput] = field(default_factory=dict)  # outputs that go to shared memory or are classified
+    shared_bytes: int = field(init=False)  # of the inputs in shared memory
+    takes_long: bool = field(init=False)  # whether responses may be slow to serialize: outputs are special or text
+    responses: ResponseTemplates = field(init=False)
+
+    def __post_init__(self) -> None:
+        texts = any(self.model.outputs[name].datatype.itemsize is None for name in self.outputs)
+        object.__setattr__(self, "shared_bytes", sum(place.byte_size for place in self.input_slices or () if place is not None))
+        object.__setattr__(self, "takes_long", bool(self.special) or texts)
+        object.__setattr__(self, "responses", ResponseTemplates(self.model, self.rows, self.special))
+
+    def offsets(self, raw: list[tuple[int, int]]) -> tuple[int, ...] | None:
+        """Offsets of the inputs, given (offset, size) of each raw entry; None if number or sizes differ.
+
+        Inputs in shared memory have offset 0.
+        """
+        layout = self.layout
+        if layout is None:
+            return None
+        input_slices = self.input_slices or (None,) * len(layout.inputs)
+        sent = [place for place, lies in enumerate(input_slices) if lies is None]
+        if [size for _, size in raw] != [layout.inputs[place].size for place in sent]:
+            return None
+        offsets = [0] * len(input_slices)
+        for place, (offset, _) in zip(sent, raw, strict=True):
+            offsets[place] = offset
+        return tuple(offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPattern:
+    """A request with holes for id and tensors; bytes that match outside the holes need no parsing."""
+
+    cached: CachedRequest  # of the request
+    layout: RawLayout  # of its raw contents
+    segments: tuple[tuple[int, bytes], ...]  # (offset, bytes) that must match
+    offsets: tuple[int, ...]  # of the inputs
+    id_start: int  # start of the id
+    id_end: int  # end of the id; equal to the start without one
+
+    def is_like(self, data: bytes | memoryview) -> bool:
+        """Whether `data`, of the pattern's length, matches."""
+        for offset, segment in self.segments:  # noqa: SIM110  (hot: a generator doubles the cost)
+            if data[offset : offset + len(segment)] != segment:
+                return False
+        return True
+
+
+class RequestCache:
+    def __init__(self) -> None:
+        self._by_skeleton: dict[bytes, CachedRequest] = {}
+        self._patterns: dict[int, list[RequestPattern]] = {}  # by the length of the request
+        self._pattern_count = 0
+
+    def match(self, data: bytes | memoryview) -> RequestPattern | None:
+        """The pattern that `data` matches."""
+        for pattern in self._patterns.get(len(data), ()):
+            if pattern.is_like(data):
+                return pattern
+        return None
+
+    def find(self, cut: SplitRequest | None) -> CachedRequest | None:
+        """The cached request with the skeleton of `cut`."""
+        return None if cut is None else self._by_skeleton.get(cut.skeleton)
+
+    def keep(self, cut: SplitRequest | None, cached: CachedRequest) -> None:
+        """Cache a request if its skeleton is small and needs no parsing."""
+        if cut is None or cached.layout is None or len(cut.skeleton) > MAX_SKELETON_BYTES:
+            return
+        if len(self._by_skeleton) >= MAX_CACHED:
+            self._by_skeleton.clear()
+        self._by_skeleton[cut.skeleton] = cached
+
+    def keep_pattern(self, data: bytes, cut: SplitRequest, cached: CachedRequest) -> None:
+        """Add the pattern of a cached request."""
+        offsets = cached.offsets(cut.raw)
+        if cached.layout is None or offsets is None:
+            return
+        if self._pattern_count >= MAX_CACHED:
+            self._patterns.clear()
+            self._pattern_count = 0
+        of_length = self._patterns.setdefault(len(data), [])
+        if len(of_length) >= MAX_PATTERNS_OF_A_LENGTH:
+            of_length.pop()
+        else:
+            self._pattern_count += 1
+        holes = sorted([(cut.id_offset, len(cut.id)), *cut.raw])
+        segments, start = [], 0
+        for offset, size in holes:
+            if offset > start:
+                segments.append((start, data[start:offset]))
+            start = offset + size
+        if start < len(data):
+            segments.append((start, data[start:]))
+        pattern = RequestPattern(cached, cached.layout, tuple(segments), offsets, cut.id_offset, cut.id_offset + len(cut.id))
+        of_length.insert(0, pattern)
+
+    def forget(self) -> None:
+        """Clear the cache: models have changed."""
+        self._by_skeleton.clear()
+        self._patterns.clear()
+        self._pattern_count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsTemplate:
+    """The fixed bytes of a response that is a slice of its batch."""
+
+    head: bytes  # a message with the model's name and version
+    # Per output the bytes before its raw contents, its name, and the bytes of one row
+    outputs: tuple[tuple[bytes, str, int], ...]
+
+
+class ResponseTemplates:
+    """Serializes the responses to requests with one skeleton, from fixed bytes per combination of output shapes."""
+
+    def __init__(self, model: Model, rows: int, special: Mapping[str, RequestedOutput]) -> None:
+        self._model = model
+        self._rows = rows
+        self._special = special
+        self._head = ModelInferResponse(model_name=model.name, model_version=str(model.version)).SerializeToString()
+        self._entries: dict[tuple[tuple[tuple[int, ...], int], ...], bytes] = {}  # by shape and shared bytes of each output
+        self._of_rows: dict[tuple[tuple[int, ...], ...], _RowsTemplate | None] = {}
+
+    def response(self, request_id: bytes, outputs: Tensors, memory: SharedMemory, since: int) -> bytes:
+        """Serialize a response; an output in shared memory has an empty raw entry, and parameters with its slice.
+
+        Args:
+            request_id: of the request.
+            outputs: of the model.
+            memory: for outputs that go there.
+            since: see `SharedMemory.check`.
+
+        Raises:
+            InferenceError: an output does not fit its slice, or its region is gone.
+        """
+        if isinstance(outputs, Answer) and not self._special:
+            shapes = outputs.batch.row_shapes
+            template = self._of_rows.get(shapes)
+            if template is not None:
+                parts = [template.head, put_id(request_id)] if request_id else [template.head]
+                for tag, name, row_bytes in template.outputs:
+                    parts.append(tag)
+                    parts.append(outputs.raw(name, row_bytes))
+                return b"".join(parts)
+            if shapes not in self._of_rows and len(self._of_rows) < MAX_SHAPES:
+                self._of_rows[shapes] = self._learn_rows(outputs)
+        raw: list[bytes] = []
+        key: list[tuple[tuple[int, ...], int]] = []
+        for name, array in outputs.items():
+            tensor, datatype, shared = self._model.outputs[name].to_client(array), self._model.outputs[name].datatype, 0
+            special = self._special.get(name)
+            if special is not None and special.classes is not None:
+                labels, batched = self._model.labels.get(name, ()), self._model.max_batch_size > 0
+                tensor, datatype = classify(tensor, special.classes, labels, batched=batched), BYTES
+            if special is None or special.place is None:
+                raw.append(to_raw(tensor, datatype))
+            else:
+                view = raw_view(tensor, datatype)
+                memory.write(special.place, view, since=since)
+                raw.append(b"")
+                shared = len(view)
+            key.append((tensor.shape, shared))
+        return put_response(self._head, request_id, self._entries_of(tuple(outputs), tuple(key)), raw) + parameters_of(outputs)
+
+    def _entries_of(self, names: tuple[str, ...], key: tuple[tuple[tuple[int, ...], int], ...]) -> bytes:
+        """A message with the entries of the outputs."""
+        entries = self._entries.get(key)
+        if entries is not None:
+            return entries
+        message = ModelInferResponse()
+        for name, (shape, shared) in zip(names, key, strict=True):
+            special = self._special.get(name)
+            datatype = self._model.outputs[name].datatype if special is None or special.classes is None else BYTES
+            entry = message.outputs.add(name=name, datatype=datatype.wire, shape=shape)
+            if special is not None and special.place is not None:
+                put_slice(entry.parameters, special.place, shared)
+        entries = message.SerializeToString()
+        if len(self._entries) < MAX_SHAPES:
+            self._entries[key] = entries
+        return entries
+
+    def _learn_rows(self, outputs: Answer) -> _RowsTemplate | None:
+        """None if elements have no fixed size or the client's shape differs from the model's."""
+        names = tuple(outputs)
+        arrays = [outputs[name] for name in names]
+        for name, array in zip(names, arrays, strict=True):
+            spec = self._model.outputs[name]
+            if spec.datatype.itemsize is None or spec.model_shape is not None or array.dtype != spec.datatype.numpy:
+                return None
+        tags = [raw_tag(array.nbytes) for array in arrays]
+        # Protobuf fields may come in any order: the id, the entries of the outputs, then their bytes.
+        tags[0] = self._entries_of(names, tuple((array.shape, 0) for array in arrays)) + tags[0]
+        row_bytes = [array.nbytes // self._rows for array in arrays]
+        return _RowsTemplate(self._head, tuple(zip(tags, names, row_bytes, strict=True)))

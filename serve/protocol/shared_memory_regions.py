@@ -1,0 +1,181 @@
+"""Memory regions that a client registers: a part of a file in /dev/shm, or memory on a CUDA device.
+
+Files are read and written, not mapped: a client that truncates a mapped file would kill the server with SIGBUS, and a read from
+tmpfs costs no more than the copy into the batch. Device memory is copied through the host, where batches are assembled.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+
+from serve.engine.cuda_driver import HANDLE_BYTES, CudaError, SharedDeviceMemory, cuda_driver
+from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
+
+FOLDER = "/dev/shm"  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
+MAX_NAME_BYTES = 255  # of a file
+
+
+class SharedFile:
+    """Closes its descriptor when unreferenced.
+
+    A thread may read while the region is unregistered: the descriptor number must not be reused meanwhile.
+    """
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemRegion:
+    """A part of a shared memory file."""
+
+    name: str  # used by requests
+    key: str  # of the file
+    offset: int  # of the region in the file, in bytes
+    byte_size: int  # of the region
+    file: SharedFile  # that holds it
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Copy bytes of the region to `target`.
+
+        Raises:
+            InvalidArgumentError: the client has shrunk the file.
+        """
+        at = 0
+        while at < target.nbytes:  # preadv reads at most 2 GiB
+            count = os.preadv(self.file.descriptor, [target[at:]], self.offset + offset + at)
+            if not count:
+                raise self._shrunk()
+            at += count
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy bytes into the region.
+
+        Raises:
+            InvalidArgumentError: the client has shrunk the file, or tmpfs has no memory left for it.
+        """
+        view, at = memoryview(data), 0
+        if self.offset + offset + len(view) > os.fstat(self.file.descriptor).st_size:  # a write would extend it
+            raise self._shrunk()
+        while at < len(view):  # short writes when memory runs out
+            try:
+                at += os.pwrite(self.file.descriptor, view[at:], self.offset + offset + at)
+            except OSError as error:
+                raise InvalidArgumentError(
+                    f"an output of {len(view)} bytes cannot be written to shared memory region {self.name!r}: "
+                    f"{error.strerror}; make room for shared memory, or have the output sent"
+                ) from None
+
+    def _shrunk(self) -> InvalidArgumentError:
+        return InvalidArgumentError(f"shared memory region {self.name!r} has become smaller than what is registered")
+
+
+def open_system_region(name: str, key: str, offset: int, byte_size: int) -> SystemRegion:
+    """Raises:
+    InvalidArgumentError: the key is invalid, or the file is missing or smaller than the region.
+    """
+    file_name = key.removeprefix("/")
+    if not _is_file_name(file_name) or not byte_size or offset + byte_size >= 2**63:
+        raise InvalidArgumentError(
+            f"region {name!r} has key {key!r}, offset {offset} and byte_size {byte_size}; expected the name of a shared "
+            "memory object, and at least one byte of it"
+        )
+    try:
+        file = SharedFile(os.open(f"{FOLDER}/{file_name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the shared memory object of region {name!r} cannot be opened: {error.strerror}; create it first"
+        ) from None
+    status = os.fstat(file.descriptor)
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgumentError(f"the key of region {name!r} is not that of a shared memory object; create one first")
+    if offset + byte_size > size:
+        raise InvalidArgumentError(
+            f"region {name!r} ends at byte {offset + byte_size}, its shared memory object has {size}; register less"
+        )
+    return SystemRegion(name=name, key=key, offset=offset, byte_size=byte_size, file=file)
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether a key is a single file name, as in shm_open(3)."""
+    return text not in {"", ".", ".."} and not {"/", "\0"} & set(text) and len(os.fsencode(text)) <= MAX_NAME_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaRegion:
+    """Device memory that a client has exported."""
+
+    name: str  # used by requests
+    device_id: int  # of the device
+    byte_size: int  # of the region
+    memory: SharedDeviceMemory  # that holds it
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Copy bytes of the region to `target`.
+
+        Raises:
+            InvalidArgumentError: the driver cannot read them.
+            BackendError: the device is lost.
+        """
+        try:
+            self.memory.read_into(offset, target)
+        except CudaError as error:
+            raise self._failure(error) from error
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Copy bytes into the region.
+
+        Raises:
+            InvalidArgumentError: the driver cannot write them.
+            BackendError: the device is lost.
+        """
+        try:
+            self.memory.write(offset, bytes(data))
+        except CudaError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: CudaError) -> InferenceError:
+        if is_device_lost(error):
+            return BackendError(f"the CUDA device was lost: {error}")
+        return InvalidArgumentError(
+            f"CUDA shared memory region {self.name!r} cannot be reached: {error}; keep the memory until it is unregistered"
+        )
+
+
+def has_cuda() -> bool:
+    driver = cuda_driver()
+    return driver is not None and driver.device_count > 0
+
+
+def open_cuda_region(name: str, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+    """Raises:
+    UnsupportedError: there is no CUDA device. InvalidArgumentError: the handle is invalid, or the memory cannot be opened or is
+    smaller than the region.
+    """
+    driver = cuda_driver()
+    if driver is None or not (devices := driver.device_count):
+        raise UnsupportedError("this server has no CUDA device; use system shared memory, or send the bytes")
+    if len(raw_handle) != HANDLE_BYTES or not byte_size or not 0 <= device_id < devices:
+        raise InvalidArgumentError(
+            f"region {name!r} has a raw_handle of {len(raw_handle)} bytes, device_id {device_id} and byte_size {byte_size}; "
+            f"expected the {HANDLE_BYTES} bytes of a cudaIpcMemHandle_t, one of {devices} devices, and at least one byte"
+        )
+    try:
+        memory = driver.open_shared(raw_handle, device_id)
+    except CudaError as error:
+        raise InvalidArgumentError(
+            f"the CUDA memory of region {name!r} cannot be opened on device {device_id}: {error}; expected the handle of "
+            "memory that another process on this machine holds"
+        ) from None
+    size = memory.byte_size
+    if size is not None and byte_size > size:
+        raise InvalidArgumentError(f"region {name!r} has {byte_size} bytes, its CUDA memory {size}; register less")
+    return CudaRegion(name=name, device_id=device_id, byte_size=byte_size, memory=memory)

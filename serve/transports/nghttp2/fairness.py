@@ -1,0 +1,233 @@
+"""Fair shares between clients: limits of a connection, read scheduling, message quotas, and busy polling of the event loop.
+
+Received bytes are read at once until a loop iteration has spent TURN_S on reading. After that only small input, such as a
+health check, is read at once; other connections queue, are read one buffer at a time in order, and are not polled meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ngh2 import Configuration
+
+from serve.transports.grpc_framing import FIELD_BYTES
+from serve.transports.nghttp2.frames import (
+    FRAME_BYTES,
+    INITIAL_WINDOW_SIZE,
+    MAX_CONCURRENT_STREAMS,
+    MAX_FRAME_SIZE,
+    MAX_HEADER_LIST_SIZE,
+)
+
+MIB = 2**20
+# A factor of `max_header_bytes`. Up to it the call alone is refused; a longer list ends the connection before it is decoded
+# to its end. A field counts at least 32 bytes and costs the event loop about 0.3 us.
+HOPELESS_HEADERS = 2
+TURN_S = 0.002
+SMALL_BYTES = 4096
+CROWD = 16  # connections, each with one full receive buffer
+MESSAGES_A_TURN = 256  # of a connection, per loop iteration
+COUNTS_AS_ONE_BYTES = 2**16  # of a message
+BUSY_POLL_S = 250e-6
+MAX_WORTH = 8  # upper bound of the score, so that a few failures in a row stop polling
+FAILURE = 2  # successes that one failure cancels
+TRY_EVERY = 64  # responses between trials while polling does not pay
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportLimits:
+    """Limits of one client."""
+
+    max_message_bytes: int = 2**31 - 1  # of a request that carries tensors or model files, decompressed
+    max_inflated_bytes: int = 64 * MIB  # of such a request if it is compressed; inflating blocks the event loop
+    max_small_message_bytes: int = 4 * MIB  # of a request of any other method, decompressed
+    max_connections: int = 10_000  # open at the same time; `serve/protocol/open_files.py` may allow fewer
+    max_streams: int = 1024  # calls in flight on one connection
+    # Of one call's headers, decompressed; a larger call is refused. Twice as many end the connection
+    max_header_bytes: int = 16 * 1024
+    # Calls with too large headers before a connection takes no new calls; calls refused for memory before a connection without
+    # a token is closed.
+    max_refused: int = 64
+    stream_window_bytes: int = 4 * MIB  # receive window of a call
+    # Receive window of a connection; less with many connections, and 64 KiB until a required token is shown.
+    connection_window_bytes: int = 16 * MIB
+    # Of unfinished messages on one connection. Beyond it only the oldest message continues; 16 stream windows beyond it, the
+    # others are refused.
+    max_held_bytes: int = 64 * MIB
+    max_unsent_bytes: int = MIB  # of responses of one streaming call before its requests wait
+    # Resets that a client may send at once before its connection is closed. It is large because clients reset every call whose
+    # deadline passes, and a reset costs no more than its request.
+    reset_burst: int = 10_000
+    resets_per_s: int = 2_000  # in the long run
+    handshake_s: float = 10.0  # time limit for the HTTP/2 preface of a new connection
+    stall_s: float = 60.0  # time limit for progress of a request message, and for a client to read its responses
+    short_stall_s: float = 5.0  # time limit for reading responses while memory is short, for connections above their share
+    keepalive_s: float = 600.0  # silence before a ping
+    keepalive_timeout_s: float = 20.0  # time limit of the ping's answer
+    max_age_s: float | None = None  # age at which a connection gets GOAWAY; None for no limit
+    max_age_grace_s: float = 30.0  # time limit for its calls in flight
+    sweep_s: float = 1.0  # period at which these times are checked
+
+
+def most_header_bytes(limits: TransportLimits) -> int:
+    """Bytes of one header list, encoded or decoded, beyond which the connection ends."""
+    return HOPELESS_HEADERS * limits.max_header_bytes
+
+
+def configuration(limits: TransportLimits) -> Configuration:
+    """libnghttp2's limits."""
+    most = most_header_bytes(limits)
+    return Configuration(
+        auto_window_update=False,
+        max_inbound_header_list_size=most,
+        max_inbound_header_count=most // FIELD_BYTES,
+        stream_reset_rate_limit=(limits.reset_burst, limits.resets_per_s),
+    )
+
+
+def greeting(limits: TransportLimits) -> dict[int, int]:
+    """The server's SETTINGS."""
+    return {
+        MAX_CONCURRENT_STREAMS: limits.max_streams,
+        INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
+        MAX_FRAME_SIZE: FRAME_BYTES,
+        MAX_HEADER_LIST_SIZE: limits.max_header_bytes,
+    }
+
+
+class Reader(Protocol):
+    """A connection with received bytes that are not read."""
+
+    def read_on(self) -> None: ...
+
+
+class ReadScheduler:
+    """The read queue of a server. Lives on the event loop."""
+
+    __slots__ = ("_call_soon", "_clock", "_looks_soon", "_queue", "_stop")
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._call_soon = call_soon
+        self._clock = clock
+        self._queue: deque[Reader] = deque()
+        self._looks_soon = False
+        self._stop = 0.0  # when this iteration has read enough; valid while `_look` is scheduled
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the queue is so long that sockets should be left unread."""
+        return len(self._queue) >= CROWD
+
+    def must_wait(self, size: int) -> bool:
+        """Whether `size` received bytes must be read later, through `wait`."""
+        if size <= SMALL_BYTES:
+            return False
+        now = self._clock()
+        if not self._looks_soon:
+            self._schedule(now + TURN_S)
+        return now > self._stop
+
+    def wait(self, reader: Reader) -> None:
+        """Queue a connection; `read_on` is called once, in a later loop iteration."""
+        self._queue.append(reader)
+        if not self._looks_soon:
+            self._schedule(self._clock() + TURN_S)
+
+    def _schedule(self, stop: float) -> None:
+        self._looks_soon, self._stop = True, stop
+        self._call_soon(self._look)
+
+    def _look(self) -> None:
+        """Read from the queue for TURN_S."""
+        queue, clock = self._queue, self._clock
+        stop = clock() + TURN_S
+        try:
+            for _ in range(len(queue)):  # a connection with more input rejoins at the end
+                queue.popleft().read_on()
+                if clock() > stop:
+                    break
+        finally:
+            self._looks_soon = False
+            if queue:
+                self._schedule(stop)
+
+
+class MessageQuota:
+    """Messages that the streams of one connection may read per loop iteration.
+
+    A message can be five bytes and costs as much as a request: one full socket buffer would delay other clients too long.
+    """
+
+    __slots__ = ("_left", "_waiting")
+
+    def __init__(self) -> None:
+        self._left = MESSAGES_A_TURN
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def may_read(self) -> bool:
+        """Whether a stream may read another message in this iteration; counts it."""
+        if not self._left:
+            return False
+        if self._left == MESSAGES_A_TURN:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._left -= 1
+        return True
+
+    def spend(self, size: int) -> None:
+        """Count a message of `size` bytes, decompressed, as one per COUNTS_AS_ONE_BYTES."""
+        self._left = max(0, self._left - size // COUNTS_AS_ONE_BYTES)
+
+    def when_next(self, then: Callable[[], None]) -> None:
+        """Call `then` in a later iteration, after other waiting streams."""
+        self._waiting.append(then)
+
+    def _begin(self) -> None:
+        self._left = MESSAGES_A_TURN
+        while self._left and self._waiting:
+            self._waiting.popleft()()
+
+
+class BusyPoll:
+    """Keeps the event loop polling for BUSY_POLL_S after a response, where that pays. Lives on the event loop.
+
+    Waking a thread that sleeps in epoll takes longer on a virtual machine than answering a request. A pending callback makes
+    the loop poll its sockets without sleeping. With many requests in flight it sleeps, and later arrivals share a batch.
+    """
+
+    __slots__ = ("_call_soon", "_clock", "_passed_by", "_polls", "_until", "_worth")
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._call_soon = call_soon
+        self._clock = clock
+        self._until = 0.0
+        self._polls = False
+        self._worth = 0
+        self._passed_by = 0
+
+    def answered(self, *, alone: bool) -> None:
+        """A response was written, `alone` or together with others."""
+        if not alone:
+            self._until = 0.0
+            return
+        if self._polls:
+            self._until = self._clock() + BUSY_POLL_S
+            self._worth = min(self._worth + 1, MAX_WORTH)
+            return
+        self._passed_by += 1
+        if self._worth or self._passed_by >= TRY_EVERY:
+            self._passed_by = 0
+            self._polls = True
+            self._until = self._clock() + BUSY_POLL_S
+            self._call_soon(self._look)
+
+    def _look(self) -> None:
+        if self._clock() < self._until:
+            self._call_soon(self._look)
+        else:
+            self._polls = False
+            self._worth = max(0, self._worth - FAILURE)

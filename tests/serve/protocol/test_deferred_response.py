@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from protos import inference_pb2 as pb
+from protos.datatypes import BY_WIRE
+from serve.engine.errors import InferenceError, InvalidArgumentError
+from serve.engine.inference_core import InferenceCore, RestrictedCore
+from serve.engine.tensors import Tensors
+from serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, DeferredResponse
+from serve.protocol.raw_tensors import to_raw
+from serve.protocol.service import INFER_PATH
+from tests.models import save_model
+from tests.serve.engine.model_folders import load
+from tests.serve.running_server import TRANSPORTS, running_server
+
+WAIT_S = 20.0
+FEW, LONG = {"y": np.full(MANY_TEXTS, b"", object)}, {"y": np.full(MANY_TEXTS, b"", object), "z": np.full(1, b"", object)}
+SMALL, LARGE = {"y": np.zeros(LARGE_BYTES, np.uint8)}, {"y": np.zeros(LARGE_BYTES, np.uint8), "z": np.zeros(1, np.uint8)}
+
+
+def where(result: Any) -> bytes:
+    """Writes the name of the thread."""
+    return f"{type(result).__name__} on {threading.current_thread().name}".encode()
+
+
+def answered(
+    result: Any, then: Callable[[DeferredResponse], None] = lambda _: None
+) -> tuple[list[bytes | InferenceError], list[bytes | InferenceError]]:
+    """What was replied at once, and in the end."""
+
+    async def run() -> tuple[list[bytes | InferenceError], list[bytes | InferenceError]]:
+        replies, kept = list[bytes | InferenceError](), set[asyncio.Task[None]]()
+        apart = DeferredResponse(where, replies.append, kept.add)
+        apart.done(result)
+        at_once = replies.copy()
+        then(apart)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        return at_once, replies
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("few", "many"), [(FEW, LONG), (SMALL, LARGE)], ids=["texts", "numbers"])
+def test_many_are_written_on_a_thread_and_few_where_they_are(few: Tensors, many: Tensors) -> None:
+    assert answered(few) == ([b"dict on MainThread"],) * 2
+    assert answered(InvalidArgumentError("wrong")) == ([b"InvalidArgumentError on MainThread"],) * 2
+    at_once, (written,) = answered(many)
+    assert at_once == []
+    assert isinstance(written, bytes)
+    assert written.startswith(b"dict on asyncio_")
+
+
+def test_nobody_is_answered_who_has_gone() -> None:
+    assert answered(LONG, DeferredResponse.gone) == ([], [])
+
+
+def test_it_is_written_all_the_same_where_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(asyncio, "to_thread", refused)
+    assert answered(LONG) == ([], [b"dict on MainThread"])
+
+
+def test_who_goes_while_it_is_written_gets_nothing() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(_: object) -> bytes:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return b"late"
+
+    async def run() -> list[bytes | InferenceError]:
+        replies, kept = list[bytes | InferenceError](), set[asyncio.Task[None]]()
+        apart = DeferredResponse(write, replies.append, kept.add)
+        result: Tensors = LONG
+        apart.done(result)
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        apart.gone()
+        go_on.set()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        return replies
+
+    assert asyncio.run(run()) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_texts_come_back_to_who_sent_them(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(
+        tmp_path / "echo.onnx",
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [("x", TensorProto.STRING, ["batch", "n"])],
+        [("y", TensorProto.STRING, ["batch", "n"])],
+    )
+    texts = {
+        rows: np.array([[b"%d/%d" % (row, place) for place in range(MANY_TEXTS)] for row in range(rows)], object)
+        for rows in (1, 3)
+    }
+    with (
+        running_server(lambda: [load(tmp_path / "echo.onnx")], TRANSPORTS[transport]) as server,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        kept: list[asyncio.Task[None]] = []
+        wait_for = server.core.wait_for
+
+        def noted(task: asyncio.Task[None]) -> None:
+            kept.append(task)
+            wait_for(task)
+
+        monkeypatch.setattr(server.core, "wait_for", noted)
+        infer, pending = channel.unary_unary(INFER_PATH), {}
+        for rows, array in texts.items():
+            request = pb.ModelInferRequest(model_name="echo", raw_input_contents=[to_raw(array, BY_WIRE["BYTES"])])
+            request.inputs.add(name="x", datatype="BYTES", shape=array.shape)
+            pending[rows] = infer.future(request.SerializeToString(), timeout=WAIT_S)
+        for rows, answer in pending.items():
+            response = pb.ModelInferResponse.FromString(answer.result())
+            assert list(response.outputs[0].shape) == [rows, MANY_TEXTS]
+            assert response.raw_output_contents[0] == to_raw(texts[rows], BY_WIRE["BYTES"])
+        assert len(kept) == 1, "the larger one"
+
+
+def test_a_core_that_drains_waits_for_what_is_written() -> None:
+    async def run() -> list[bytes | InferenceError]:
+        replies: list[bytes | InferenceError] = []
+        core = InferenceCore([])
+        view = RestrictedCore(core, lambda _: True)
+        for each in (core, view):
+            DeferredResponse(where, replies.append, each.wait_for).done(LONG)
+        await core.drain()
+        return replies
+
+    assert len(asyncio.run(run())) == 2
