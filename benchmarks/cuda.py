@@ -43,7 +43,7 @@ from serve.benchmark.measurement import Measurement, measure
 from serve.engine.backend import DevicePlacement
 from serve.engine.cuda_driver import device_count
 from serve.engine.errors import BackendError, ModelLoadError
-from serve.observability.gpu_metrics import find_nvml
+from serve.observability.exposition import find_nvml
 
 PARTS = "accuracy,alone,options,memory,served"
 # Of https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, such as may pay, each beside the default.

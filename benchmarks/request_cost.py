@@ -23,13 +23,13 @@ from ngh2 import Connection, Role, StreamClosed
 
 from protos import inference_pb2 as pb
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.collector import seldom_collecting
 from serve.engine.backend import DevicePlacement
 from serve.engine.config.model_config import Defaults
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.repository.loaded_version import load_model
 from serve.engine.repository.model_repository import find_models
+from serve.process import infrequent_collection
 from serve.protocol.service import INFER_PATH, Service
 from serve.transports.grpc_framing import frame
 from serve.transports.nghttp2.connection import GrpcConnection
@@ -177,7 +177,7 @@ def main(
     """Print the microseconds of a request, and of each part of its way."""
     import uvloop  # noqa: PLC0415  (has no wheel for Windows)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, seldom_collecting():  # as in a server
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, infrequent_collection():  # as in a server
         seconds, by_room = runner.run(_measure(model, in_flight, rounds))
     print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds)")
     for room, part in by_room.most_common():

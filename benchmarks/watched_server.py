@@ -26,10 +26,10 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.model_statistics import StageHistograms
 from serve.http.options import HttpOptions
-from serve.http.start import start_http
 from serve.observability.observability import Observability
-from serve.observability.options import AccessLog, ObserveOptions
+from serve.observability.settings import AccessLog, ObserveOptions
 from serve.protocol.service import Service
+from serve.server import start_http
 from serve.transports.nghttp2.server import Nghttp2Server
 
 PLAIN_S, OBSERVED_S = 0.03, 0.09  # of a window; what happens once in so many seconds is to be shared by most of them

@@ -12,77 +12,201 @@ from typing import Annotated
 
 import typer
 
-from serve import cli_options as opt
-from serve.addresses import addresses
-from serve.departure import leave_at_once, leave_threads_behind
 from serve.engine.backend import DevicePlacement
 from serve.engine.config.batching import BatchingOptions
 from serve.engine.config.model_config import Defaults
 from serve.engine.errors import FailedPreconditionError, ModelLoadError
 from serve.http.options import HttpOptions
-from serve.log_lines import log_to_standard_error
-from serve.lost_device import LostDeviceError
+from serve.log_handler import log_to_standard_error
 from serve.model_control.options import ControlMode, ControlOptions
-from serve.observability.options import AccessLog, ObserveOptions
+from serve.observability.settings import AccessLog, ObserveOptions
+from serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
 from serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
-from serve.ready_lines import print_json, print_text, tell_again, told
-from serve.security.errors import SecurityError
-from serve.security.options import ClientLimits, SecurityOptions, TlsOptions
-from serve.server import Ready, ServerOptions
-from serve.signals import ignore_hang_up
-from serve.supervisor.endings import LOST_DEVICE_CODE
-from serve.supervisor.inheritance import Inheritance, take_over
+from serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
+from serve.server import LostDeviceError, ServerOptions, addresses
+from serve.startup_report import StartupReport, log_restart, print_json, print_text, report_startup
+from serve.supervisor.handover import LOST_DEVICE_CODE
+from serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
 from serve.transports.listening import BindError
 from serve.transports.transport import TransportName
 
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
+HTTP_PORT, METRICS_PORT = HttpOptions.port, HttpOptions.metrics_port
+MAX_ROWS = 2**31 - 1  # the largest value of max_batch_size in a model's config
+HOUR_US = 3_600_000_000
+MAX_THREADS = 4096  # the runtime starts as many threads as this option says
+
+_listening = partial(typer.Option, rich_help_panel="Listening")
+_models = partial(typer.Option, rich_help_panel="Models")
+_batching = partial(typer.Option, rich_help_panel="Batching")
+_computing = partial(typer.Option, rich_help_panel="Computing")
+_observing = partial(typer.Option, rich_help_panel="Observing")
+_security = partial(typer.Option, rich_help_panel="Security")
+_ending = partial(typer.Option, rich_help_panel="Ending")
 
 
 def serve(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A model repository folder, or one .onnx or .pt2 file.")],
     *,
-    host: opt.Host = "127.0.0.1",
-    grpc_port: opt.GrpcPort = 8001,
-    http: opt.Http = True,
-    http_port: opt.HttpPort = None,
-    metrics_port: opt.MetricsPort = None,
-    http_allowed_host: opt.HttpAllowedHost = None,
-    transport: opt.Transport = TransportName.NGHTTP2,
-    shared_memory: opt.SharedMemory = False,
-    model_control: opt.ModelControl = ControlMode.NONE,
-    load_model: opt.LoadModel = None,
-    poll_seconds: opt.PollSeconds = 5.0,
-    warm_up_seconds: opt.WarmUpSeconds = 5.0,
-    load_seconds: opt.LoadSeconds = 1800.0,
-    keep_going: opt.KeepGoing = False,
-    model_uploads: opt.ModelUploads = False,
-    trust_torch_archives: opt.TrustTorchArchives = False,
-    max_batch_size: opt.MaxBatchSize = 32,
-    max_queue_delay_us: opt.MaxQueueDelayUs = 0,
-    max_queue_size: opt.MaxQueueSize = 8192,
-    max_queue_mib: opt.MaxQueueMib = 1024,
-    compute_slots: opt.ComputeSlots = 0,
-    threads: opt.Threads = 0,
-    cpu: opt.Cpu = False,
-    require_gpu: opt.RequireGpu = False,
-    max_buffered_mib: opt.MaxBufferedMib = None,
-    access_log: opt.AccessLogChoice = AccessLog.OFF,
-    access_log_file: opt.AccessLogFile = None,
-    access_log_every: opt.AccessLogEvery = 100,
-    trace_to: opt.TraceTo = "",
-    trace_rate: opt.TraceRate = 1000,
-    tls_cert: opt.TlsCert = None,
-    tls_key: opt.TlsKey = None,
-    tls_client_ca: opt.TlsClientCa = None,
-    token_file: opt.TokenFile = None,
-    admin_port: opt.AdminPort = None,
-    admin_socket: opt.AdminSocket = None,
-    client_rate: opt.ClientRate = None,
-    client_burst: opt.ClientBurst = None,
-    client_concurrency: opt.ClientConcurrency = None,
-    lame_duck_seconds: opt.LameDuckSeconds = 0.0,
-    drain_seconds: opt.DrainSeconds = 30.0,
-    supervise: opt.Supervise = False,
+    host: Annotated[str, _listening(help="Address to listen on; 0.0.0.0 for all.")] = ServerOptions.host,
+    grpc_port: Annotated[int, _listening(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = ServerOptions.grpc_port,
+    http: Annotated[bool, _listening("--http/--no-http", help="Serve REST, the page and metrics too.")] = True,
+    http_port: Annotated[
+        int | None,
+        _listening(
+            min=0,
+            max=65535,
+            help=f"Port of REST and the page, {HTTP_PORT} by default; 0 finds a free one, as --grpc-port 0 does.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        _listening(
+            min=-1,
+            max=65535,
+            help=f"Port of the metrics alone, {METRICS_PORT} by default; 0 finds a free one, -1 has none.",
+            show_default=False,
+        ),
+    ] = None,
+    http_allowed_host: Annotated[
+        list[str] | None, _listening(help="A name by which browsers may address this server; may be repeated.")
+    ] = None,
+    transport: Annotated[
+        TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
+    ] = ServerOptions.transport,
+    shared_memory: Annotated[
+        bool,
+        _listening(
+            "--shared-memory",
+            help="Let clients on this machine leave tensors in shared memory (the system's, or a CUDA device's).",
+        ),
+    ] = ServerOptions.shared_memory,
+    model_control: Annotated[
+        ControlMode,
+        _models(
+            help="Which models are served: what PATH holds at the start (none), at any time (poll), "
+            "or what RepositoryModelLoad asks for (explicit)."
+        ),
+    ] = ControlOptions.mode,
+    load_model: Annotated[
+        list[str] | None,
+        _models(help="Model to load at the start with --model-control explicit; may be repeated, '*' is all."),
+    ] = None,
+    poll_seconds: Annotated[
+        float, _models(min=0.1, help="Seconds between two looks with --model-control poll.")
+    ] = ControlOptions.poll_interval_s,
+    warm_up_seconds: Annotated[
+        float, _models(min=0, help="Time for trying out a model's batch sizes before it serves.")
+    ] = ControlOptions.warm_up_budget_s,
+    load_seconds: Annotated[
+        float,
+        _models(
+            min=1,
+            max=86400,
+            help="Time for loading a model version and trying it out; if that hangs, it is refused, and others can be loaded.",
+        ),
+    ] = ControlOptions.load_limit_s,
+    keep_going: Annotated[
+        bool, _models("--keep-going", help="Start with the models that can be served where one cannot.")
+    ] = ControlOptions.keep_going,
+    model_uploads: Annotated[
+        bool,
+        _models(
+            "--model-uploads", help="Let load requests bring ONNX models and label files along (--model-control explicit)."
+        ),
+    ] = ControlOptions.uploads,
+    trust_torch_archives: Annotated[
+        bool,
+        _models(
+            "--trust-torch-archives",
+            help="Serve .pt2 files of PATH too. This trusts everybody who writes there: such a file can run any code as this "
+            "user.",
+        ),
+    ] = False,
+    max_batch_size: Annotated[
+        int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")
+    ] = Defaults.max_batch_size,
+    max_queue_delay_us: Annotated[
+        int,
+        _batching(
+            min=0, max=HOUR_US, help="Microseconds a request may wait for others, where the model's config does not say."
+        ),
+    ] = Defaults.max_queue_delay_us,
+    max_queue_size: Annotated[
+        int, _batching(min=1, help="Requests that may wait for one model, where the model's config does not say.")
+    ] = Defaults.max_queue_size,
+    max_queue_mib: Annotated[int, _batching(min=1, help="MiB that these may hold.")] = Defaults.max_queue_mib,
+    compute_slots: Annotated[
+        int,
+        _computing(
+            min=0, help="Batches computed at once on the CPU over all models, handed out fairly; 0 leaves it to the system."
+        ),
+    ] = BatchingOptions.compute_slots,
+    threads: Annotated[
+        int, _computing(min=0, max=MAX_THREADS, help="CPU threads of one operator; 0 lets the runtime choose.")
+    ] = DevicePlacement.threads,
+    cpu: Annotated[bool, _computing("--cpu", help="Stay on the CPU even where there is a GPU.")] = False,
+    require_gpu: Annotated[
+        bool, _computing("--require-gpu", help="Refuse to start without a GPU.")
+    ] = DevicePlacement.require_gpu,
+    max_buffered_mib: Annotated[
+        int | None,
+        _listening(
+            min=4,
+            help="MiB of unanswered requests and unread answers, over all clients. By default 256, or a sixteenth of the "
+            "memory that the process may use if that is less.",
+            show_default=False,
+        ),
+    ] = None,
+    access_log: Annotated[
+        AccessLog, _observing(help="Requests to log as JSON lines; sampled: every error and some answers.")
+    ] = ObserveOptions.access_log,
+    access_log_file: Annotated[
+        Path | None, _observing(help="File of the access log; standard error without one.")
+    ] = ObserveOptions.access_log_file,
+    access_log_every: Annotated[
+        int, _observing(min=1, help="Of sampled answers, one in so many.")
+    ] = ObserveOptions.access_log_every,
+    trace_to: Annotated[
+        str, _observing(help="OpenTelemetry traces: 'otlp' (OTEL_* variables say where) or a file.", show_default=False)
+    ] = ObserveOptions.trace_to,
+    trace_rate: Annotated[
+        int, _observing(min=1, help="One request in so many is traced, unless its caller decides.")
+    ] = ObserveOptions.trace_rate,
+    tls_cert: Annotated[
+        Path | None, _security(help="PEM file of the server's certificate chain; turns TLS on, for REST too.")
+    ] = None,
+    tls_key: Annotated[Path | None, _security(help="PEM file of its private key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, _security(help="PEM file of who may have signed clients' certificates (mTLS).")
+    ] = None,
+    token_file: Annotated[
+        Path | None, _security(help="Lines that `halfserve token` prints; who has none of these tokens is not let in.")
+    ] = SecurityOptions.token_file,
+    admin_port: Annotated[
+        int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
+    ] = SecurityOptions.admin_port,
+    admin_socket: Annotated[
+        Path | None, _security(help="The same on a Unix socket that only this user can open.")
+    ] = SecurityOptions.admin_socket,
+    client_rate: Annotated[
+        float | None, _security(min=0.001, help="Requests a second that one token or address may send.")
+    ] = ClientLimits.requests_per_s,
+    client_burst: Annotated[int | None, _security(min=1, help="Of these at once after a pause.")] = ClientLimits.burst,
+    client_concurrency: Annotated[
+        int | None, _security(min=1, help="Requests in progress of one token or address.")
+    ] = ClientLimits.max_concurrent,
+    lame_duck_seconds: Annotated[
+        float, _ending(min=0, help="After SIGTERM, say for so long that the server is not ready, and serve on.")
+    ] = ControlOptions.lame_duck_s,
+    drain_seconds: Annotated[
+        float, _ending(min=0.1, help="Time for requests in flight after SIGTERM.")
+    ] = ServerOptions.drain_s,
+    supervise: Annotated[
+        bool,
+        _ending("--supervise", help="Serve in a worker process, and start it anew when it ends; clients keep the address."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
     """Serve models over gRPC and REST in batches until SIGTERM or Ctrl-C.
@@ -100,23 +224,18 @@ def serve(
     if not http:
         _check_without_http(http_port, metrics_port, http_allowed_host)
     _check_open_files()
-    inherited = take_over(os.environ)
-    if supervise and inherited is None:
+    link = take_over(os.environ)
+    # The worker of a supervisor runs the same command, with a link to the supervisor.
+    becomes_supervisor = supervise and link is None
+    if becomes_supervisor:
         _check_supervised(transport)
     limits = ClientLimits(requests_per_s=client_rate, burst=client_burst, max_concurrent=client_concurrency)
-    security = SecurityOptions(
-        tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca) if tls_cert and tls_key else None,
-        token_file=token_file,
-        admin_port=admin_port,
-        admin_socket=admin_socket,
-        client_limits=None if limits == ClientLimits() else limits,
-    )
-    # Who wants any port for gRPC starts several servers on one machine.
-    usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (opt.HTTP_PORT, opt.METRICS_PORT)
+    # --grpc-port 0 is for several servers on one machine, so that the other ports are free ones as well.
+    usual_http, usual_metrics = (0, 0) if grpc_port == 0 else (HTTP_PORT, METRICS_PORT)
     metrics = usual_metrics if metrics_port is None else metrics_port
     rest = HttpOptions(
         port=usual_http if http_port is None else http_port,
-        metrics_port=None if metrics < 0 else metrics,
+        metrics_port=None if metrics is None or metrics < 0 else metrics,
         allowed_hosts=tuple(http_allowed_host or ()),
     )
     options = ServerOptions(
@@ -153,18 +272,25 @@ def serve(
         transport=transport,
         shared_memory=shared_memory,
         http=rest if http else None,
-        security=security,
+        security=SecurityOptions(
+            tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca)
+            if tls_cert and tls_key
+            else None,
+            token_file=token_file,
+            admin_port=admin_port,
+            admin_socket=admin_socket,
+            client_limits=None if limits == ClientLimits() else limits,
+        ),
     )
     ignore_hang_up()
-    if supervise and inherited is None:
-        from serve.supervisor.launch import become_supervisor  # noqa: PLC0415  (needs what Windows does not have)
-
+    if becomes_supervisor:
         become_supervisor(addresses(options))
-    scheme = "http" if security.tls is None else "https"
-    tell = print_json if as_json else partial(print_text, scheme=scheme)
-    if inherited and inherited.restarts:
-        tell = partial(tell_again, restarts=inherited.restarts)
-    _run(options, partial(told, tell), inherited, trust_torch_archives=trust_torch_archives)
+    report: Callable[[StartupReport], None] = (
+        print_json if as_json else partial(print_text, scheme="https" if tls_cert else "http")
+    )
+    if link and link.restarts:
+        report = partial(log_restart, restarts=link.restarts)
+    _run(options, partial(report_startup, report), link, trust_torch_archives=trust_torch_archives)
 
 
 def _check_without_http(http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None) -> None:
@@ -199,22 +325,22 @@ def _check_supervised(transport: TransportName) -> None:
 
 def _run(
     options: ServerOptions,
-    on_ready: Callable[[Ready], None],
-    inherited: Inheritance | None,
+    on_ready: Callable[[StartupReport], None],
+    link: SupervisorLink | None,
     *,
     trust_torch_archives: bool,
 ) -> None:
-    # Here, so that `halfserve serve --help` does not wait for them.
-    from serve import server  # noqa: PLC0415  (see above)
+    # Imported here, so that `halfserve serve --help` does not wait for the runtimes.
     from serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
+    from serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
     log_to_standard_error()
     runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
-            runner.run(server.serve(options, runtimes, on_ready, inherited))
+            runner.run(serve_until_signal(options, runtimes, on_ready, link))
         except LostDeviceError:
-            leave_at_once(LOST_DEVICE_CODE)  # a driver that is asked to clean up after itself may never come back
+            leave_at_once(LOST_DEVICE_CODE)  # the cleanup of a driver that lost its device may never return
     leave_threads_behind()
 
 

@@ -7,35 +7,33 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.collector import seldom_collecting
 from serve.engine.backend import DevicePlacement, Runtime
 from serve.engine.config.batching import BatchingOptions
 from serve.engine.config.model_config import Defaults
 from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
 from serve.engine.resource_limits import memory_limit_bytes
 from serve.http.options import HttpOptions
-from serve.http.start import start_http
-from serve.lost_device import LostDevice
 from serve.model_control.loading import VersionLoader
 from serve.model_control.model_control import ModelControl
 from serve.model_control.options import ControlOptions
-from serve.observability.options import ObserveOptions
+from serve.observability.settings import ObserveOptions
+from serve.process import infrequent_collection, stop_on_signal
 from serve.protocol.open_files import most_connections, most_files
 from serve.protocol.service import Service
 from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from serve.security.options import SecurityOptions
-from serve.security.security import Security
-from serve.signals import stop_on_signal
-from serve.supervisor.handover import ADMIN, GRPC
-from serve.supervisor.inheritance import Inheritance
+from serve.security.security import PortSecurity, Security
+from serve.startup_report import StartupReport
+from serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
+from serve.supervisor.launch import SupervisorLink
 from serve.transports.listener import ConnectionLimit
+from serve.transports.listening import Address
 from serve.transports.transport import Transport, TransportName, make_transport
 
 if TYPE_CHECKING:
@@ -44,9 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
-ADMIN_CONNECTIONS = 8  # besides those of the other ports
-BUFFERED_PART = 16  # of the memory that this process may use, for what clients make it hold
+ADMIN_CONNECTIONS = 8  # of the admin port, besides the limit of the other ports
+BUFFERED_PART = 16  # clients' messages get this part of the process's memory
 HEAP_PART = 8  # of that, for what the heap keeps beside what is counted
+LOST_DEVICE_DRAIN_S = 1.0  # for models on other devices to answer what they have accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +53,20 @@ class ServerOptions:
     """How to serve.
 
     Attributes:
-        path: a model repository, or an .onnx file.
+        path: a model repository, or one .onnx or .pt2 file.
         host: the address to listen on.
         grpc_port: 0 finds a free one.
         placement: where models run.
-        defaults: for what a model's configuration does not say.
+        defaults: used where a model's configuration says nothing.
         control: which models are served, and how they come and go.
-        max_buffered_bytes: of requests that are not answered and answers that are not read, over all clients; None stands for
-            256 MiB, or a sixteenth of the memory that this process may use, whichever is less.
+        max_buffered_bytes: of unanswered requests and unread answers, over all clients; None stands for 256 MiB, or a
+            sixteenth of the memory that this process may use if that is less.
         drain_s: seconds that requests in flight get to finish after SIGTERM or SIGINT.
         transport: what carries gRPC.
         shared_memory: whether clients on this machine may leave tensors in shared memory.
         observe: what to log and trace.
-        batching: what holds for all models together.
-        http: the REST interface, the page and the metrics; None serves none.
+        batching: limits over all models together.
+        http: the REST interface, the page and the metrics; None serves none of them.
         security: who may talk to the server, and how.
     """
 
@@ -87,97 +86,101 @@ class ServerOptions:
     security: SecurityOptions = field(default_factory=SecurityOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ready:
-    """What a started server says of itself.
+class LostDeviceError(Exception):
+    """A device no longer computes for this process."""
 
-    Attributes:
-        models: loaded.
-        host: as asked for.
-        grpc_port: the port it listens on.
-        seconds: from the start of loading until requests are taken.
-        http_port: of the REST interface and the page; None where there is none.
-        metrics_port: of the metrics; None where they have no port of their own.
-        admin_port: of what changes the server; None where it has no port of its own.
+
+class LostDevice:
+    """Ends a supervised server after a fatal device error; without a supervisor it logs the error.
+
+    After certain errors CUDA answers every call of a process with an error; only another process can use the device again.
     """
 
-    models: Sequence[Model]
-    host: str
-    grpc_port: int
-    seconds: float
-    http_port: int | None = None
-    metrics_port: int | None = None
-    admin_port: int | None = None
+    def __init__(self, stop: asyncio.Event, *, is_supervised: bool) -> None:
+        self._stop = stop
+        self._is_supervised = is_supervised
+        self._fault: str | None = None
+
+    def report(self, fault: str) -> None:
+        """Act on the loss of a model instance's device after reloading failed for the same reason."""
+        if self._fault is not None:
+            return
+        self._fault = fault
+        if not self._is_supervised:
+            logger.error("a device computes for this process no more; with --supervise another process would take over now")
+        elif not self._stop.is_set():
+            logger.error("a device computes for this process no more; another process takes over")
+            self._stop.set()
+
+    def shorten(self, seconds: float) -> float:
+        """A shutdown delay, cut to LOST_DEVICE_DRAIN_S after a loss: computation on that device may never return."""
+        return seconds if self._fault is None or not self._is_supervised else min(seconds, LOST_DEVICE_DRAIN_S)
+
+    def check(self) -> None:
+        """Raise after a loss that ended the server.
+
+        Raises:
+            LostDeviceError: a device was lost, and a supervisor starts the next process.
+        """
+        if self._fault is not None and self._is_supervised:
+            raise LostDeviceError(self._fault)
 
 
 async def serve(
-    options: ServerOptions, runtime: Runtime, on_ready: Callable[[Ready], None], inherited: Inheritance | None = None
+    options: ServerOptions, runtime: Runtime, on_ready: Callable[[StartupReport], None], link: SupervisorLink | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    From the signal on health says NOT_SERVING; after the lame-duck delay new calls are refused, and what was taken is answered.
+    From the signal on health is NOT_SERVING; after the lame-duck delay new calls are refused, and accepted ones are answered.
     A second signal ends the process at once.
 
     Args:
-        options: how.
+        options: how to serve.
         runtime: reads and runs models.
-        on_ready: is called once requests are taken.
-        inherited: what a supervisor has given this process, whose end is a signal too; None where there is none.
+        on_ready: called once requests are accepted.
+        link: to the supervisor that started this process, whose end is a stop signal too; None without one.
 
     Raises:
-        LostDeviceError: under a supervisor only: a device does not compute for this process any more.
+        LostDeviceError: under a supervisor only: a device no longer computes for this process.
         ModelLoadError: a model cannot be served.
         BindError: the address cannot be listened on.
-        SecurityError: a certificate, a key or the file of tokens cannot be used.
+        SecurityError: a certificate, a key or the token file cannot be used.
     """
-    started = time.monotonic()
+    started_s = time.monotonic()
     stop = stop_on_signal()
     core = InferenceCore([])
-    lost = LostDevice(stop, is_supervised=inherited is not None)
-    core.on_lost_device = lost.tell
-    if inherited is not None:
-        inherited.attend(stop.set)
-        core.figures.readings["worker_restarts"] = lambda: inherited.restarts
-    sockets = {} if inherited is None else inherited.sockets
+    lost = LostDevice(stop, is_supervised=link is not None)
+    core.on_lost_device = lost.report
+    if link is not None:
+        link.on_supervisor_end(stop.set)
+        core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
-    control = ModelControl(core, options.path, _loader(options, runtime), options.control)
-    budget = _budget(options)
+    loader = VersionLoader(
+        runtime=runtime,
+        placement=options.placement,
+        defaults=options.defaults,
+        warm_up_budget_s=options.control.warm_up_budget_s,
+    )
+    control = ModelControl(core, options.path, loader, options.control)
     try:
-        if not await _unless(stop, control.start()):
+        if not await _finished_before(stop, control.start()):
             return
         service = Service(
             core, server_version=version("halfserve"), shared_memory=options.shared_memory, observe=options.observe
         )
         listening: list[Transport | RestServer] = []
-        connections = _connection_limit(options)
         try:
-            admin_port = await _listen_for_admin(options, service, security, budget, listening, sockets.get(ADMIN, ()))
-            transport = make_transport(
-                options.transport,
-                service,
-                options.host,
-                options.grpc_port,
-                security.main,
-                sockets.get(GRPC, ()),
-                connections=connections,
-                budget=budget,
-            )
-            port = await transport.start()
-            listening.append(transport)
-            rest = await start_http(
-                core, service, options.host, options.http, security.main, sockets, connections=connections, budget=budget
-            )
-            if rest is not None:
-                listening.append(rest)
+            sockets = {} if link is None else link.sockets
+            report = await _listen(options, core, service, security, sockets, listening, started_s)
             security.start()
-            # grpcio leaves every refused call, its message included, to the collector.
-            with seldom_collecting() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
-                if inherited is not None:
-                    inherited.tell_ready()  # first: who ends this process once it is said to be ready has to see another one
-                on_ready(_ready(core, options, started, port, rest, admin_port))
+            # grpcio leaves reference cycles with every refused call, its message included, to the collector.
+            with infrequent_collection() if options.transport is TransportName.NGHTTP2 else contextlib.nullcontext():
+                if link is not None:
+                    link.report_ready()  # before on_ready: a reader of the report may end this process and expect a new one
+                on_ready(report)
                 await stop.wait()
                 await _lame_duck(core, lost.shorten(options.control.lame_duck_s))
         finally:
@@ -189,58 +192,99 @@ async def serve(
     lost.check()
 
 
-def _connection_limit(options: ServerOptions) -> ConnectionLimit:
-    """Of all ports but the admin's: whoever runs the server is let in while strangers hold all other connections."""
-    most = most_connections(regions=options.shared_memory)
-    return ConnectionLimit(most, f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)")
+def addresses(options: ServerOptions) -> dict[str, Address]:
+    """The addresses that a server with these options listens on."""
+    host, http, security = options.host, options.http, options.security
+    found = {GRPC: Address(host, options.grpc_port, "--grpc-port")}
+    if http is not None:
+        found[HTTP] = Address(host, http.port, "--http-port")
+        if http.metrics_port is not None:
+            found[METRICS] = Address(host, http.metrics_port, "--metrics-port")
+    if security.admin_socket is not None:
+        found[ADMIN] = Address(host, 0, "--admin-socket", security.admin_socket)
+    elif security.admin_port is not None:
+        found[ADMIN] = Address(host, security.admin_port, "--admin-port")
+    return found
 
 
-async def _listen_for_admin(
+async def start_http(
+    core: InferenceCore,
+    service: Service,
+    host: str,
+    options: HttpOptions | None,
+    guard: PortSecurity | None = None,
+    listening: Mapping[str, Sequence[socket.socket]] | None = None,
+    *,
+    connections: ConnectionLimit | None = None,
+    budget: MemoryBudget | None = None,
+) -> RestServer | None:
+    """Start the HTTP server, on its own sockets or on the given ones; without options there is none.
+
+    Raises:
+        BindError: an address cannot be listened on; then none is.
+    """
+    if options is None:
+        return None
+    from serve.http.rest_server import RestServer  # noqa: PLC0415  (not imported with --no-http)
+
+    server = RestServer(core, service, host, options, guard, listening, connections=connections, budget=budget)
+    await server.start()
+    return server
+
+
+async def _listen(
     options: ServerOptions,
+    core: InferenceCore,
     service: Service,
     security: Security,
-    budget: MemoryBudget,
+    sockets: Mapping[str, Sequence[socket.socket]],
     listening: list[Transport | RestServer],
-    sockets: Sequence[socket.socket],
-) -> int | None:
-    """Before the main port, whose figures are to be read where both tell some."""
-    if security.admin is None:
-        return None
-    transport = make_transport(
+    started_s: float,
+) -> StartupReport:
+    """Listen on all ports; `listening` gets each server as soon as it listens."""
+    budget = _memory_budget(options)
+    # The admin port has a limit of its own: it stays reachable while other clients hold all other connections.
+    most = most_connections(regions=options.shared_memory)
+    connections = ConnectionLimit(most, f"there is room for {most}, as this process may open {most_files()} files (ulimit -n)")
+    admin_port = None
+    if security.admin is not None:  # started before the main port, whose figures replace its own where both report some
+        few = ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}")
+        port, listens_on = security.admin_port or 0, sockets.get(ADMIN, ())
+        admin = make_transport(
+            options.transport, service, options.host, port, security.admin, listens_on, connections=few, budget=budget
+        )
+        port = await admin.start()
+        listening.append(admin)
+        admin_port = None if security.admin.socket is not None else port
+    main = make_transport(
         options.transport,
         service,
         options.host,
-        security.admin_port or 0,
-        security.admin,
-        sockets,
-        connections=ConnectionLimit(ADMIN_CONNECTIONS, f"the admin port takes {ADMIN_CONNECTIONS}"),
+        options.grpc_port,
+        security.main,
+        sockets.get(GRPC, ()),
+        connections=connections,
         budget=budget,
     )
-    port = await transport.start()
-    listening.append(transport)
-    return None if security.admin.socket is not None else port
-
-
-def _ready(
-    core: InferenceCore,
-    options: ServerOptions,
-    started: float,
-    grpc_port: int,
-    rest: RestServer | None,
-    admin_port: int | None,
-) -> Ready:
-    return Ready(
+    grpc_port = await main.start()
+    listening.append(main)
+    rest = await start_http(
+        core, service, options.host, options.http, security.main, sockets, connections=connections, budget=budget
+    )
+    if rest is not None:
+        listening.append(rest)
+    return StartupReport(
         models=core.models(),
         host=options.host,
         grpc_port=grpc_port,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - started_s,
         http_port=None if rest is None else rest.port,
         metrics_port=None if rest is None else rest.metrics_port,
         admin_port=admin_port,
     )
 
 
-def _budget(options: ServerOptions) -> MemoryBudget:
+def _memory_budget(options: ServerOptions) -> MemoryBudget:
     size = options.max_buffered_bytes
     if size is None:
         memory = memory_limit_bytes()
@@ -248,17 +292,8 @@ def _budget(options: ServerOptions) -> MemoryBudget:
     return MemoryBudget(size - size // HEAP_PART)
 
 
-def _loader(options: ServerOptions, runtime: Runtime) -> VersionLoader:
-    return VersionLoader(
-        runtime=runtime,
-        placement=options.placement,
-        defaults=options.defaults,
-        warm_up_budget_s=options.control.warm_up_budget_s,
-    )
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work was done before the signal came; what it raises, this raises."""
+async def _finished_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the work finished before the stop signal; an exception of the work is raised here."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -272,7 +307,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 
 async def _lame_duck(core: InferenceCore, seconds: float) -> None:
-    """Say that no requests should come here, and go on taking those that do."""
+    """Report not ready, and go on accepting requests for this time, so that load balancers notice before clients do."""
     core.retire()
     if seconds:
         logger.info("not ready from now on; new calls are refused in %g s", seconds)
@@ -280,14 +315,14 @@ async def _lame_duck(core: InferenceCore, seconds: float) -> None:
 
 
 async def _drain(core: InferenceCore, listening: Sequence[Transport | RestServer], drain_s: float) -> None:
-    # First, while all that comes is still served: what clients have sent before they read it must not be lost.
+    # Announce the end while requests are still accepted: those that cross the announcement on the wire must be answered.
     await asyncio.gather(*(server.give_notice() for server in listening))
-    # Then it is final (GOAWAY). It ends when the last call has ended, or with the bound.
+    # Then refuse new calls (GOAWAY), and wait for the last call or for the time limit.
     leaving = [asyncio.create_task(server.stop(drain_s)) for server in listening]
     try:
         await asyncio.wait_for(core.drain(), drain_s)
     except TimeoutError:
         logger.warning("requests were still running after %g s; they end unanswered", drain_s)
-    # Health watchers must not hold the server up: a moment is enough for them. Answers on their way out have what is left.
+    # Health watchers never end by themselves: they get FLUSH_S. Answers on their way to the client keep the rest of drain_s.
     await asyncio.gather(*(server.stop(FLUSH_S) for server in listening))
     await asyncio.gather(*leaving)

@@ -37,7 +37,7 @@ BELOW = {
     },
     "serve/supervisor": {
         "serve.supervisor",
-        "serve.log_lines",
+        "serve.log_handler",
         "serve.transports.listening",
         "serve.engine.errors",
     },

@@ -21,7 +21,7 @@ from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from serve.client.connection.tls import Tls
 from serve.security.roles import Role
-from serve.security.token_file import new_token
+from serve.security.tokens import new_token
 
 WARM_UP_S = 1.0
 POLL = ("--model-control", "poll", "--poll-seconds", "0.5")

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's, with bounds on how long a client may take."""
+"""One HTTP/1.1 connection: uvicorn's, with limits of the time and memory that a client may take."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any, cast
 
 import h11
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from serve.http.event_turns import EventTurns, HeldFlow
 from serve.http.options import MOMENT_S, HttpLimits, memory_of
 from serve.security.memory_budget import MemoryBudget
 
-LARGE_BYTES = 16_384  # what is less is not worth counting
+LARGE_BYTES = 16_384  # smaller buffers are not counted
+# h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Ordinary clients send chunks
+# of 4 KiB and more, which all fit into one turn.
+EVENTS = 64
+LENGTHS = {b"content-length", b"transfer-encoding"}
 
 
 class HttpConnection(H11Protocol):
-    """Closes on clients that open and say nothing, that dribble headers, or that never read their answer.
+    """Closes on clients that send nothing, that send headers too slowly, or that never read their answer.
 
-    Where one is refused while it sends a body, this side alone is closed, and what still comes is dropped for `stall_s`: for a
-    socket that is closed the system would answer with a reset, and many clients that meet one do not look at their answer.
+    If a client is refused while it sends a body, only this side is closed, and the rest of the body is dropped for `stall_s`: a
+    closed socket would answer it with a reset, and many clients ignore the answer then.
     """
 
     conn: EventTurns
@@ -41,13 +45,11 @@ class HttpConnection(H11Protocol):
         self._drops = False  # what still comes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         super().connection_made(transport)  # type: ignore[arg-type]  # (uvicorn asks for asyncio.Transport, which this is)
         self.flow = HeldFlow(self.transport)
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._share.close()
         self._stop_waiting()
         for timer in (self._unread, self._leaving, self._next_turn):
@@ -59,17 +61,17 @@ class HttpConnection(H11Protocol):
 
     @property
     def window_bytes(self) -> int:
-        """How many bytes there is room for at once, if all connections bring as many."""
+        """Bytes to read at once, such that memory suffices if all connections bring as many."""
         return self._share.window_bytes
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Take bytes, as long as they are wanted."""
+        """Parse bytes, unless they belong to a refused body."""
         if not self._drops:
             super().data_received(data)  # type: ignore[arg-type]  # (uvicorn hands them to h11, which takes both)
         self._count()
 
     def handle_events(self) -> None:
-        """Act on what has arrived, and wait for the rest of headers that have begun to, or of a request that is answered."""
+        """Handle events, and start or stop the time limits of incomplete headers and of an answered, incomplete request."""
         self.conn.begin_turn()
         super().handle_events()
         if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
@@ -83,7 +85,7 @@ class HttpConnection(H11Protocol):
         elif self._overdue is None:
             self._await_headers()
         if not begun and self._is_answered() and self.timeout_keep_alive_task is None:
-            # uvicorn, which has stopped it, starts it with an answer alone: there may be more of the request after that.
+            # uvicorn starts this timer only with an answer, and more of the request may follow the answer.
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _take_turn(self) -> None:
@@ -94,7 +96,7 @@ class HttpConnection(H11Protocol):
             self.flow.release()
 
     def on_response_complete(self) -> None:
-        """See that the client takes its answer."""
+        """Start the time limit of reading the answer."""
         super().on_response_complete()
         self._unread_bytes = self._write_buffer()
         self._count()
@@ -102,16 +104,15 @@ class HttpConnection(H11Protocol):
             self._await_reading()
 
     def resume_writing(self) -> None:
-        """The client has read almost all."""
         super().resume_writing()
         self._count()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that nothing more has come from."""
+        """Close an idle connection, after a moment to read what has arrived."""
         self.timeout_keep_alive_task = self.loop.call_later(MOMENT_S, super().timeout_keep_alive_handler)
 
     def leave(self) -> None:
-        """Close once the client has closed, if it is still sending."""
+        """Close; if the client is still sending, close only this side and drop the rest."""
         if self.conn.their_state is not h11.SEND_BODY:
             self.transport.close()
             return
@@ -122,11 +123,11 @@ class HttpConnection(H11Protocol):
                 self.transport.write_eof()
 
     def tell_when_read(self) -> None:
-        """Have `flow.drain` wait until the client has taken all that was written, or has gone."""
+        """Make `flow.drain` wait until the client has read everything, or has disconnected."""
         self.transport.set_write_buffer_limits(0)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  (uvicorn hands its own text over)
-        """Answer what is no HTTP in the form of all other errors, unless it follows the connection's last request."""
+        """Answer invalid HTTP with a JSON error, unless it follows a request that is still being answered."""
         if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
             self._drops, self.cycle.keep_alive = True, False
             return
@@ -143,7 +144,6 @@ class HttpConnection(H11Protocol):
         self.transport.close()
 
     def _is_answered(self) -> bool:
-        """Whether nothing is owed to the client."""
         return self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
 
     def _await_headers(self) -> None:
@@ -165,7 +165,7 @@ class HttpConnection(H11Protocol):
         self._unread = self.loop.call_later(MOMENT_S, self._check_unread)
 
     def _check_unread(self) -> None:
-        """Give up on an answer of which nothing was read since the last look."""
+        """Abort if nothing of the answer was read since the last check."""
         self._unread = None
         left = self._write_buffer()
         if not left:
@@ -177,7 +177,7 @@ class HttpConnection(H11Protocol):
         self._await_reading()
 
     def _press(self) -> None:
-        """Memory is short, and this client takes more than others: end what it has sent ahead, give it less time to read."""
+        """Free memory: abort a client that has sent much ahead, or that reads too slowly."""
         left, now_s = self._write_buffer(), self.loop.time()
         if self._share.excess and self.conn.buffered_bytes > LARGE_BYTES:
             self._share.close()
@@ -193,7 +193,7 @@ class HttpConnection(H11Protocol):
         self._count()
 
     def _count(self) -> None:
-        """Count what the client has sent ahead, and what it has not read, where that is much."""
+        """Count what the client has sent ahead and has not read, if it is much."""
         ahead = self.conn.buffered_bytes
         unread = self._write_buffer() if self.flow.write_paused else 0
         self._share.resize(memory_of((ahead if ahead > LARGE_BYTES else 0) + unread))
@@ -203,53 +203,46 @@ class HttpConnection(H11Protocol):
 
 
 class SocketReader(asyncio.BufferedProtocol):
-    """Reads a connection's socket in pieces that memory has room for.
+    """Reads a connection's socket in pieces that fit into the memory budget.
 
-    asyncio.Protocol is given up to 256 KiB at once, before anything can be refused: of 900 connections, 225 MiB.
+    An asyncio.Protocol receives up to 256 KiB at once, before it can refuse them: 225 MiB from 900 connections.
     """
 
     def __init__(self, connection: HttpConnection, received: memoryview, left: Callable[[asyncio.BaseProtocol], None]) -> None:
-        """A reader of nothing yet.
+        """A reader.
 
         Args:
-            connection: takes what is read.
-            received: where it is read to. Its bytes are taken before any other socket is read, so all readers share it.
-            left: is called when the connection is lost.
+            connection: gets the bytes.
+            received: buffer, shared by all readers: its bytes are consumed before the next socket is read.
+            left: called when the connection is lost.
         """
         self._connection, self._received, self._left = connection, received, left
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
         self._connection.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
         self._connection.connection_lost(exc)
         self._left(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  (the signature is asyncio's)
-        """Where the next bytes go."""
         return self._received[: self._connection.window_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many bytes have come."""
         self._connection.data_received(self._received[:nbytes])
 
     def eof_received(self) -> None:
-        """The client sends no more."""
         self._connection.eof_received()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
         self._connection.pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has read almost all."""
         self._connection.resume_writing()
 
 
 class _Answering:
-    """What uvicorn takes for the transport while it answers a request whose body is still to come."""
+    """Replaces uvicorn's transport while it answers a request whose body is incomplete."""
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
@@ -258,3 +251,69 @@ class _Answering:
 
     def close(self) -> None:
         self._connection.leave()
+
+
+class EventTurns(h11.Connection):
+    """Returns a limited number of events per turn of the event loop, and refuses a request with two lengths.
+
+    So a body in a million chunks of a byte does not block other requests.
+
+    Attributes:
+        has_more: there may be more events, in the next turn.
+    """
+
+    has_more = False
+    _left = EVENTS
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Received bytes that wait for their turn, or for the answer to an earlier request."""
+        return len(self._receive_buffer)
+
+    def begin_turn(self) -> None:
+        """Reset the limit."""
+        self.has_more, self._left = False, EVENTS
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
+        """The next event, as in h11.
+
+        Raises:
+            h11.RemoteProtocolError: invalid HTTP/1.1, or both Content-Length and Transfer-Encoding, which allow request
+                smuggling through a proxy (RFC 9112, 6.3).
+        """
+        if not self._left:
+            self.has_more = True
+            return h11.NEED_DATA
+        self._left -= 1
+        event = super().next_event()
+        if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= LENGTHS:
+            raise h11.RemoteProtocolError("Content-Length beside Transfer-Encoding")
+        return event
+
+
+class HeldFlow(FlowControl):
+    """Stops reading while received bytes wait for their turn."""
+
+    _is_full = _is_held = False
+
+    def pause_reading(self) -> None:
+        """Called by uvicorn when its buffer is full."""
+        self._is_full = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        """Called by uvicorn when its buffer has room."""
+        self._is_full = False
+        if not self._is_held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        """Stop reading."""
+        self._is_held = True
+        super().pause_reading()
+
+    def release(self) -> None:
+        """Continue reading, unless uvicorn's buffer is full."""
+        self._is_held = False
+        if not self._is_full:
+            super().resume_reading()

@@ -1,7 +1,7 @@
 """One listening port that serves an ASGI application with uvicorn's protocol, on the running event loop.
 
-uvicorn's own Server is not used: it takes over the process's signals, looks ten times a second whether it should end, and ends
-the process where it cannot listen.
+uvicorn's own Server is not used: it handles the process's signals, polls ten times a second whether it should end, and exits
+the process if it cannot listen.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n%b" % (len(REFUSED), REFUSED)
 )
-NOTICE_S = 1.0  # for connections in use to get an answer
+NOTICE_S = 1.0  # for connections in use to get their next answer
 CLOSE = (b"connection", b"close")
-RECEIVE_BYTES = 2**18  # taken from a socket at a time, at most
+RECEIVE_BYTES = 2**18  # read from a socket at a time, at most
 
 
 class HttpServer:
@@ -56,12 +56,12 @@ class HttpServer:
             app: an ASGI application.
             host: a name or address of this machine.
             port: 0 finds a free one.
-            limits: what clients may take.
-            budget: the memory that all of them may take; None makes one of the usual size for this port alone.
+            limits: of each client.
+            budget: the memory of all clients; None makes a default one for this port alone.
             option: names the port in the text of a BindError.
-            tls: with certificate and key loaded; None leaves it plain.
-            listening: sockets that another process listens on as well, in place of host and port.
-            connections: a bound on those of all servers of this process.
+            tls: with certificate and key loaded; None leaves the port plain.
+            listening: inherited sockets, in place of host and port.
+            connections: a limit of all servers of this process together.
         """
         self._listening, self._shared = listening, connections
         self._tls = tls
@@ -72,7 +72,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=logging.ERROR,  # what is no HTTP is answered, not logged: anybody could fill the log with it
+            log_level=logging.ERROR,  # invalid HTTP is answered and not logged: any client could fill the log with it
             access_log=False,
             proxy_headers=False,
             timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # (it is handed to call_later, which takes both)
@@ -84,11 +84,11 @@ class HttpServer:
         self._listener: Listener | None = None  # once it listens
         self._clock: asyncio.TimerHandle | None = None
         self._is_leaving = False
-        self._leave_by_s = 0.0  # on the loop's clock: when the last answer must have been read, once it stops
+        self._leave_by_s = 0.0  # on the loop's clock: the deadline for reading the last answer
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """The number of open connections."""
         return len(self._state.connections)
 
     async def start(self) -> int:
@@ -119,9 +119,9 @@ class HttpServer:
             self._listener.left(connection)
 
     async def give_notice(self) -> None:
-        """Take no new connections, and end the others with their next answer, which says so.
+        """Accept no new connections, and end the others with their next answer, which announces it.
 
-        Where the next request of an idle one crosses its end, a proxy does not try it anew: it cannot know what became of it.
+        Idle connections stay open: a proxy does not retry a request that crosses the end of its connection.
         """
         if self._listener is not None:
             self._listener.close()
@@ -131,9 +131,9 @@ class HttpServer:
             await asyncio.sleep(NOTICE_S)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connections, give requests in flight `grace_s` seconds to be answered, and to be read, then close.
+        """Accept no new connections, give those in flight `grace_s` seconds to be answered and read, then close.
 
-        Called again, it gives requests the time that is over first, and answers the time that is over last.
+        Of several calls, the earliest end applies to requests, and the latest to answers.
         """
         if self._listener is None:
             return
@@ -162,12 +162,11 @@ class HttpServer:
             connection.transport.close()
 
     def _open(self) -> list[HttpConnection]:
-        """The connections that have a transport."""
         return [one for one in self._state.connections if isinstance(one, HttpConnection) and one.transport is not None]
 
     def _tell_time(self) -> None:
         """The Date header, written once a second rather than once an answer."""
         date = (b"date", formatdate(usegmt=True).encode())
-        # In the same list, which those that are being answered have already.
+        # In place: answers in progress hold the same list.
         self._state.default_headers[:] = [date, CLOSE] if self._is_leaving else [date]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._tell_time)

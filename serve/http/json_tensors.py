@@ -1,4 +1,4 @@
-"""Tensors as JSON: numbers, true and false, or texts, in a flat list or nested as the shape is."""
+"""Tensors as JSON: numbers, booleans or strings, in a flat list or nested like the shape."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import orjson
 
 from protos.datatypes import Datatype
 from serve.engine.tensors import Array
-from serve.http.large_json import Named
+from serve.http.json_bodies import Named
 
-# JSON has no numbers for these; protobuf's JSON mapping writes them so, and numpy reads the texts as numbers:
+# JSON has no numbers for these; they are written as in protobuf's JSON mapping, and numpy reads these strings as numbers:
 # https://protobuf.dev/programming-guides/json/
 SPECIAL = {"NaN", "Infinity", "-Infinity"}
-PIECE = 4096  # elements that are looked at in one go: meanwhile nothing else in this process runs
-# What Python reads JSON's values as, by what a datatype's elements are.
+PIECE = 4096  # elements that are processed at once, while no other thread runs
+# The Python types of JSON values, by the family of the datatype.
 KINDS: dict[str, tuple[set[type], str]] = {
     "text": ({str}, "texts"),
     "flag": ({bool, int}, "true or false"),
@@ -28,10 +29,10 @@ KINDS: dict[str, tuple[set[type], str]] = {
 
 
 def array_from_json(data: Any, datatype: Datatype, shape: Sequence[int]) -> Array:
-    """The array that a tensor's "data" describes.
+    """The array of a tensor's "data".
 
     Raises:
-        ValueError: an element is of another kind or out of range, or the elements do not fit the shape.
+        ValueError: an element has the wrong type or is out of range, or the elements do not fit the shape.
     """
     family = _family(datatype)
     values, sizes = _flattened(data)
@@ -48,31 +49,34 @@ def json_text(array: Array, datatype: Datatype) -> str:
     """The elements as a flat JSON list.
 
     Raises:
-        ValueError: an element of BYTES is no UTF-8 text.
+        ValueError: an element of BYTES is not UTF-8 text.
     """
     flat = array.ravel()
     pieces = (array_to_json(flat[at : at + PIECE], datatype) for at in range(0, flat.size, PIECE))
-    texts = (json.dumps(piece, separators=(",", ":"), allow_nan=False)[1:-1] for piece in pieces)
+    if datatype.itemsize is None:
+        texts = (json.dumps(piece, separators=(",", ":"))[1:-1] for piece in pieces)  # in ASCII, unlike orjson
+    else:
+        texts = (orjson.dumps(piece)[1:-1].decode() for piece in pieces)
     return f"[{','.join(texts)}]"
 
 
 def array_to_json(array: Array, datatype: Datatype) -> list[Any]:
-    """The elements as a flat list of JSON's own types; NaN and infinities are texts.
+    """The elements as a flat list of JSON's own types; NaN and infinities become strings.
 
     Raises:
-        ValueError: an element of BYTES is no UTF-8 text.
+        ValueError: an element of BYTES is not UTF-8 text.
     """
     flat = array.ravel()
     if datatype.itemsize is None:
         try:
             return [element.decode() if isinstance(element, bytes) else str(element) for element in flat]
         except UnicodeDecodeError:
-            raise ValueError('holds bytes that are no UTF-8 text; ask for it with "binary_data": true') from None
+            raise ValueError('holds bytes that are not UTF-8 text; ask for it with "binary_data": true') from None
     if _family(datatype) != "fraction":
         return flat.tolist()
     if datatype.numpy is None:  # bit patterns
         flat = flat.view(datatype.array_dtype)
-    with np.errstate(invalid="ignore"):  # a NaN of the signalling kind is still only a NaN
+    with np.errstate(invalid="ignore"):  # signalling NaNs warn
         wide = flat.astype(np.float64)
     finite = np.isfinite(wide)
     values: list[Any] = wide.tolist()
@@ -95,7 +99,7 @@ def _special(value: float) -> str:
 
 
 def _flattened(data: Any) -> tuple[list[Any], list[int]]:
-    """The elements of lists in lists, and how these are nested."""
+    """The elements of nested lists, and the lengths of their levels."""
     if not isinstance(data, list):
         return [data], []
     values, sizes = data, [len(data)]
@@ -108,7 +112,7 @@ def _flattened(data: Any) -> tuple[list[Any], list[int]]:
 
 
 def _check_kinds(values: list[Any], family: str, datatype: Datatype) -> None:
-    # By type, not as numpy would have it: it takes null for NaN, true for 1, and a text for the number in it.
+    # numpy would accept null as NaN, true as 1, and a string as the number in it.
     allowed, expected = KINDS[family]
     found = _kinds(values)
     if found <= allowed:

@@ -1,36 +1,36 @@
-"""What the HTTP ports do and allow."""
+"""Ports and limits of HTTP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MIB = 2**20
-# A process that was stopped, or whose machine slept, looks at its clock first and then at its sockets. Nobody's time is over
-# before it has had this moment to read what has come, or to write what has been waiting.
+# After SIGCONT or a sleep of the machine, timers fire before sockets are read: a time limit is over only after this moment,
+# in which bytes that have arrived are read, and waiting ones are written.
 MOMENT_S = 0.5
 
 
 def memory_of(size: int) -> int:
-    """Bytes of memory that so many bytes of bodies take: with what is copied on the way, and what the heap keeps."""
+    """Bytes of memory for `size` bytes of a body: copies and the heap's overhead included."""
     return size + size // 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Bounds that hold whatever a client does.
+    """Limits of each client.
 
     Attributes:
         max_body_bytes: of one request, as received.
-        max_small_body_bytes: the same of one that carries neither tensors nor a model's files, decompressed too.
-        max_inflated_bytes: of one that comes compressed, decompressed.
+        max_small_body_bytes: of a request without tensors or model files, as received and decompressed.
+        max_inflated_bytes: of a compressed request, decompressed.
         max_header_bytes: of one request's line and headers.
         max_connections: open at the same time on one port; more are refused.
         header_s: seconds for a request's headers to arrive, counted from its first byte, or from the connection's start.
-        stall_s: seconds after which a body that does not grow, an answer that is not read, or a client that goes on sending
-            what was refused, is given up.
-        short_stall_s: the same of the answers of a connection that holds more than others, while memory is short.
-        keep_alive_s: seconds that a connection may stay open between two requests, or without the rest of one that is answered.
-        inline_bytes: bodies above this size are decoded and encoded on a thread, so that other requests do not wait for them.
+        stall_s: seconds without progress after which a body, an unread answer, or a client that still sends a refused body is
+            given up.
+        short_stall_s: the same for answers of a connection that holds more memory than others, while memory is short.
+        keep_alive_s: seconds that a connection may stay open between two requests, or with an answered request incomplete.
+        inline_bytes: larger bodies are decoded and encoded on a thread, so that other requests do not wait for them.
     """
 
     max_body_bytes: int = 256 * MIB
@@ -51,12 +51,12 @@ class HttpOptions:
 
     Attributes:
         port: of the REST interface and the page; 0 finds a free one.
-        metrics_port: of the metrics alone, without the rest; 0 finds a free one, None has none.
-        page: whether there is a page for people at "/".
+        metrics_port: of the metrics alone; 0 finds a free one, None has none.
+        page: whether the page for people is served at "/".
         allowed_hosts: names by which browsers may address this server, besides localhost, addresses and the machine's own name.
-            Where some are given, or where the server listens on this machine alone, requests for other names are refused;
-            elsewhere those of pages that would change something are (DNS rebinding).
-        limits: what clients may take.
+            If some are given, or if the server listens on this machine alone, requests for other names are refused;
+            otherwise only pages' requests that change something are (DNS rebinding).
+        limits: of each client.
     """
 
     port: int = 8000

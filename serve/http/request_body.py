@@ -1,30 +1,40 @@
-"""Receive a request's body within its bounds, and notice when the client goes."""
+"""Receive a request's body within its bounds, decompress it, and notice when the client goes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from serve.engine.errors import DeadlineExceededError, InvalidArgumentError, MessageTooLargeError, UnavailableError
-from serve.http.content_coding import decompressed
+from serve.engine.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    MessageTooLargeError,
+    UnavailableError,
+    UnsupportedError,
+)
 from serve.http.options import MOMENT_S, HttpLimits, memory_of
+from serve.protocol.messages import WINDOW_BITS, inflate
 from serve.security.memory_budget import MemoryBudget
 
 T = TypeVar("T")
 FULL = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"
-SMALL_BYTES = 1024  # even what inflates a thousandfold is quickly inflated
+SMALL_BYTES = 1024  # inflated on the event loop: a thousandfold of this is still quick
+LEVEL = 1  # higher levels take several times as long and hardly shrink tensors further
+SMALLEST_WORTH_BYTES = 1024
 
 
 class _Received:
-    """What is held for one request; it is refused while the rest of it is waited for, where others need the memory.
+    """The memory of one request, which may be refused while the rest of its body is awaited, if other clients need memory.
 
     Attributes:
-        share: of the memory.
+        share: of the memory budget.
         size: bytes of the body.
     """
 
@@ -35,10 +45,10 @@ class _Received:
         self.size = 0
 
     def hold(self, more: int) -> None:
-        """Hold so many bytes more.
+        """Count `more` bytes.
 
         Raises:
-            UnavailableError: it is too much, with what is held for others.
+            UnavailableError: the memory budget is spent.
         """
         self.size += more
         self.share.resize(memory_of(self.size))
@@ -46,20 +56,20 @@ class _Received:
         self.check()
 
     def check(self) -> None:
-        """Check that it may still be received.
+        """Check that the body may still be received.
 
         Raises:
-            UnavailableError: others need the memory.
+            UnavailableError: other clients need the memory.
         """
         if self._is_refused:
             self.share.close()
             raise UnavailableError(FULL)
 
     async def within(self, limit_s: float, coming: Awaitable[T]) -> T:
-        """What comes.
+        """Wait for `coming`.
 
         Raises:
-            TimeoutError: it has not come in time, or is to come no more.
+            TimeoutError: after `limit_s` seconds, or as soon as the request is refused.
         """
         try:
             async with asyncio.timeout(limit_s) as self._waits:
@@ -74,35 +84,35 @@ class _Received:
 
 
 class BodyReader:
-    """Receives bodies, and counts what is held for each request until it is answered."""
+    """Receives bodies, and counts the memory of each request until it is answered."""
 
     def __init__(self, limits: HttpLimits, budget: MemoryBudget) -> None:
         self._limits = limits
         self._budget = budget
 
     async def read(self, request: Request) -> bytes:
-        """The whole body, decompressed. It counts as held until the task that asks for it, which answers the request, is over.
+        """The whole body, decompressed. It counts until the current task, which answers the request, ends.
 
         Raises:
-            MessageTooLargeError: it is over the limit; raised before it is received where its length is told.
-            UnavailableError: too much is held.
-            DeadlineExceededError: it stopped growing.
-            InvalidArgumentError, UnsupportedError: it does not decompress.
-            ClientDisconnect: the client has gone.
+            MessageTooLargeError: it is over the limit; raised before it is received if its length is given.
+            UnavailableError: the memory budget is spent.
+            DeadlineExceededError: no more bytes arrived.
+            InvalidArgumentError, UnsupportedError: it cannot be decompressed.
+            ClientDisconnect: the client has disconnected.
         """
         limit = self._limits.max_body_bytes
         return await self._read(request, limit, min(limit, self._limits.max_inflated_bytes), "split the request")
 
     async def read_small(self, request: Request) -> bytes:
-        """The same of a request that carries neither tensors nor a model's files."""
+        """The body of a request without tensors or model files, which has a lower limit."""
         limit = min(self._limits.max_body_bytes, self._limits.max_small_body_bytes)
         return await self._read(request, limit, limit, "a request to this path takes no more")
 
     def hold_answer(self, request: Request, size: int) -> None:
-        """Count `size` bytes for an answer in place of its request, until the connection has it.
+        """Count `size` bytes for an answer in place of its request, until the connection takes it over.
 
         Raises:
-            UnavailableError: memory does not hold it, with what others do not read.
+            UnavailableError: the memory budget is spent.
         """
         share = request.state.received.share
         share.resize(memory_of(size))
@@ -111,7 +121,7 @@ class BodyReader:
             raise UnavailableError(FULL)
 
     async def understand(self, body: bytes, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of a body; on a thread where it is large, so that others need not wait."""
+        """Apply `read` to a body; on a thread if it is large, so that other requests need not wait."""
         return await asyncio.to_thread(read, body) if len(body) > self._limits.inline_bytes else read(body)
 
     async def _read(self, request: Request, limit: int, inflated_limit: int, advice: str) -> bytes:
@@ -141,7 +151,7 @@ class BodyReader:
     def _receive(self) -> _Received:
         received = _Received(self._budget)
         task = asyncio.current_task()
-        if task is not None:  # as it always is here
+        if task is not None:
             task.add_done_callback(lambda _: received.share.close())
         return received
 
@@ -160,16 +170,16 @@ class BodyReader:
 
 
 async def client_gone(request: Request) -> None:
-    """Return when the client has closed the connection; to be called once the body is received."""
+    """Wait until the client has closed the connection; to be called after the body is received."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def header_length(request: Request, body_bytes: int) -> int | None:
-    """How many bytes at the body's start are JSON, as Inference-Header-Content-Length says; None where all are.
+    """The number of JSON bytes at the body's start, from Inference-Header-Content-Length; None if all are.
 
     Raises:
-        InvalidArgumentError: the header is no number, or more than the body has.
+        InvalidArgumentError: the header is no number, or larger than the body.
     """
     text = request.headers.get("inference-header-content-length")
     if text is None:
@@ -180,3 +190,49 @@ def header_length(request: Request, body_bytes: int) -> int | None:
             f"Inference-Header-Content-Length is {text[:20]!r}, expected a number of bytes up to the body's {body_bytes}"
         )
     return length
+
+
+def decompressed(body: bytes, coding: str, limit: int) -> bytes:
+    """Decompress a request's body.
+
+    Args:
+        body: as received.
+        coding: the Content-Encoding; "" or "identity" is none.
+        limit: bytes of the result; at most one more is ever inflated.
+
+    Raises:
+        UnsupportedError: the coding is unknown.
+        InvalidArgumentError: the body is not valid in this coding.
+        MessageTooLargeError: the result would be over the limit.
+    """
+    coding = coding.strip().lower()
+    if coding in {"", "identity"}:
+        return body
+    if coding not in WINDOW_BITS:
+        raise UnsupportedError(f"Content-Encoding {coding!r} is not known here; expected gzip, deflate or none")
+    return inflate(body, coding, limit, what="the body", advice="send it uncompressed")
+
+
+def accepted_coding(accept: str) -> str | None:
+    """The known coding that a client prefers; None if it accepts none."""
+    best, best_weight = None, 0.0
+    for entry in accept.lower().split(","):
+        name, _, parameter = entry.partition(";")
+        weight = _weight(parameter)
+        if name.strip() in WINDOW_BITS and weight > best_weight:
+            best, best_weight = name.strip(), weight
+    return best
+
+
+def compressed(body: bytes, coding: str) -> bytes:
+    return gzip.compress(body, LEVEL, mtime=0) if coding == "gzip" else zlib.compress(body, LEVEL)
+
+
+def _weight(parameter: str) -> float:
+    name, _, value = parameter.strip().partition("=")
+    if name != "q":
+        return 1.0
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0

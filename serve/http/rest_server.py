@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from starlette.applications import Starlette
 from starlette.routing import Route
 
 from serve.engine.inference_core import InferenceCore
-from serve.http.api import guarded_application, rest_routes
+from serve.http.guards import App, BrowserGuard, TokenGuard
 from serve.http.http_server import HttpServer
-from serve.http.metrics import Metrics
-from serve.http.openapi import OpenApi
+from serve.http.inference import InferRoute
 from serve.http.options import HttpOptions
-from serve.http.page.page import Page
+from serve.http.page import Page
 from serve.http.request_body import BodyReader
+from serve.http.responses import HANDLERS, on_unexpected
+from serve.http.routes import MODEL, VERSION, RpcRoutes, metrics_route, openapi_route
 from serve.protocol.service import Service
+from serve.security.gate import Gate
 from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.security.security import Guard
+from serve.security.security import PortSecurity
 from serve.transports.listener import ConnectionLimit
 
 
@@ -27,8 +30,8 @@ class RestServer:
 
     Attributes:
         routes: everything that the first port answers.
-        port: where the REST interface and the page are; 0 before it listens.
-        metrics_port: where the metrics are alone; None where they are not.
+        port: of the REST interface and the page; 0 before it listens.
+        metrics_port: of the metrics alone; None without one.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class RestServer:
         service: Service,
         host: str,
         options: HttpOptions,
-        guard: Guard | None = None,
+        guard: PortSecurity | None = None,
         listening: Mapping[str, Sequence[socket.socket]] | None = None,
         *,
         connections: ConnectionLimit | None = None,
@@ -47,53 +50,44 @@ class RestServer:
 
         Args:
             core: the models.
-            service: the RPCs, of which each REST path is one.
+            service: the RPCs behind the REST paths.
             host: a name or address of this machine.
             options: ports and limits.
-            guard: what stands before the ports; None lets everything in.
-            listening: sockets that another process listens on as well, in place of host and port: for "http" and "metrics".
-            connections: a bound on those of all servers of this process.
-            budget: the memory that all clients may take; None makes one of the usual size for this server alone.
+            guard: security of both ports; None admits every request.
+            listening: inherited sockets, in place of host and port: for "http" and "metrics".
+            connections: a limit of all servers of this process together.
+            budget: the memory of all clients; None makes a default one for this server alone.
         """
-        guard, listening, budget = guard or Guard(), listening or {}, budget or MemoryBudget(DEFAULT_BYTES)
+        guard, listening = guard or PortSecurity(), listening or {}
+        shared_budget = budget or MemoryBudget(DEFAULT_BYTES)
         tls = None if guard.tls is None else guard.tls.context("http/1.1")
         self._core = core
         self._options = options
         self._page = Page(core) if options.page else None
-        self._bodies = BodyReader(options.limits, budget)
+        self._bodies = BodyReader(options.limits, shared_budget)
         self.routes = self._routes(service)
-        self._servers = [
-            HttpServer(
-                guarded_application(self._routes, service, host, options, guard.gate),
+
+        def server(routes_of: Callable[[Service], list[Route]], name: str, port: int) -> HttpServer:
+            return HttpServer(
+                guarded_application(routes_of, service, host, options, guard.gate),
                 host,
-                options.port,
+                port,
                 limits=options.limits,
-                budget=budget,
+                budget=shared_budget,
+                option=f"--{name}-port",
                 tls=tls,
-                listening=listening.get("http", ()),
+                listening=listening.get(name, ()),
                 connections=connections,
             )
-        ]
+
+        self._servers = [server(self._routes, "http", options.port)]
         if options.metrics_port is not None:
-            app = guarded_application(_metrics, service, host, options, guard.gate)
-            self._servers.append(
-                HttpServer(
-                    app,
-                    host,
-                    options.metrics_port,
-                    limits=options.limits,
-                    budget=budget,
-                    option="--metrics-port",
-                    tls=tls,
-                    listening=listening.get("metrics", ()),
-                    connections=connections,
-                )
-            )
+            self._servers.append(server(lambda seen: [metrics_route(seen.core)], "metrics", options.metrics_port))
         self.port = 0
         self.metrics_port: int | None = None
 
     async def start(self) -> None:
-        """Listen, and fill in the ports.
+        """Listen, and set the ports.
 
         Raises:
             BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
@@ -110,24 +104,55 @@ class RestServer:
             self._page.start()
 
     def _routes(self, service: Service) -> list[Route]:
-        """What the first port answers, of a service that may show some models only."""
+        """The routes of the first port, for a service that may be restricted to some models."""
         core = service.core
-        routes = [*rest_routes(core, service, self._bodies, self._options), *_metrics(service), *OpenApi(service).routes()]
+        infer = InferRoute(core, service, self._bodies, self._options.limits)
+        routes = [
+            *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
+            *RpcRoutes(service, self._bodies).routes(),
+            metrics_route(core),
+            openapi_route(service),
+        ]
         if self._page is not None:
-            routes += (self._page if core is self._core else self._page.showing(core)).routes()
+            routes += (self._page if core is self._core else self._page.restricted_to(core)).routes()
         return routes
 
     async def give_notice(self) -> None:
-        """Take no new connections, and end those in use with their next answer."""
+        """Accept no new connections, and end those in use with their next answer."""
         await asyncio.gather(*(server.give_notice() for server in self._servers))
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new requests, give those in flight `grace_s` seconds to be answered, then close."""
+        """Accept no new requests, give those in flight `grace_s` seconds to be answered, then close."""
         if self._page is not None:
             self._page.stop()
         for server in self._servers:
             await server.stop(grace_s)
 
 
-def _metrics(service: Service) -> list[Route]:
-    return Metrics(service.core).routes()
+def application(routes: list[Route], host: str, options: HttpOptions) -> App:
+    """An ASGI application that answers these routes without authentication."""
+    return BrowserGuard(_starlette(routes), host=host, allowed_hosts=options.allowed_hosts)
+
+
+def guarded_application(
+    routes_of: Callable[[Service], list[Route]], service: Service, host: str, options: HttpOptions, gate: Gate | None
+) -> App:
+    """An ASGI application that answers admitted requests, each from the models that its token permits.
+
+    Args:
+        routes_of: makes the routes of a service.
+        service: of all models.
+        host: the address that is listened on.
+        options: of HTTP.
+        gate: admits requests; None admits all.
+    """
+    if gate is None:
+        return application(routes_of(service), host, options)
+    guarded = TokenGuard(lambda seen: _starlette(routes_of(seen)), service, gate)
+    return BrowserGuard(guarded, host=host, allowed_hosts=options.allowed_hosts)
+
+
+def _starlette(routes: list[Route]) -> Starlette:
+    app = Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: on_unexpected})
+    app.router.redirect_slashes = False
+    return app

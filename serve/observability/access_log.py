@@ -1,8 +1,8 @@
 """One line of JSON per request, without the contents of any tensor.
 
-Lines are put together by hand: on the event loop, where a formatting thread would take the interpreter away from requests for
-milliseconds at a time, and at a fourth of the time that json.dumps takes. Some dozens are made together, which costs less than
-one by one: this code has left the processor's caches by the time that the next answer is logged. A thread writes them.
+Lines are formatted by hand, in a fourth of the time of json.dumps, and on the event loop: a formatting thread would hold the
+interpreter lock for milliseconds at a time. Some dozens are made together, while this code is in the processor's caches. A
+thread writes them.
 """
 
 from __future__ import annotations
@@ -13,78 +13,51 @@ from typing import NamedTuple
 
 from serve.engine.model import Model
 from serve.engine.model_statistics import BatchTimes
-from serve.observability.exchange import MAX_TEXT, Caller, Exchange, told
+from serve.observability.observed_request import MAX_TEXT, Caller, ObservedRequest, loggable
 from serve.observability.outbox import Outbox
-from serve.observability.trace_context import TraceContext
 
 TOGETHER = 64  # answers; making their lines takes some 100 us
-THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # Python takes longer to format a float than all the rest takes
+THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # formatting a float takes longer than the rest of a line
 
 
-class Answer(NamedTuple):
-    """What a line tells; times in nanoseconds.
+class AccessLogEntry(NamedTuple):
+    """An answer without a line yet; times in nanoseconds on time.monotonic_ns()'s clock.
 
     Attributes:
-        model: asked.
-        request_id: as sent, its first MAX_TEXT bytes.
-        caller: of its call.
-        rows: of its batch dimension.
-        batch_rows: of all that were computed with it.
-        request_bytes: of its message.
+        request: that was answered.
+        model: that computed it.
         response_bytes: of the answer.
-        arrived: on time.monotonic_ns()'s clock, as the others.
         batch: when its batch passed each stage.
+        batch_rows: of its whole batch.
         ended: when the answer was handed over.
-        trace: of which it is part.
     """
 
+    request: ObservedRequest
     model: Model
-    request_id: bytes
-    caller: Caller
-    rows: int
-    batch_rows: int
-    request_bytes: int
     response_bytes: int
-    arrived: int
     batch: BatchTimes
+    batch_rows: int
     ended: int
-    trace: TraceContext | None
 
 
 class AccessLogger:
-    """Makes the lines."""
-
     def __init__(self, outbox: Outbox[str]) -> None:
         self._outbox = outbox
         outbox.fill = self._write
-        self._answers: list[Answer] = []  # that have no line yet
+        self._answers: list[AccessLogEntry] = []  # without a line yet
         self._second = self._millisecond = -1
         self._stamp = self._time = ""
         self._model: Model | None = None  # of the latest line, and its part of that
         self._model_text = ""
 
-    def answered(self, exchange: Exchange, response_bytes: int, ended_ns: int) -> None:
-        """A request got its answer, on time.monotonic_ns()'s clock at `ended_ns`."""
+    def answered(self, exchange: ObservedRequest, response_bytes: int, ended_ns: int) -> None:
+        """Log an answer, which was handed over at `ended_ns` on time.monotonic_ns()'s clock."""
         model = exchange.model
         times = None if model is None else model.statistics.latest
         if model is None or times is None:
             return
         answers = self._answers
-        answers.append(
-            Answer(
-                model,
-                exchange.request_id[:MAX_TEXT],
-                exchange.caller,
-                exchange.rows,
-                model.statistics.latest_rows,
-                exchange.request_bytes,
-                response_bytes,
-                exchange.arrived_ns,
-                times,
-                ended_ns,
-                exchange.trace,
-            )
-        )
+        answers.append(AccessLogEntry(exchange, model, response_bytes, times, model.statistics.latest_rows, ended_ns))
         if len(answers) == TOGETHER:
             self._write()
         elif len(answers) == 1:
@@ -99,19 +72,19 @@ class AccessLogger:
         error: Exception | None,
         spent_ns: int,
     ) -> None:
-        """A request got an error.
+        """Log a request that failed.
 
         Args:
             caller: of its call.
             asked: model, version and id, as far as they could be read.
             request_bytes: of its message.
-            status: the wire's word.
-            error: None: its client has gone.
-            spent_ns: since its arrival; 0 where it did not get as far as its model.
+            status: the gRPC status's name.
+            error: None: its client has disconnected.
+            spent_ns: since its arrival; 0 if it did not reach its model.
         """
-        self._write()  # in their order
+        self._write()  # keeps the order of the lines
         name, version, request_id = asked
-        text, parent = told(error), caller.parent
+        text, parent = loggable(error), caller.parent
         total = f',"total_ms":{_ms(spent_ns // 1000)}' if spent_ns else ""
         trace = f',"trace_id":"{parent.trace_id:032x}"' if parent is not None and parent.sampled else ""
         at = self._at(time.time_ns())
@@ -123,29 +96,29 @@ class AccessLogger:
         )
 
     def _write(self) -> None:
-        """Make the lines of the answers that have none."""
         answers, self._answers = self._answers, []
         epoch_ns = time.time_ns() - time.monotonic_ns()
         for answer in answers:
             self._outbox.put(self._line(answer, epoch_ns))
 
-    def _line(self, answer: Answer, epoch_ns: int) -> str:
-        model, batch, caller = answer.model, answer.batch, answer.caller
+    def _line(self, answer: AccessLogEntry, epoch_ns: int) -> str:
+        request, model, response_bytes, batch, batch_rows, ended = answer
         if model is not self._model:
             self._model, self._model_text = model, f'"model":{quoted(model.name)},"version":"{model.version}"'
-        queue = _ms((batch.started - answer.arrived) // 1000)
+        queue = _ms((batch.started - request.arrived_ns) // 1000)
         compute = _ms((batch.split - batch.started) // 1000)
-        total = _ms((answer.ended - answer.arrived) // 1000)
-        trace = "" if answer.trace is None else f',"trace_id":"{answer.trace.trace_id:032x}"'
+        total = _ms((ended - request.arrived_ns) // 1000)
+        trace = "" if request.trace is None else f',"trace_id":"{request.trace.trace_id:032x}"'
+        request_id = _request_id(request.request_id, request.caller)
         return (
-            f'{{"time":"{self._at(epoch_ns + answer.ended)}","id":{_request_id(answer.request_id, caller)},{self._model_text},'
-            f'"status":"OK","rows":{answer.rows},"batch_rows":{answer.batch_rows},'
-            f'"request_bytes":{answer.request_bytes},"response_bytes":{answer.response_bytes},'
-            f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},"client":{quoted(caller.peer)}{trace}}}\n'
+            f'{{"time":"{self._at(epoch_ns + ended)}","id":{request_id},{self._model_text},'
+            f'"status":"OK","rows":{request.rows},"batch_rows":{batch_rows},'
+            f'"request_bytes":{request.request_bytes},"response_bytes":{response_bytes},'
+            f'"queue_ms":{queue},"compute_ms":{compute},"total_ms":{total},"client":{quoted(request.caller.peer)}{trace}}}\n'
         )
 
     def _at(self, time_ns: int) -> str:
-        """A time, as in 2026-02-01T12:00:00.250Z; made anew once in a millisecond, and most of it once in a second."""
+        """A time such as 2026-02-01T12:00:00.250Z; formatted once a millisecond, and most of it once a second."""
         millisecond = time_ns // 1_000_000
         if millisecond != self._millisecond:
             self._millisecond = millisecond
@@ -158,11 +131,11 @@ class AccessLogger:
 
 
 def _ms(microseconds: int) -> str:
-    """Microseconds, of which there are 0 or more, as milliseconds."""
+    """Non-negative microseconds as milliseconds."""
     return f"{microseconds // 1000}{THOUSANDTHS[microseconds % 1000]}"
 
 
 def _request_id(request_id: bytes, caller: Caller) -> str:
-    """The request's own id, or that of its call: what a proxy in front has logged."""
+    """The request's own id, or the call's `x-request-id`, which a proxy logs too."""
     shown = request_id or caller.headers.get(b"x-request-id", b"")
     return quoted(shown[:MAX_TEXT].decode("utf-8", "replace")) if shown else '""'

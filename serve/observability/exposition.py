@@ -1,50 +1,209 @@
-"""What Prometheus gets when it asks. Nothing is kept for it in between: figures are read from the engine's own counters."""
+"""The answer to a Prometheus scrape: the figures of the server, its models, its process and its machine.
+
+Nothing is collected between two scrapes: figures are read from the engine's own counters.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import importlib
+import logging
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
 
+from serve.engine.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedError,
+)
 from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.observability.cpu_metrics import CpuMetrics
-from serve.observability.gpu_metrics import find_nvml, gpu_metrics
-from serve.observability.guard_metrics import guard_metrics
-from serve.observability.model_metrics import model_metrics, state_metric
-from serve.observability.server_metrics import server_metrics
-from serve.observability.text_format import CONTENT_TYPE, MetricTexts
-from serve.observability.triton_metrics import triton_metrics
+from serve.engine.model_statistics import ServerFigures, zeros
+from serve.observability.metrics import CONTENT_TYPE, MetricTexts, guard_metrics, model_metrics, state_metric, triton_metrics
 
-CPU = CpuMetrics()
+logger = logging.getLogger(__name__)
+
 TOGETHER = 8  # models, whose figures take some milliseconds to write
 STATES_TOGETHER = 256  # of versions, which take 8 us each
+# Figures that other rooms register with the engine: (type, name, text).
+READINGS = {
+    "connections": ("gauge", "halfserve_connections", "Open gRPC connections"),
+    "http_connections": ("gauge", "halfserve_http_connections", "Open HTTP connections"),
+    "calls": ("gauge", "halfserve_calls", "gRPC calls in flight, streams included"),
+    "access_log_dropped": ("counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"),
+    "worker_restarts": ("counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"),
+    "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),
+    "traces_dropped": ("counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"),
+}
+REFUSALS = zeros(
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnsupportedError,
+)
+PACKAGES = ("halfserve", "onnxruntime-gpu", "onnxruntime")
+
+Nvml = Any  # the module pynvml, of the package nvidia-ml-py, which ships no types
+# Under Triton's names. perf_analyzer reads them, and accepts one label, gpu_uuid, and plain digits.
+GPU_FIGURES: tuple[tuple[str, str, str, Callable[[Nvml, Any], float]], ...] = (
+    ("nv_gpu_utilization", "gauge", "Share of time the GPU was busy, 0 to 1", lambda n, d: _gpu_busy(n, d) / 100),
+    ("nv_gpu_memory_total_bytes", "gauge", "GPU memory", lambda n, d: int(n.nvmlDeviceGetMemoryInfo(d).total)),
+    ("nv_gpu_memory_used_bytes", "gauge", "GPU memory in use", lambda n, d: int(n.nvmlDeviceGetMemoryInfo(d).used)),
+    ("nv_gpu_power_usage", "gauge", "Watts drawn", lambda n, d: n.nvmlDeviceGetPowerUsage(d) / 1e3),
+    ("nv_gpu_power_limit", "gauge", "Watts allowed", lambda n, d: n.nvmlDeviceGetEnforcedPowerLimit(d) / 1e3),
+    ("nv_energy_consumption", "counter", "Joules drawn", lambda n, d: n.nvmlDeviceGetTotalEnergyConsumption(d) / 1e3),
+)
 
 
 async def exposition(core: InferenceCore) -> tuple[bytes, str]:
-    """The body of an answer to a scrape, and its content type. To be called on the server's event loop, which has time for
-    others after a few models at a time.
-    """
+    """The body of the answer, and its content type. Runs on the server's event loop, and yields to it every few models."""
     texts, models = MetricTexts(), core.models()
     for at in range(0, len(models), TOGETHER):
-        texts.add(_of_models(models[at : at + TOGETHER]))
+        some = models[at : at + TOGETHER]
+        for metrics in (triton_metrics, model_metrics, guard_metrics):
+            texts.add(metrics(some))
         await asyncio.sleep(0)
     statuses = core.index()
     for at in range(0, len(statuses), STATES_TOGETHER):
         texts.add([state_metric(statuses[at : at + STATES_TOGETHER])])
         await asyncio.sleep(0)
-    texts.add(_of_server(core))
+    texts.add(server_metrics(core.figures, is_ready=core.is_ready))
+    texts.add(_cpu().collect())
+    texts.add(gpu_metrics(find_nvml()))
     return texts.joined(), CONTENT_TYPE
 
 
-def _of_models(models: Sequence[Model]) -> Iterator[Metric]:
-    yield from triton_metrics(models)
-    yield from model_metrics(models)
-    yield from guard_metrics(models)
+def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric]:
+    """The halfserve_* metrics of the server, and the usual process_* ones."""
+    ready = Metric("halfserve_ready", "1 while requests are taken", "gauge")
+    ready.add_sample(ready.name, {}, int(is_ready))
+    yield ready
+    refused = Metric("halfserve_requests_refused", "Inference requests that reached no model's queue, by reason", "counter")
+    for reason, count in sorted((REFUSALS | figures.refused).items()):
+        refused.add_sample("halfserve_requests_refused_total", {"reason": reason}, count)
+    yield refused
+    for key, read in figures.readings.items():
+        kind, name, text = READINGS[key]
+        metric = Metric(name, text, kind)
+        metric.add_sample(name, {}, read())
+        yield metric
+    build = Metric("halfserve_build_info", "Versions", "gauge")
+    build.add_sample(build.name, _versions(), 1)
+    yield build
+    yield from _process().collect()
 
 
-def _of_server(core: InferenceCore) -> Iterator[Metric]:
-    yield from server_metrics(core.figures, is_ready=core.is_ready)
-    yield from CPU.collect()
-    yield from gpu_metrics(find_nvml())
+@cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found["version" if package == "halfserve" else "onnxruntime"] = version(package)
+    return found
+
+
+@cache
+def _process() -> ProcessCollector:
+    return ProcessCollector(registry=None)
+
+
+class CpuMetrics:
+    """The machine's processors and memory under Triton's names, from /proc; no metrics where there is none."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._busy = self._all = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """The nv_cpu_* metrics. Utilization is that since the previous call."""
+        try:
+            fields = (self._proc / "stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+            lines = (self._proc / "meminfo").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return
+        memory = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        for name, text, value in (
+            (
+                "nv_cpu_utilization",
+                "Share of time that processors were busy, 0 to 1",
+                self._utilization(list(map(int, fields))),
+            ),
+            ("nv_cpu_memory_total_bytes", "Memory", memory["MemTotal"]),
+            ("nv_cpu_memory_used_bytes", "Memory in use", memory["MemTotal"] - memory["MemAvailable"]),
+        ):
+            metric = Metric(name, text, "gauge")
+            metric.add_sample(name, {}, value)
+            yield metric
+
+    def _utilization(self, ticks: list[int]) -> float:
+        """From user, nice, system, idle, iowait, irq, softirq and steal."""
+        total = sum(ticks)
+        busy = total - ticks[3] - ticks[4]
+        share = (busy - self._busy) / max(1, total - self._all)
+        self._busy, self._all = busy, total
+        return round(share, 4)
+
+
+@cache
+def _cpu() -> CpuMetrics:
+    return CpuMetrics()
+
+
+@cache
+def find_nvml() -> Nvml | None:
+    """NVIDIA's management library, initialized; None without the package, a driver or a device."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        logger.info("no GPU figures: %s", error)
+        return None
+    return nvml
+
+
+def gpu_metrics(nvml: Nvml | None) -> Iterator[Metric]:
+    """The nv_gpu_* metrics of every device; a figure that a device does not report is left out."""
+    if nvml is None:
+        return
+    devices = list(_devices(nvml))
+    for name, kind, text, read in GPU_FIGURES:
+        metric = Metric(name, text, kind)
+        for device, label in devices:
+            with suppress(nvml.NVMLError):
+                metric.add_sample(name, label, read(nvml, device))
+        yield metric
+
+
+def _devices(nvml: Nvml) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The devices that answer, with their labels. The loss of one must not cost the metrics of the others."""
+    with suppress(nvml.NVMLError):
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with suppress(nvml.NVMLError):
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = nvml.nvmlDeviceGetUUID(device)
+                yield device, {"gpu_uuid": uuid.decode() if isinstance(uuid, bytes) else uuid}  # bytes in older versions
+
+
+def _gpu_busy(nvml: Nvml, device: Any) -> float:
+    return float(nvml.nvmlDeviceGetUtilizationRates(device).gpu)

@@ -1,37 +1,49 @@
-"""Everything that observes a server, and its switches. What is off is not there: requests see `observer` as None."""
+"""The observation of one server: access log and traces, which can be switched while it runs."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from serve.engine.errors import InferenceError
 from serve.engine.inference_core import InferenceCore
+from serve.engine.model import Model
 from serve.observability.access_log import AccessLogger
-from serve.observability.line_file import LineFile, check_writable
-from serve.observability.log_settings import LogFilter, LogSettings, Value
-from serve.observability.observer import Observer, StatusName
-from serve.observability.options import AccessLog, ObserveOptions
-from serve.observability.outbox import Outbox
-from serve.observability.span_exporters import OTLP, Exporter, make_exporter
-from serve.observability.trace_environment import check_can_trace, destination, settings_at_start
-from serve.observability.trace_settings import TraceControl
-from serve.observability.tracer import Tracer, TraceRecord
+from serve.observability.observed_request import Caller, ObservedRequest
+from serve.observability.outbox import LineFile, Outbox, check_writable
+from serve.observability.settings import (
+    OTLP,
+    AccessLog,
+    LogFilter,
+    LogSettings,
+    ObserveOptions,
+    TraceControl,
+    Value,
+    check_can_trace,
+    destination,
+    settings_at_start,
+)
+from serve.observability.span_export import Exporter, make_exporter
+from serve.observability.tracing import Tracer, TraceRecord
 
-CLOSE_S = 2.0  # for the last lines and traces to leave
+CLOSE_S = 2.0  # for the last lines and traces
 MAX_TRACES_WAITING = 8192
-TRACES_EVERY_S = 5.0  # as OpenTelemetry's own; waking up for some costs more than making them
+TRACES_EVERY_S = 5.0  # as OpenTelemetry's own processor
+StatusName = Callable[[Exception | None], str]
+NEVER = 2**62  # requests
 
 
 class Observability:
     """Lives on the event loop.
 
     Attributes:
-        observer: to be told of every request; None while nobody listens.
-        logs: what is logged now.
-        traces: what is traced.
-        trace_to: where traces go, should there be any.
+        observer: counts and observes requests; None while nothing is logged or traced.
+        logs: the current log settings.
+        traces: the current trace settings.
+        trace_to: where traces go if there are any.
     """
 
     def __init__(self, options: ObserveOptions, core: InferenceCore, status_name: StatusName) -> None:
@@ -39,8 +51,8 @@ class Observability:
 
         Args:
             options: what to observe from the start.
-            core: the models, and where to tell of what was dropped.
-            status_name: the wire's word for an error.
+            core: the models, and the server's figures.
+            status_name: the gRPC status's name for an error.
 
         Raises:
             FailedPreconditionError: a file cannot be written, or traces cannot be made.
@@ -64,7 +76,7 @@ class Observability:
         """Change what is logged.
 
         Raises:
-            InvalidArgumentError: no such setting, or not such a value. Nothing has been changed then.
+            InvalidArgumentError: a name or a value is invalid; then nothing has changed.
         """
         before, self.logs = self.logs, self.logs.changed(changes)
         if self.logs != before:
@@ -72,11 +84,11 @@ class Observability:
             self._follow()
 
     def update_traces(self, model: str, changes: Mapping[str, Sequence[str]]) -> None:
-        """Change what is traced, of a model or ("") of all that have no settings of their own.
+        """Change what is traced, of a model or ("") of all models without settings of their own.
 
         Raises:
-            InvalidArgumentError: no such setting, or not such a value. Nothing has been changed then.
-            FailedPreconditionError: traces have nowhere to go.
+            InvalidArgumentError: a name or a value is invalid; then nothing has changed.
+            FailedPreconditionError: traces have no destination.
         """
         if "TIMESTAMPS" in changes.get("trace_level", ()):
             check_can_trace(self.trace_to)
@@ -84,7 +96,7 @@ class Observability:
         self._follow()
 
     def close(self) -> None:
-        """Write what is still to be written, for CLOSE_S at most, and let go of everything."""
+        """Write the remaining lines and traces, for at most CLOSE_S seconds, and close everything."""
         self.observer = None
         for outbox in self._outboxes:
             outbox.close(CLOSE_S)
@@ -93,7 +105,6 @@ class Observability:
         self._filter.undo(logging.getLogger())
 
     def _check(self) -> None:
-        """Whether what the options ask for can be had."""
         if self._options.access_log_file is not None:
             check_writable(self._options.access_log_file, "the access log")
         if self.trace_to not in {"", OTLP}:
@@ -102,7 +113,7 @@ class Observability:
             check_can_trace(self.trace_to)
 
     def _follow(self) -> None:
-        """Start what is asked for by now, and tell requests whether somebody listens."""
+        """Follow the current settings."""
         if self.logs.access_log is not AccessLog.OFF and self._log is None:
             self._log = self._start_log()
         if self.traces.is_on and self._tracer is None:
@@ -132,3 +143,92 @@ class Observability:
         self._figures.readings["traces"] = lambda: tracer.traced
         self._figures.readings["traces_dropped"] = lambda: outbox.dropped
         return tracer
+
+
+class Observer:
+    """Chooses the requests that are logged or traced, by a countdown that is the only cost of all others.
+
+    Lives on the event loop.
+
+    Attributes:
+        until: requests until the next one that may be chosen; the caller counts it down and calls `choose` at 0.
+        log: gets the lines; None while nothing is logged.
+        tracer: decides on requests that may be traced; None while nothing is traced.
+    """
+
+    def __init__(self, core: InferenceCore, status_name: StatusName) -> None:
+        """An observer that chooses nothing yet.
+
+        Args:
+            core: the models.
+            status_name: the gRPC status's name for an error, such as "INVALID_ARGUMENT"; of None, for a cancelled call.
+        """
+        self._core = core
+        self._status_name = status_name
+        self.log: AccessLogger | None = None
+        self.tracer: Tracer | None = None
+        self._log_every = self._trace_every = NEVER
+        self._log_left = self._trace_left = self._step = self.until = NEVER
+
+    def listen(self, log: AccessLogger | None, log_every: int, tracer: Tracer | None, trace_every: int) -> None:
+        """Set what to log and trace from now on.
+
+        Args:
+            log: gets failures, and one in `log_every` answers; None logs nothing.
+            log_every: 0 logs no answers.
+            tracer: decides on one in `trace_every` requests, and on all whose callers have decided; None traces nothing.
+            trace_every: 0 traces nothing.
+        """
+        self.log, self.tracer = log, tracer
+        self._log_left = self._log_every = log_every or NEVER
+        self._trace_left = self._trace_every = trace_every or NEVER
+        self._step = self.until = min(self._log_left, self._trace_left)
+
+    def choose(self, exchange: ObservedRequest) -> None:
+        """Decide whether the request that was just counted is logged, and whether it may be traced.
+
+        One countdown serves the log and the traces; it restarts here when it has ended.
+        """
+        if self.until > 0:
+            return
+        self._log_left -= self._step
+        self._trace_left -= self._step
+        if not self._log_left:
+            self._log_left = self._log_every
+            exchange.is_logged = True
+        if not self._trace_left:
+            self._trace_left = self._trace_every
+            exchange.is_trace_due = True
+        self._step = self.until = min(self._log_left, self._trace_left)
+
+    def began(self, exchange: ObservedRequest) -> None:
+        if self.tracer is not None and exchange.model is not None:
+            exchange.trace = self.tracer.decide(exchange.model.name, exchange.caller.parent, is_due=exchange.is_trace_due)
+
+    def answered(self, exchange: ObservedRequest, response_bytes: int) -> None:
+        now_ns = time.monotonic_ns()
+        if exchange.is_logged and self.log is not None:
+            self.log.answered(exchange, response_bytes, now_ns)
+        if exchange.trace is not None and self.tracer is not None:
+            self.tracer.answered(exchange, response_bytes, now_ns)
+
+    def unanswered(self, exchange: ObservedRequest, error: Exception | None) -> None:
+        """Trace the failure; `failed` logs it, whether the request was chosen or not."""
+        if exchange.trace is not None and self.tracer is not None:
+            self.tracer.failed(exchange, self._status_name(error), error, time.monotonic_ns())
+
+    def failed(self, caller: Caller, asked: tuple[str, str, str], request_bytes: int, error: Exception | None) -> None:
+        """Log a request that failed, or (None) whose client has disconnected; `asked` is its model, version and id."""
+        if self.log is not None:
+            model = self._model(asked[0], asked[1])
+            version = asked[1] if model is None else str(model.version)
+            spent_ns = 0
+            if model is not None and error is not None and model.statistics.latest_failure[0] == id(error):
+                spent_ns = model.statistics.latest_failure[1]
+            self.log.failed(caller, (asked[0], version, asked[2]), request_bytes, self._status_name(error), error, spent_ns)
+
+    def _model(self, name: str, version: str) -> Model | None:
+        try:
+            return self._core.model(name, version)
+        except InferenceError:
+            return None

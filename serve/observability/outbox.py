@@ -1,28 +1,35 @@
-"""From the event loop to a thread that may wait: for a disk, a pipe, a collector on the network."""
+"""From the event loop to a thread that writes: to a file, a pipe, or a collector on the network."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
+
+from serve.engine.errors import FailedPreconditionError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BOUND = 65_536  # items
-EVERY_S = 1.0  # a thread that wakes takes the interpreter from the event loop: the less often, the better
+EVERY_S = 1.0  # each time the thread wakes, it takes the interpreter from the event loop
 MOST = 2048  # items that are handed over at once
+LINE_FEED = ord("\n")
 
 
 class Outbox(Generic[T]):
-    """Holds items for a short while and hands them over together. Never waits: what does not fit is counted and dropped.
+    """Collects items for a short while and hands them over together. Items over the bound are dropped and counted.
 
     Attributes:
-        fill: called before items are handed over; puts what somebody has kept back until then, and has told of by `expect`.
+        fill: called before items are handed over; puts items that were announced by `expect` alone.
     """
 
     def __init__(
@@ -37,11 +44,11 @@ class Outbox(Generic[T]):
         """An outbox of the running event loop.
 
         Args:
-            deliver: called on the thread with the items since last time; if it raises, they are lost, and the log says so once.
+            deliver: called on the thread with the new items; if it raises, they are lost, and the first loss is logged.
             name: of the thread.
             bound: items that may wait.
-            every_s: seconds between two deliveries, where there is something to deliver.
-            prepare: called on the thread when it begins; what it raises, `deliver` will raise again.
+            every_s: seconds between two deliveries.
+            prepare: called on the thread when it starts; an error that it raises is raised again by `deliver`.
         """
         self._deliver = deliver
         self._bound = bound
@@ -53,7 +60,7 @@ class Outbox(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
         self._put = 0
         self._done = 0  # written by the thread alone
-        self._lost = 0  # likewise
+        self._lost = 0  # written by the thread alone
         self._refused = 0
         self._closed = False
         self.fill: Callable[[], None] | None = None
@@ -62,7 +69,7 @@ class Outbox(Generic[T]):
 
     @property
     def dropped(self) -> int:
-        """Items that never arrived: there was no room, or they could not be delivered."""
+        """Items that were refused for lack of room, or whose delivery failed."""
         return self._refused + self._lost
 
     def put(self, item: T) -> None:
@@ -78,12 +85,12 @@ class Outbox(Generic[T]):
             self.expect()
 
     def expect(self) -> None:
-        """Hand over what is there within `every_s`, and what `fill` will put."""
+        """Hand over the items, and those that `fill` puts, within `every_s`."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._every_s, self._time_is_up)
 
     def close(self, wait_s: float) -> None:
-        """Deliver what is there, waiting so many seconds at most, and end the thread."""
+        """Deliver the remaining items, for at most `wait_s` seconds, and end the thread."""
         if not self._closed:
             self._time_is_up()
             self._closed = True
@@ -118,3 +125,70 @@ class Outbox(Generic[T]):
                     logger.warning("%s: %d lost: %s", threading.current_thread().name, len(items), error)
                 failing = True
             self._done += len(items)
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Check that a file can be written, so that an error shows when the server starts and not at the first line.
+
+    Raises:
+        FailedPreconditionError: it cannot; the text says why.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif path.is_dir():
+        reason = "it is a folder, expected a file"
+    elif os.access(path if path.exists() else folder, os.W_OK):
+        return
+    else:
+        reason = os.strerror(errno.EACCES)
+    raise FailedPreconditionError(f"{what} cannot be written to {path}: {reason}; choose another file")
+
+
+class LineFile:
+    """Appends whole lines. A file that was moved or deleted meanwhile, as by a log rotation, is opened again."""
+
+    def __init__(self, path: Path | None) -> None:
+        """A file that is opened at the first write; None is standard error."""
+        self._path = path
+        self._descriptor: int | None = None
+        self._opened: os.stat_result | None = None  # cached: each fstat waits for the interpreter lock afterwards
+        self._is_torn = False  # a full disk has cut the last line
+
+    def write(self, lines: list[str]) -> None:
+        """Append lines, each with its line feed.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        data = "".join(lines).encode()
+        descriptor = self._open()
+        rest = memoryview(b"\n" + data if self._is_torn else data)
+        while rest:
+            written = os.write(descriptor, rest)
+            self._is_torn = rest[written - 1] != LINE_FEED
+            rest = rest[written:]
+
+    def close(self) -> None:
+        """Close the file; a later `write` opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        if self._path is None:
+            return sys.stderr.fileno()
+        if self._descriptor is not None and not self._is_here(self._path):
+            self.close()
+            self._is_torn = False
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+            self._opened = os.fstat(self._descriptor)
+        return self._descriptor
+
+    def _is_here(self, path: Path) -> bool:
+        try:
+            there = path.stat()
+        except FileNotFoundError:
+            return False
+        return self._opened is not None and os.path.samestat(there, self._opened)

@@ -15,8 +15,8 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
 from serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
 from serve.engine.tensors import Tensors
-from serve.observability.exchange import Caller, Exchange
-from serve.observability.observer import Observer
+from serve.observability.observability import Observer
+from serve.observability.observed_request import Caller, ObservedRequest
 from serve.protocol.codec import decode_inputs, input_slices, raw_layout
 from serve.protocol.messages import check_fields, parse, parse_request, split_request
 from serve.protocol.request_cache import CachedRequest, RequestCache
@@ -310,7 +310,7 @@ class ObservedInference:
         self._observer.failed(self._caller, _asked(data), len(data), None)
 
 
-class ChosenInference(Exchange):
+class ChosenInference(ObservedRequest):
     """Entry for one observed request."""
 
     __slots__ = ("_inference",)

@@ -21,9 +21,8 @@ from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model, VersionState
 from serve.engine.model_statistics import Duration
 from serve.engine.tensors import TensorSpec
-from serve.observability.log_settings import Value
 from serve.observability.observability import Observability
-from serve.observability.span_exporters import OTLP
+from serve.observability.settings import OTLP, Value
 from serve.protocol.shared_memory import SharedMemory
 from serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
 

@@ -17,7 +17,7 @@ from protos import inference_pb2 as pb
 from serve.engine.errors import NotFoundError, PermissionDeniedError
 from serve.engine.inference_core import InferenceCore, RestrictedCore
 from serve.observability.observability import Observability
-from serve.observability.options import ObserveOptions
+from serve.observability.settings import ObserveOptions
 from serve.protocol.inference import Inference
 from serve.protocol.rpcs import (
     Health,

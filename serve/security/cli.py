@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from serve.security.errors import SecurityError
-from serve.security.expiry import parse_end, write_time
+from serve.security.options import SecurityError
 from serve.security.roles import Role
-from serve.security.token_file import new_token
+from serve.security.tokens import new_token, parse_end, write_time
 
 EXIT_CODES: dict[type[Exception], int] = {SecurityError: 1}
 

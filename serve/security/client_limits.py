@@ -1,4 +1,4 @@
-"""What one client may take, counted. On the event loop only."""
+"""Limits of each client, counted on the event loop, and the inference entry that enforces them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from serve.engine.errors import RateLimitedError
+from serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError, RateLimitedError
+from serve.protocol.inference import Cancel, Reply, Watch, WatchableInference
+from serve.protocol.messages import parse_request
 from serve.security.options import ClientLimits
 
 MAX_REMEMBERED = 10_000  # clients that are not connected
-CONCURRENCY_RETRY_S = 0.1  # there is no telling when a request in progress ends
+CONCURRENCY_RETRY_S = 0.1  # when a request in progress will end is unknown
+REGION = "shared_memory_region"
+REGION_BYTES = REGION.encode()
 Clock = Callable[[], float]
+Check = Callable[[], None]
 
 
-class Share:
-    """What one client has taken: a bucket of allowances that fills with time, and its requests in progress."""
+class ClientAllowance:
+    """One client's token bucket, and its requests in progress."""
 
     __slots__ = ("__weakref__", "_allowance", "_burst", "_clock", "_filled_s", "_in_progress", "_max", "_rate")
 
@@ -28,10 +33,10 @@ class Share:
         self._in_progress = 0
 
     def charge(self) -> None:
-        """Take one request's allowance.
+        """Take one request from the bucket.
 
         Raises:
-            RateLimitedError: there is none left.
+            RateLimitedError: it is empty.
         """
         if self._rate is None:
             return
@@ -49,7 +54,7 @@ class Share:
         """Begin a request, which may have been charged already.
 
         Raises:
-            RateLimitedError: as `charge`, or as many are in progress as may be; then it has not begun.
+            RateLimitedError: the bucket is empty, or too many requests are in progress; then this one has not begun.
         """
         if self._max is not None and self._in_progress >= self._max:
             raise RateLimitedError(
@@ -65,19 +70,18 @@ class Share:
         self._in_progress -= 1
 
 
-class Shares:
-    """The shares of all clients. Those that are connected are known, and of the others the latest: memory stays bounded."""
+class ClientAllowances:
+    """The allowances of all connected clients, and of the latest others, so that memory stays bounded."""
 
     def __init__(self, limits: ClientLimits, clock: Clock = time.monotonic, max_remembered: int = MAX_REMEMBERED) -> None:
         self._limits, self._clock, self._max_remembered = limits, clock, max_remembered
-        self._known: WeakValueDictionary[str, Share] = WeakValueDictionary()
-        self._latest: OrderedDict[str, Share] = OrderedDict()
+        self._known: WeakValueDictionary[str, ClientAllowance] = WeakValueDictionary()
+        self._latest: OrderedDict[str, ClientAllowance] = OrderedDict()
 
-    def of(self, client: str) -> Share:
-        """The share of a client."""
+    def of(self, client: str) -> ClientAllowance:
         share = self._known.get(client)
         if share is None:
-            share = self._known[client] = Share(self._limits, self._clock)
+            share = self._known[client] = ClientAllowance(self._limits, self._clock)
         self._latest[client] = share
         self._latest.move_to_end(client)
         if len(self._latest) > self._max_remembered:
@@ -89,7 +93,7 @@ class Shares:
 
 
 def network_of(peer: str) -> str:
-    """Whom an address with a port counts as: an IPv4 address for itself, an IPv6 one for its /64, which is one customer's."""
+    """The client that an address with a port counts as: an IPv4 address itself, an IPv6 address's /64 network."""
     host = peer.rpartition(":")[0].strip("[]") if ":" in peer else peer
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -100,3 +104,112 @@ def network_of(peer: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+class GatedInference:
+    """The inference entry of one caller that is limited, or restricted."""
+
+    __slots__ = ("_check", "_count", "_inference", "_is_charged", "_may_share", "_share")
+
+    def __init__(
+        self,
+        inference: WatchableInference,
+        *,
+        share: ClientAllowance | None,
+        check: Check | None,
+        may_share: bool,
+        count: Callable[[InferenceError], None],
+        is_charged: bool = False,
+    ) -> None:
+        """An entry.
+
+        Args:
+            inference: answers requests.
+            share: the caller's allowance; None sets no limits.
+            check: raises once the caller's token is no longer valid: a stream may last longer than a token.
+            may_share: whether requests may name shared memory.
+            count: called with each refusal.
+            is_charged: the requests have been charged already.
+        """
+        self._is_charged = is_charged
+        self._inference = inference
+        self._share = share
+        self._check = check
+        self._may_share = may_share
+        self._count = count
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+        """Check and limit a request, then call `Inference.infer`.
+
+        Raises:
+            UnauthenticatedError: the caller's token is no longer valid.
+            PermissionDeniedError: the request names shared memory, and the token lacks that role.
+            RateLimitedError: the caller is over its limit.
+        """
+        share = self._share
+        try:
+            if self._check is not None:
+                self._check()
+            if not self._may_share and _names_region(bytes(data)):
+                raise PermissionDeniedError("the token may not use shared memory: it requires the role 'shared-memory'")
+            if share is not None:
+                share.enter(is_charged=self._is_charged)
+        except InferenceError as error:
+            self._count(error)
+            raise
+        if share is None:
+            return self._inference.infer(data, time_left_s, reply, watch)
+        return _CountedRequest(share, reply).begin(self._inference, data, time_left_s, watch)
+
+    def failed(self, data: bytes, error: Exception) -> None:
+        self._inference.failed(data, error)
+
+    def gone(self, data: bytes) -> None:
+        self._inference.gone(data)
+
+
+class _CountedRequest:
+    """A request in progress, which leaves its allowance exactly once."""
+
+    __slots__ = ("_cancel", "_left", "_reply", "_share")
+
+    def __init__(self, share: ClientAllowance, reply: Reply) -> None:
+        self._share = share
+        self._reply = reply
+        self._left = False
+        self._cancel: Cancel | None = None
+
+    def begin(
+        self, inference: WatchableInference, data: bytes | memoryview, time_left_s: float | None, watch: Watch | None
+    ) -> Cancel:
+        try:
+            self._cancel = inference.infer(data, time_left_s, self._answered, watch)
+        except BaseException:
+            self._leave()
+            raise
+        return self._gone
+
+    def _answered(self, result: bytes | InferenceError) -> None:
+        self._leave()
+        self._reply(result)
+
+    def _gone(self) -> None:
+        self._leave()
+        if self._cancel is not None:
+            self._cancel()
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self._share.leave()
+
+
+def _names_region(data: bytes) -> bool:
+    """Whether a request has this parameter; the quick search may also find the word within a tensor."""
+    if REGION_BYTES not in data:
+        return False
+    try:
+        request = parse_request(data)
+    except InvalidArgumentError:
+        return False  # refused later for that
+    return any(REGION in i.parameters for i in request.inputs) or any(REGION in o.parameters for o in request.outputs)

@@ -1,44 +1,47 @@
-"""The gate of one listening port: who may call what, and how often."""
+"""The gate of one listening port: which calls are admitted, and what an admitted caller may do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
 
 from serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
-from serve.security.client_limits import Shares
-from serve.security.gate_pass import Bearer, Pass
-from serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, Role, method_role, path_role
-from serve.security.tokens import Tokens
-from serve.security.views import Views
+from serve.protocol.inference import WatchableInference
+from serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
+from serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
+from serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, ModelRights, Role, method_role, path_role
+from serve.security.tokens import CHANGED_TOKEN, TokenHolder, Tokens
 
-ADMIN_ELSEWHERE = "what changes the server is not served on this port; use the admin port or socket that it was started with"
-
-
-# A proxy that looks at one of them and a server that goes by another would let in whom neither means to.
-SEVERAL_TOKENS = "the call has several 'authorization' headers, expected one; send 'authorization: Bearer <token>' once"
+Count = Callable[[InferenceError], None]
+ADMIN_ELSEWHERE = "RPCs that change the server are not served on this port; use its admin port or socket"
+# With several headers a proxy and this server might each check a different one.
+SEVERAL_TOKENS = "the call has several 'authorization' headers, expected one: send 'authorization: Bearer <token>' once"
 
 
 class Gate:
-    """Lives on the event loop; asked once for all calls of a connection with the same headers, or once for an HTTP request."""
+    """Admits all calls of a connection with the same headers at once, or one HTTP request. Lives on the event loop."""
 
     def __init__(
         self,
         *,
         tokens: Tokens | None,
-        shares: Shares | None,
+        shares: ClientAllowances | None,
         admin_elsewhere: bool,
-        count: Callable[[InferenceError], None],
+        count: Count,
         shared_memory: bool = True,
     ) -> None:
         """A gate.
 
         Args:
-            tokens: let in; None lets anybody in.
-            shares: what clients have taken; None does not count.
-            admin_elsewhere: what changes the server is refused here.
-            count: is told of what was refused.
-            shared_memory: whether there is any; where there is none, requests need not be searched for it.
+            tokens: that are admitted; None admits every caller.
+            shares: the clients' allowances; None sets no limits.
+            admin_elsewhere: refuse here what changes the server.
+            count: called with each refusal.
+            shared_memory: whether the server has any; without it, requests need not be searched for its parameters.
         """
         self._shared_memory = shared_memory
         self._tokens = tokens
@@ -46,72 +49,250 @@ class Gate:
         self._admin_elsewhere = admin_elsewhere
         self._count = count
         self._listeners: list[Callable[[], None]] = []
-        self._views = Views()
+        self._views = ServiceViews()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever somebody who was let in may not be any more, or may do less."""
+        """Call `listener` whenever an admitted caller may have lost rights."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
-        """The tokens are others now, or one of them has ended."""
+        """Act on changed or expired tokens."""
         self._views.keep(() if self._tokens is None else self._tokens.rights())
         for listener in self._listeners:
             listener()
 
-    def admit_method(self, path: str, authorization: Sequence[bytes]) -> Pass:
-        """Let a call of an RPC in.
+    def admit_method(self, path: str, authorization: Sequence[bytes]) -> AccessGrant:
+        """Admit a call of an RPC.
 
         Args:
             path: of the RPC.
             authorization: the values of its `authorization` headers.
 
         Raises:
-            UnauthenticatedError: it shows no valid token, or there are several such headers.
+            UnauthenticatedError: there is no valid token, or there are several such headers.
             PermissionDeniedError: the token does not carry the role, or the RPC is for another port.
         """
         return self._admit(method_role(path), authorization, is_admin=path in ADMIN_METHODS)
 
-    def admit_path(self, path: str, authorization: bytes | None) -> Pass:
-        """Let an HTTP request in.
+    def admit_path(self, path: str, authorization: bytes | None) -> AccessGrant:
+        """Admit an HTTP request.
 
         Raises:
-            UnauthenticatedError: it shows no valid token.
+            UnauthenticatedError: there is no valid token.
             PermissionDeniedError: the token does not carry the role, or the path is for another port.
         """
         shown = () if authorization is None else (authorization,)
         return self._admit(path_role(path), shown, is_admin=ADMIN_PATHS.fullmatch(path) is not None)
 
-    def _admit(self, role: Role | None, shown: Sequence[bytes], *, is_admin: bool) -> Pass:
+    def _admit(self, role: Role | None, shown: Sequence[bytes], *, is_admin: bool) -> AccessGrant:
+        tokens, authorization = self._tokens, shown[0] if shown else None
+        bearer: Bearer | None = None
         try:
             if is_admin and self._admin_elsewhere:
                 raise PermissionDeniedError(ADMIN_ELSEWHERE)
-            if len(shown) > 1 and self._tokens is not None:
-                raise UnauthenticatedError(SEVERAL_TOKENS)
-            authorization = shown[0] if shown else None
-            bearer = self._bearer(role, authorization)
+            if tokens is not None:
+                if len(shown) > 1:
+                    raise UnauthenticatedError(SEVERAL_TOKENS)
+                if role is not None:
+                    bearer = Bearer(holder=tokens.admit(authorization, role), tokens=tokens)
         except InferenceError as error:
             self._count(error)
             raise
         rights_now = None
         if bearer is not None:
             rights = bearer.holder.rights
-        elif self._tokens is None:
+        elif tokens is None:
             rights = None
         else:
-            rights_now = partial(self._tokens.rights_of, authorization)
+            rights_now = partial(tokens.rights_of, authorization)
             rights = rights_now()
-        return Pass(
+        return AccessGrant(
             bearer,
             rights=rights,
             rights_now=rights_now,
             views=self._views,
-            shares=None if role is None else self._shares,  # health is free
+            shares=None if role is None else self._shares,  # health calls are not limited
             may_share=bearer is None or not self._shared_memory or bearer.holder.may(Role.SHARED_MEMORY),
-            asks_for_tokens=self._tokens is not None,
+            requires_token=tokens is not None,
             count=self._count,
         )
 
-    def _bearer(self, role: Role | None, authorization: bytes | None) -> Bearer | None:
-        if self._tokens is None or role is None:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bearer:
+    """A caller with an accepted token.
+
+    Attributes:
+        holder: of the token.
+        tokens: the file's tokens, which must still contain it.
+    """
+
+    holder: TokenHolder
+    tokens: Tokens
+
+    def check(self) -> None:
+        """Check that the token is still valid.
+
+        Raises:
+            UnauthenticatedError: it has been revoked, or has expired.
+        """
+        self.tokens.check(self.holder)
+
+
+class AccessGrant:
+    """What an admitted caller may do: in all calls of a connection with the same headers, or in one HTTP request.
+
+    Attributes:
+        is_counted: `charge` must be called before each call: it is limited, or its token may expire meanwhile.
+        sees_all: no model is hidden.
+        is_trusted: a token was accepted, or none is required on this port.
+    """
+
+    def __init__(
+        self,
+        bearer: Bearer | None,
+        *,
+        rights: ModelRights | None,
+        rights_now: Callable[[], ModelRights | None] | None = None,
+        views: ServiceViews,
+        shares: ClientAllowances | None,
+        may_share: bool,
+        requires_token: bool,
+        count: Count,
+    ) -> None:
+        """A grant.
+
+        Args:
+            bearer: of a token; None where the call requires none.
+            rights: the models that may be used; None stands for all.
+            rights_now: reads the rights again, of a caller that needs no token and may have sent one; None without tokens.
+            views: restricted services, by rights.
+            shares: that calls are charged to; None charges nothing.
+            may_share: whether requests may name shared memory.
+            requires_token: whether calls that are not open to all require one.
+            count: called with each refusal.
+        """
+        self._bearer = bearer
+        self._rights = rights
+        self._rights_now = rights_now
+        self._views = views
+        self._shares = shares
+        self._may_share = may_share
+        self._count = count
+        self.sees_all = rights is None
+        self.is_trusted = bearer is not None or not requires_token
+        self.is_counted = shares is not None or (bearer is not None and bearer.holder.expires_s is not None)
+
+    def service(self, service: Service) -> Service:
+        """A service, restricted to the models that the caller may use."""
+        return service if self._rights is None else self._views.of(service, self._rights)
+
+    def check(self) -> None:
+        """Check that the caller would be admitted now: its request may arrive long after its headers.
+
+        Raises:
+            UnauthenticatedError: the token is no longer valid.
+        """
+        try:
+            if self._bearer is not None:
+                self._bearer.check()
+        except InferenceError as error:
+            self._count(error)
+            raise
+
+    def unary(self, method: UnaryMethod) -> UnaryMethod:
+        """A method that checks the token again when the request has arrived."""
+        return method if self._bearer is None else replace(method, answer=partial(_checked_answer, self.check, method.answer))
+
+    def stream(self, method: StreamMethod) -> StreamMethod:
+        """A method that checks again: the token with each request and at their end, or without a token the rights with each
+        answer.
+        """
+        if self._bearer is None:
+            if self._rights_now is None:
+                return method
+            return replace(method, answer=lambda requests: self._while_rights_last(method.answer(requests)))
+        return replace(method, answer=lambda requests: method.answer(_checked_requests(self.check, requests)))
+
+    def charge(self, peer: str) -> None:
+        """Charge one call before anything is done for it; gRPC inference is charged with each request (see `inference`).
+
+        Args:
+            peer: the client's address, with its port.
+
+        Raises:
+            UnauthenticatedError: the token is no longer valid.
+            RateLimitedError: the client is over its limit.
+        """
+        share = self._share(peer)
+        try:
+            if self._bearer is not None:
+                self._bearer.check()
+            if share is not None:
+                share.charge()
+        except InferenceError as error:
+            self._count(error)
+            raise
+
+    def inference(self, inference: WatchableInference, peer: str, *, is_charged: bool = False) -> WatchableInference:
+        """The entry for inference requests: the given one if there is nothing to check.
+
+        Args:
+            inference: answers requests.
+            peer: the client's address, with its port.
+            is_charged: the requests have been charged already.
+        """
+        share, bearer = self._share(peer), self._bearer
+        if bearer is None and share is None:
+            return inference
+        check = None if bearer is None else bearer.check
+        return GatedInference(
+            inference, share=share, check=check, may_share=self._may_share, count=self._count, is_charged=is_charged
+        )
+
+    async def _while_rights_last(self, answers: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        """Answers to a watch, such as of a model's health, until the caller's rights change."""
+        async for answer in answers:
+            if self._rights_now is not None and self._rights_now() != self._rights:
+                raise UnauthenticatedError(CHANGED_TOKEN)
+            yield answer
+
+    def _share(self, peer: str) -> ClientAllowance | None:
+        if self._shares is None:
             return None
-        return Bearer(holder=self._tokens.admit(authorization, role), tokens=self._tokens)
+        # A name in the token file has no colon, so that it cannot equal an address's key.
+        return self._shares.of(f"address:{network_of(peer)}" if self._bearer is None else self._bearer.holder.name)
+
+
+class ServiceViews:
+    """Services restricted to some models, one for all callers with the same rights. On the event loop only."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Service, ModelRights], LimitedService] = {}
+
+    def of(self, service: Service, rights: ModelRights) -> Service:
+        view = self._made.get((service, rights))
+        if view is None:
+            view = self._made[service, rights] = LimitedService(service, rights.allow)
+        return view
+
+    def keep(self, rights: Iterable[ModelRights | None]) -> None:
+        """Close the views of all other rights."""
+        kept = set(rights)
+        for key in [key for key in self._made if key[1] not in kept]:
+            self._made.pop(key).close()
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+def _checked_answer(check: Callable[[], None], answer: Callable[[Any], Message], request: Message) -> Message:
+    check()
+    return answer(request)
+
+
+async def _checked_requests(check: Callable[[], None], requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        check()
+        yield request
+    check()  # a method may act only once it knows that its request was the last one

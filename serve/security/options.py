@@ -1,4 +1,4 @@
-"""How a server is guarded."""
+"""How a server is guarded: TLS, tokens, the admin port, and limits of each client. All of it is off by default."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class SecurityError(Exception):
+    """A security setting or one of its files cannot be used; the text names the file and says what to do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
     """The files of an encrypted server. They may change while it runs.
 
     Attributes:
-        certificate: PEM file with the server's certificate, and after it those that lead to its authority.
+        certificate: PEM file with the server's certificate, followed by its chain.
         key: PEM file with the certificate's private key, without a pass phrase.
-        client_authorities: PEM file with the certificates that may have signed a client's; clients must show one then (mTLS).
+        client_authorities: PEM file with the authorities that sign clients' certificates; clients must show one then (mTLS).
             None asks clients for no certificate.
     """
 
@@ -21,15 +25,19 @@ class TlsOptions:
     key: Path
     client_authorities: Path | None = None
 
+    @property
+    def files(self) -> list[Path]:
+        return [path for path in (self.certificate, self.key, self.client_authorities) if path is not None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """What one client may take: one token where there are tokens, one address where there are none.
+    """Limits of one client: one token where tokens are required, otherwise one address.
 
     Attributes:
-        requests_per_s: in the long run; None sets no bound.
+        requests_per_s: in the long run; None is no limit.
         burst: requests at once after a pause; None stands for one second's worth, and at least one.
-        max_concurrent: inference requests in progress; None sets no bound.
+        max_concurrent: inference requests in progress; None is no limit.
     """
 
     requests_per_s: float | None = None
@@ -39,15 +47,15 @@ class ClientLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SecurityOptions:
-    """How a server is guarded. All of it is off unless asked for.
+    """How a server is guarded.
 
     Attributes:
         tls: encrypts gRPC and HTTP; None leaves both plain.
-        token_file: hashed bearer tokens, one a line (see `token_file`); None lets anybody in.
-        admin_port: where the RPCs that change the server are served alone; 0 finds a free one, None has no such port.
-        admin_socket: the same as a Unix socket that only the server's own user can open. One of the two at most.
-        client_limits: what one client may take; None sets no bounds.
-        watch_s: seconds between two looks at the files.
+        token_file: hashed bearer tokens, one a line (see `tokens`); None requires no token.
+        admin_port: the only port with the RPCs that change the server; 0 finds a free one, None has no such port.
+        admin_socket: the same as a Unix socket that only the server's own user can open. At most one of the two.
+        client_limits: limits of each client; None is no limit.
+        watch_s: seconds between two checks of the files.
     """
 
     tls: TlsOptions | None = None
@@ -56,3 +64,23 @@ class SecurityOptions:
     admin_socket: Path | None = None
     client_limits: ClientLimits | None = None
     watch_s: float = 1.0
+
+    @property
+    def files(self) -> list[Path]:
+        of_tls = [] if self.tls is None else self.tls.files
+        return of_tls if self.token_file is None else [*of_tls, self.token_file]
+
+    def check(self) -> None:
+        """Check that the settings fit together; the files are not read.
+
+        Raises:
+            SecurityError: two settings contradict each other, or a limit is not positive.
+        """
+        if self.admin_port is not None and self.admin_socket is not None:
+            raise SecurityError("an admin port and an admin socket are both asked for; expected one of the two")
+        limits = self.client_limits or ClientLimits()
+        for name, value in vars(limits).items():
+            if value is not None and not value > 0:
+                raise SecurityError(f"the client limit {name} is {value:g}, expected more than 0; leave it out for no limit")
+        if limits.burst is not None and limits.requests_per_s is None:
+            raise SecurityError("the client limit burst means nothing without requests_per_s; give both")

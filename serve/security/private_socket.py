@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-OWN_USER = 0o077  # what is taken away from others
+OTHER_USERS = 0o077
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Whatever is made meanwhile can be opened by this user alone; from its first moment, not from a later chmod on."""
-    before = os.umask(OWN_USER)
+    """Files made inside this context are never accessible to other users, not even before a chmod."""
+    before = os.umask(OTHER_USERS)
     try:
         yield
     finally:
@@ -23,10 +23,10 @@ def private_files() -> Iterator[None]:
 
 
 def private_socket(path: Path) -> socket.socket:
-    """A bound Unix socket. One that a server has left there, and that nobody listens on, gives way.
+    """A bound Unix socket. An abandoned socket file, one without a listener, is replaced.
 
     Raises:
-        OSError: somebody listens there, it is another kind of file, or the folder cannot be written.
+        OSError: another server listens there, the path is another kind of file, or the folder cannot be written.
     """
     _remove_abandoned(path)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -42,7 +42,7 @@ def private_socket(path: Path) -> socket.socket:
 def _remove_abandoned(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            return  # to bind says what is wrong
+            return  # bind reports it
     except OSError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -1,20 +1,25 @@
-"""Which role each method and each path takes.
+"""Authorization: the role that each method and path requires, and the models that a token may use.
 
-What is not listed takes the highest: a new method is closed until it is listed.
+A method or path that is not listed requires the highest role.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from serve.security.options import SecurityError
 
 SERVICE = "inference.GRPCInferenceService"
+MAX_PATTERN = 255  # the length of the longest model name
 
 
 class Role(StrEnum):
     """What the holder of a token may do.
 
-    INFER: ask models, and look at what they are. METRICS: read the metrics. SHARED_MEMORY: register memory of the server's
+    INFER: send inference requests, and read metadata. METRICS: read the metrics. SHARED_MEMORY: register memory of the server's
     machine, and infer from it. ADMIN: all of these, and change what is served, logged and traced.
     """
 
@@ -35,21 +40,19 @@ OPEN_METHODS = frozenset(
 ADMIN_METHODS = frozenset(
     f"/{SERVICE}/{name}" for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
 )
+INFER_METHODS = (
+    "ModelInfer",
+    "ModelStreamInfer",
+    "ModelReady",
+    "ServerMetadata",
+    "ModelMetadata",
+    "ModelConfig",
+    "ModelStatistics",
+    "RepositoryIndex",
+)
 ROLES: dict[str, Role] = {
     **dict.fromkeys(ADMIN_METHODS, Role.ADMIN),
-    **{
-        f"/{SERVICE}/{name}": Role.INFER
-        for name in (
-            "ModelInfer",
-            "ModelStreamInfer",
-            "ModelReady",
-            "ServerMetadata",
-            "ModelMetadata",
-            "ModelConfig",
-            "ModelStatistics",
-            "RepositoryIndex",
-        )
-    },
+    **{f"/{SERVICE}/{name}": Role.INFER for name in INFER_METHODS},
     **{
         f"/{SERVICE}/{kind}SharedMemory{what}": Role.SHARED_MEMORY
         for kind in ("System", "Cuda")
@@ -59,7 +62,7 @@ ROLES: dict[str, Role] = {
 }
 OPEN_PATHS = re.compile("/v2/health/(live|ready)")
 ADMIN_PATHS = re.compile("/v2/repository/models/.*|/v2/logging|/v2(/models/.*)?/trace/setting")
-# In this order: the first that fits holds.
+# The first match decides.
 PATHS: tuple[tuple[re.Pattern[str], Role], ...] = (
     (ADMIN_PATHS, Role.ADMIN),
     (re.compile("/metrics"), Role.METRICS),
@@ -70,12 +73,44 @@ PATHS: tuple[tuple[re.Pattern[str], Role], ...] = (
 
 
 def method_role(path: str) -> Role | None:
-    """The role that an RPC takes, by its path; None where it is open to all."""
+    """The role that an RPC requires, by its path; None if it is open to all."""
     return None if path in OPEN_METHODS else ROLES.get(path, Role.ADMIN)
 
 
 def path_role(path: str) -> Role | None:
-    """The role that an HTTP path takes; None where it is open to all."""
+    """The role that an HTTP path requires; None if it is open to all."""
     if OPEN_PATHS.fullmatch(path):
         return None
     return next((role for pattern, role in PATHS if pattern.fullmatch(path)), Role.ADMIN)
+
+
+@dataclass(frozen=True)
+class ModelRights:
+    """A set of models, by patterns of their names.
+
+    Attributes:
+        patterns: names, or case-sensitive shell patterns with *, ? and [...]; the empty tuple matches no model.
+    """
+
+    patterns: tuple[str, ...]
+
+    def allow(self, name: str) -> bool:
+        return name in self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+NO_MODELS = ModelRights(())
+
+
+def model_rights(patterns: list[str]) -> ModelRights | None:
+    """The rights that patterns grant; None, which is all models, without any pattern.
+
+    Raises:
+        SecurityError: a pattern cannot stand in the token file.
+    """
+    for text in patterns:
+        if not (text.isprintable() and 0 < len(text) <= MAX_PATTERN and not any(map(str.isspace, text))):
+            raise SecurityError(
+                f"model {text[:40]!r} is neither a name nor a pattern; expected up to {MAX_PATTERN} characters without "
+                "spaces, such as 'digits*' ('?' stands for any one character, a space too)"
+            )
+    return ModelRights(tuple(sorted(set(patterns)))) if patterns else None

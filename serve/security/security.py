@@ -1,4 +1,4 @@
-"""All that guards one server, put together from its options."""
+"""Everything that guards one server, built from its options."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from functools import partial
 from pathlib import Path
 
 from serve.engine.errors import InferenceError
-from serve.security.client_limits import Shares
-from serve.security.clock_watch import ClockWatch
-from serve.security.file_watch import FileWatch
+from serve.security.client_limits import ClientAllowances
+from serve.security.file_reload import ClockWatch, FileWatch
 from serve.security.gate import Gate
-from serve.security.option_checks import check_options, files_of
 from serve.security.options import SecurityOptions
-from serve.security.tls import Tls
+from serve.security.tls import ServerTls
 from serve.security.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
-    """What stands before one listening port.
+class PortSecurity:
+    """What guards one listening port.
 
     Attributes:
-        gate: is asked for each call; None lets everything in.
-        tls: encrypts; None leaves it plain.
+        gate: admits calls; None admits every call.
+        tls: encrypts; None leaves the port plain.
         socket: the path of a Unix socket to listen on, in place of a host and a port.
         option: names the port in the text of a BindError.
     """
 
     gate: Gate | None = None
-    tls: Tls | None = None
+    tls: ServerTls | None = None
     socket: Path | None = None
     option: str = "--grpc-port"
 
@@ -47,9 +45,9 @@ class Security:
     """Lives on the event loop.
 
     Attributes:
-        main: before gRPC and HTTP.
-        admin: before the port or socket for what changes the server; None where there is none.
-        admin_port: to listen on, where there is one and it is no socket.
+        main: guards gRPC and HTTP.
+        admin: guards the port or socket for the RPCs that change the server; None without one.
+        admin_port: to listen on; None without one.
     """
 
     def __init__(
@@ -63,61 +61,57 @@ class Security:
         """Read the files.
 
         Args:
-            options: what is asked for.
-            count: is told of calls that were refused.
-            shared_memory: whether the server takes tensors from there.
-            clock: seconds since the epoch, by which tokens end.
+            options: what to guard, and how.
+            count: called with each refusal.
+            shared_memory: whether the server reads tensors from shared memory.
+            clock: seconds since the epoch, by which tokens expire.
 
         Raises:
             SecurityError: a file or a setting cannot be used.
         """
-        check_options(options)
-        # Before the files are read: what changes while they are is seen at the next look.
-        paths = files_of(options)
+        options.check()
+        # Made before the files are read, so that a change during the read is noticed.
+        paths = options.files
         self._files = FileWatch(paths, options.watch_s, lambda again: self.reload(again=again))
         self._clock = ClockWatch(options.watch_s, self._look_at_clock)
-        self._tls = None if options.tls is None else Tls(options.tls)
+        self._tls = None if options.tls is None else ServerTls(options.tls)
         self._tokens = None if options.token_file is None else Tokens(options.token_file, clock)
         self._has_files = bool(paths)
-        shares = None if options.client_limits is None else Shares(options.client_limits)
+        shares = None if options.client_limits is None else ClientAllowances(options.client_limits)
         has_admin = options.admin_port is not None or options.admin_socket is not None
         make = partial(Gate, tokens=self._tokens, count=count, shared_memory=shared_memory)
         is_gated = self._tokens is not None or shares is not None or has_admin
-        self.main = Guard(gate=make(shares=shares, admin_elsewhere=has_admin) if is_gated else None, tls=self._tls)
+        self.main = PortSecurity(gate=make(shares=shares, admin_elsewhere=has_admin) if is_gated else None, tls=self._tls)
         self.admin_port = options.admin_port
-        self.admin: Guard | None = None
+        self.admin: PortSecurity | None = None
         if options.admin_socket is not None:
-            # Who can open the socket is the server's own user: it could read the files as well.
-            self.admin = Guard(socket=options.admin_socket, option="--admin-socket")
+            # No gate: only the server's own user can open the socket, and could read the token file as well.
+            self.admin = PortSecurity(socket=options.admin_socket, option="--admin-socket")
         elif has_admin:
             gate = None if self._tokens is None else make(shares=None, admin_elsewhere=False)
-            self.admin = Guard(gate=gate, tls=self._tls, option="--admin-port")
+            self.admin = PortSecurity(gate=gate, tls=self._tls, option="--admin-port")
         self._gates = [guard.gate for guard in (self.main, self.admin) if guard is not None and guard.gate is not None]
 
     def start(self) -> None:
-        """Begin to look after the files."""
+        """Start to watch the files and the clock."""
         if self._has_files:
             self._files.start()
             self._clock.start()
 
-    def reload_on_hang_up(self) -> None:
-        """Read the files again on SIGHUP, which would end the process: to be called before models are loaded."""
-        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError, AttributeError):  # Windows, or no main thread
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-
     def close(self) -> None:
-        """End that."""
         self._files.close()
         self._clock.close()
 
+    def reload_on_hang_up(self) -> None:
+        """Read the files again on SIGHUP, which would end the process; call it before models are loaded."""
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError, AttributeError):  # Windows, or no main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+
     def reload(self, *, again: bool = False) -> bool:
-        """Read all files again. What cannot be used stays as it was, and is logged.
+        """Read all files again; returns whether all could be used. Those that could not are logged, and change nothing.
 
         Args:
-            again: nobody has asked for it: what was logged the last time is not repeated.
-
-        Returns:
-            Whether all of them could be used.
+            again: an automatic retry, which does not log the same error twice.
         """
         if self._tls is not None:
             self._tls.reload(again=again)
@@ -126,14 +120,16 @@ class Security:
         return not any(one.is_stale for one in (self._tls, self._tokens) if one is not None)
 
     def warn_if_exposed(self, host: str) -> None:
-        """Say what a server lacks that others than this machine can reach."""
+        """Warn if other machines can reach the server and it lacks TLS or authentication."""
         if _is_loopback(host):
             return
-        is_known = self._tokens is not None or (self._tls is not None and self._tls.asks_clients)
-        missing = [what for what, there in (("TLS (--tls-cert)", self._tls), ("tokens (--token-file)", is_known)) if not there]
+        authenticates = self._tokens is not None or (self._tls is not None and self._tls.asks_clients)
+        missing = [
+            what for what, there in (("TLS (--tls-cert)", self._tls), ("tokens (--token-file)", authenticates)) if not there
+        ]
         if missing:
             logger.warning(
-                "listening on %s without %s: whoever reaches this address can read and send requests; "
+                "listening on %s without %s: any client that reaches this address can read and send requests; "
                 "use 127.0.0.1, or see docs/security.md",
                 host,
                 " and without ".join(missing),

@@ -1,4 +1,4 @@
-"""The supervisor's program: python -m serve.supervisor PLAN COMMAND ... (`launch` starts it, nobody else)."""
+"""The supervisor's program: python -m serve.supervisor PLAN COMMAND ... (started by `launch`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-from serve.log_lines import log_to_standard_error
-from serve.supervisor.handover import Plan
+from serve.log_handler import log_to_standard_error
+from serve.supervisor.handover import SupervisorPlan
 from serve.supervisor.supervisor import Supervisor
 
 
 def main(text: str, *command: str) -> int:
     """Supervise until the end; the exit code."""
     log_to_standard_error()
-    logging.raiseExceptions = False  # where nobody reads standard error any more, models are served all the same
-    plan = Plan.from_text(text)
+    logging.raiseExceptions = False  # a closed standard error must not end the supervisor
+    plan = SupervisorPlan.from_text(text)
     try:
         return Supervisor(plan, command).run()
     finally:

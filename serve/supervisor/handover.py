@@ -1,4 +1,4 @@
-"""What one process tells the next of the files that it leaves open for it."""
+"""What the command hands to its supervisor, and the supervisor to each worker: open file descriptors, as JSON."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 from typing import Any, NamedTuple
 
 VARIABLE = "HALFSERVE_SUPERVISED"
+LOST_DEVICE_CODE = 75  # EX_TEMPFAIL: the worker's exit code after a device was lost; the next process can use it again
 
 GRPC, HTTP, METRICS, ADMIN = "grpc", "http", "metrics", "admin"
-Sockets = dict[str, list[int]]  # file descriptors of listening sockets, by what they are for
+Sockets = dict[str, list[int]]  # file descriptors of listening sockets, by purpose
 
 
 class Handover(NamedTuple):
     """What a supervisor gives a worker, in an environment variable.
 
     Attributes:
-        sockets: that listen.
-        lifeline: the reading end of a pipe that nobody writes to. It ends when the supervisor does.
-        ready: the writing end of a pipe; a byte says that the worker takes requests.
+        sockets: listening sockets.
+        lifeline: reading end of a pipe that is never written; it ends when the supervisor ends.
+        ready: writing end of a pipe; the worker writes one byte once it accepts requests.
         restarts: how many workers there were before.
     """
 
@@ -27,50 +28,48 @@ class Handover(NamedTuple):
     restarts: int
 
     def to_text(self) -> str:
-        """As the variable's value."""
         return json.dumps(self._asdict())
 
     @classmethod
     def from_text(cls, text: str) -> Handover:
-        """The reverse.
+        """Parse the environment variable.
 
         Raises:
-            ValueError: it is nothing of the kind.
+            ValueError: the text is not a handover.
         """
-        told = _fields(text, cls._fields)
-        numbers = told["lifeline"], told["ready"], told["restarts"]
+        fields = _fields(text, cls._fields)
+        numbers = fields["lifeline"], fields["ready"], fields["restarts"]
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("a descriptor is no number")
-        return cls(told["sockets"], *numbers)
+        return cls(fields["sockets"], *numbers)
 
 
-class Plan(NamedTuple):
-    """What the command tells the supervisor that it becomes.
+class SupervisorPlan(NamedTuple):
+    """What the command gives the supervisor that it becomes, as an argument.
 
     Attributes:
-        sockets: that listen.
-        socket_path: of a Unix socket among them, to be removed in the end.
+        sockets: listening sockets.
+        socket_path: of the Unix socket among them, which the supervisor removes at its end.
     """
 
     sockets: Sockets
     socket_path: str | None
 
     def to_text(self) -> str:
-        """As an argument."""
         return json.dumps(self._asdict())
 
     @classmethod
-    def from_text(cls, text: str) -> Plan:
-        """The reverse.
+    def from_text(cls, text: str) -> SupervisorPlan:
+        """Parse the argument.
 
         Raises:
-            ValueError: it is nothing of the kind.
+            ValueError: the text is not a plan.
         """
         return cls(**_fields(text, cls._fields))
 
 
 def _fields(text: str, names: tuple[str, ...]) -> dict[str, Any]:
-    told = json.loads(text)
-    if not isinstance(told, dict) or set(told) != set(names) or not isinstance(told["sockets"], dict):
+    content = json.loads(text)
+    if not isinstance(content, dict) or set(content) != set(names) or not isinstance(content["sockets"], dict):
         raise ValueError(f"expected a JSON object with {', '.join(names)}")
-    return told
+    return content

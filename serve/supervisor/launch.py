@@ -1,18 +1,23 @@
-"""Turn the command that was called into a supervisor."""
+"""In the server command: become its supervisor, or take over what a supervisor has given."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from serve.supervisor.handover import Plan
+from serve.engine.errors import FailedPreconditionError
+from serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
 from serve.transports.listening import Address, close, listen
 
-SERVE_ROOT = Path(__file__).parents[2]  # the folder that the package `serve` lies in
+logger = logging.getLogger(__name__)
+
+SERVE_ROOT = Path(__file__).parents[2]  # the folder that holds the package `serve`
 HELD_BACK = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -22,7 +27,7 @@ def become_supervisor(addresses: Mapping[str, Address]) -> None:
     A fresh interpreter without this one's imports needs a quarter of its memory. Does not return.
 
     Args:
-        addresses: to listen on, by what they are for.
+        addresses: to listen on, by purpose.
 
     Raises:
         BindError: an address is in use, not this machine's, or not allowed; then none is listened on.
@@ -32,7 +37,7 @@ def become_supervisor(addresses: Mapping[str, Address]) -> None:
         for name, address in addresses.items():
             opened[name] = listen(address)
         paths = [str(address.path.absolute()) for address in addresses.values() if address.path is not None]
-        plan = Plan(
+        plan = SupervisorPlan(
             sockets={name: [one.fileno() for one in sockets] for name, sockets in opened.items()},
             socket_path=paths[0] if paths else None,
         )
@@ -40,17 +45,78 @@ def become_supervisor(addresses: Mapping[str, Address]) -> None:
             one.set_inheritable(True)
         sys.stdout.flush()
         sys.stderr.flush()
-        # What comes from here on is taken once the supervisor can.
+        # Signals that arrive from here on are delivered once the supervisor handles them.
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         os.execv(sys.executable, supervisor_command(plan))  # noqa: S606  (our own program, and no shell)
-    finally:  # only where it did not come to that
+    finally:  # reached only on failure
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
         for sockets in opened.values():
             close(sockets)
 
 
-def supervisor_command(plan: Plan) -> list[str]:
-    """What starts the supervisor of this process's own command."""
-    # The current folder is no place for modules, unless our own lie there.
+def supervisor_command(plan: SupervisorPlan) -> list[str]:
+    # -P: modules in the current folder must not hide ours, unless it is the folder that ours are in.
     safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
     return [sys.executable, *safe, "-m", "serve.supervisor", plan.to_text(), sys.executable, *sys.orig_argv[1:]]
+
+
+class SupervisorLink:
+    """A worker's connection to its supervisor; lives on the event loop.
+
+    Attributes:
+        sockets: listening sockets, by purpose.
+        restarts: how many workers there were before.
+    """
+
+    def __init__(self, sockets: Mapping[str, Sequence[socket.socket]], lifeline: int, ready: int, restarts: int) -> None:
+        self.sockets = sockets
+        self.restarts = restarts
+        self._lifeline = lifeline
+        self._ready: int | None = ready
+
+    def on_supervisor_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the supervisor has ended, a crash included."""
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(self._lifeline)
+            logger.warning("the supervisor has ended; what was taken is answered, and this server ends too")
+            callback()
+
+        loop.add_reader(self._lifeline, ended)
+
+    def report_ready(self) -> None:
+        """Report to the supervisor that requests are accepted; later calls do nothing."""
+        if self._ready is None:
+            return
+        try:
+            os.write(self._ready, b"\n")
+        except BrokenPipeError:
+            pass  # the supervisor has ended, which `on_supervisor_end` handles
+        finally:
+            os.close(self._ready)
+            self._ready = None
+
+
+def take_over(environment: MutableMapping[str, str]) -> SupervisorLink | None:
+    """The link to the supervisor that started this process; None without one. Child processes inherit nothing of it.
+
+    Raises:
+        FailedPreconditionError: the variable is set, and not by a supervisor.
+    """
+    text = environment.pop(VARIABLE, None)
+    if text is None:
+        return None
+    try:
+        given = Handover.from_text(text)
+        for descriptor in (given.lifeline, given.ready):
+            os.set_inheritable(descriptor, False)
+        sockets = {name: [socket.socket(fileno=number) for number in numbers] for name, numbers in given.sockets.items()}
+        for one in (one for opened in sockets.values() for one in opened):
+            one.set_inheritable(False)
+    except (ValueError, TypeError, OSError) as error:
+        raise FailedPreconditionError(
+            f"the environment variable {VARIABLE} is not what a supervisor has set ({error}); unset it, "
+            "and use --supervise to start one"
+        ) from None
+    return SupervisorLink(sockets, given.lifeline, given.ready, given.restarts)

@@ -16,10 +16,9 @@ from serve.protocol.inference_stream import InferenceStream
 from serve.protocol.messages import parse
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
 from serve.protocol.status import status_of
-from serve.security.gate import Gate
-from serve.security.gate_pass import Pass
+from serve.security.gate import AccessGrant, Gate
 from serve.security.private_socket import private_files
-from serve.security.security import Guard
+from serve.security.security import PortSecurity
 from serve.transports.grpc_framing import cut_details
 from serve.transports.listening import Address, BindError, address_of, close, listen
 
@@ -39,9 +38,9 @@ Context = Any  # grpc.aio.ServicerContext; grpcio ships no types
 
 
 class GrpcioServer:
-    def __init__(self, service: Service, host: str, port: int, *, guard: Guard | None = None) -> None:
+    def __init__(self, service: Service, host: str, port: int, *, guard: PortSecurity | None = None) -> None:
         self._service = service
-        self._guard = guard or Guard()
+        self._guard = guard or PortSecurity()
         self._host, self._port = host, port
         self._server: Any = None
 
@@ -99,7 +98,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
                 return grpc.stream_stream_rpc_method_handler(_refused(error))
         return self._handlers.get(method) or grpc.stream_stream_rpc_method_handler(_unsupported(method))
 
-    def _guarded(self, given: Pass, method: str) -> Any:
+    def _guarded(self, given: AccessGrant, method: str) -> Any:
         """The handler for a permitted call. It is made per call, because the peer is known only inside the call."""
         service = self._service if given.sees_all else given.service(self._service)
         if method == INFER_PATH:
@@ -113,7 +112,7 @@ class _Methods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
         return grpc.stream_stream_rpc_method_handler(_unsupported(method))
 
 
-def _unary_handler(method: UnaryMethod, given: Pass | None = None) -> Any:
+def _unary_handler(method: UnaryMethod, given: AccessGrant | None = None) -> Any:
     async def handle(data: bytes, context: Context) -> bytes:
         try:
             if given is not None:
@@ -125,7 +124,7 @@ def _unary_handler(method: UnaryMethod, given: Pass | None = None) -> Any:
     return grpc.unary_unary_rpc_method_handler(handle)
 
 
-def _stream_handler(method: StreamMethod, given: Pass | None = None) -> Any:
+def _stream_handler(method: StreamMethod, given: AccessGrant | None = None) -> Any:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         try:
             if given is not None:
@@ -139,7 +138,7 @@ def _stream_handler(method: StreamMethod, given: Pass | None = None) -> Any:
     return grpc.stream_stream_rpc_method_handler(handle)
 
 
-def _infer(service: Service, given: Pass | None = None) -> Callable[[bytes, Context], Awaitable[bytes]]:
+def _infer(service: Service, given: AccessGrant | None = None) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def handle(data: bytes, context: Context) -> bytes:
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -167,7 +166,7 @@ def _infer(service: Service, given: Pass | None = None) -> Callable[[bytes, Cont
     return handle
 
 
-def _inference(service: Service, context: Context, given: Pass | None) -> AnyInference:
+def _inference(service: Service, context: Context, given: AccessGrant | None) -> AnyInference:
     """The inference entry of one call, with its permissions and observer applied."""
     observer = service.observability.observer
     inference: WatchableInference = service.inference if given is None else given.inference(service.inference, _peer(context))
@@ -188,7 +187,7 @@ def _authorization(call: Any) -> list[bytes]:
 
 
 def _infer_stream(
-    service: Service, given: Pass | None = None
+    service: Service, given: AccessGrant | None = None
 ) -> Callable[[AsyncIterator[bytes], Context], AsyncIterator[bytes]]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         answers: asyncio.Queue[bytes | None] = asyncio.Queue()

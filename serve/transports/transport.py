@@ -9,7 +9,7 @@ from typing import Protocol
 
 from serve.protocol.service import Service
 from serve.security.memory_budget import MemoryBudget
-from serve.security.security import Guard
+from serve.security.security import PortSecurity
 from serve.transports.listener import ConnectionLimit
 
 
@@ -42,7 +42,7 @@ def make_transport(
     service: Service,
     host: str,
     port: int,
-    guard: Guard | None = None,
+    guard: PortSecurity | None = None,
     listening: Sequence[socket.socket] = (),
     *,
     connections: ConnectionLimit | None = None,
@@ -60,7 +60,7 @@ def make_transport(
         connections: limit over all servers of the process (NGHTTP2).
         budget: memory shared by all servers of the process (NGHTTP2).
     """
-    guard = guard or Guard()
+    guard = guard or PortSecurity()
     if name is TransportName.NGHTTP2:
         from serve.transports.nghttp2.server import Nghttp2Server  # noqa: PLC0415  (imported only if chosen)
 

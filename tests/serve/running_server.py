@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import Model
-from serve.observability.options import ObserveOptions
+from serve.observability.settings import ObserveOptions
 from serve.protocol.service import Service
 from serve.transports.grpcio_server import GrpcioServer
 from serve.transports.nghttp2.server import Nghttp2Server

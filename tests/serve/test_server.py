@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,13 +22,26 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import trustme
+from typer.testing import CliRunner
 
+import halfserve
 from protos import inference_pb2 as pb
 from serve.client import InferenceClient, InferenceClientError, RetryPolicy
+from serve.client.connection.address import target_of
 from serve.client.connection.tls import Tls
+from serve.http.options import HttpOptions
+from serve.security.options import SecurityOptions
+from serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
+from serve.startup_report import StartupReport, print_text
+from serve.transports.listening import Address
 from tests.models import save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
+HOST = "127.0.0.1"
+GRPC = {"grpc": Address(HOST, 1, "--grpc-port")}
+HTTP = {"http": Address(HOST, 2, "--http-port")}
+METRICS = {"metrics": Address(HOST, 3, "--metrics-port")}
+FAULT = "CUDA failure 700: an illegal memory access was encountered"
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -65,18 +79,31 @@ def test_the_runtime_counts_nothing_for_its_makers(mlp: Path, tmp_path: Path, mo
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["halfserve"]
 
 
-@pytest.mark.parametrize("option", [("--http-port", "0"), ("--metrics-port", "0"), ("--http-allowed-host", "a.example")])
-def test_options_of_http_are_not_taken_without_it(mlp: Path, option: tuple[str, str]) -> None:
-    code, text = refused(mlp, "--no-http", *option)
-    assert code == 2
-    assert f"{option[0]} means nothing with --no-http, which has no metrics either; leave one of them out" in text
+WITHOUT_HTTP = "means nothing with --no-http, which has no metrics either; leave one of them out"
+TOO_LARGE = "Input should be less than or equal to "
 
 
-@pytest.mark.parametrize("option", ["--max-batch-size", "--max-queue-delay-us", "--threads"])
-def test_numbers_that_are_too_large_are_wrong_usage(mlp: Path, option: str) -> None:
-    code, text = refused(mlp, option, "1" + 20 * "0")
-    assert code == 2
-    assert f"Invalid value for '{option}': Input should be less than or equal to " in text
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "Missing argument 'PATH'"),
+        (["x", "--grpc-port", "99999"], "Invalid value for '--grpc-port'"),
+        (["x", "--turbo"], "No such option: --turbo"),
+        (["x", "--cpu", "--require-gpu"], "--cpu and --require-gpu exclude each other"),
+        (["x", "--tls-cert", "cert.pem"], "TLS takes --tls-cert and --tls-key together"),
+        (["x", "--load-model", "m"], "--load-model and --model-uploads need --model-control explicit"),
+        (["x", "--no-http", "--http-port", "0"], f"--http-port {WITHOUT_HTTP}"),
+        (["x", "--no-http", "--metrics-port", "0"], f"--metrics-port {WITHOUT_HTTP}"),
+        (["x", "--no-http", "--http-allowed-host", "a.example"], f"--http-allowed-host {WITHOUT_HTTP}"),
+        (["x", "--max-batch-size", "1" + 20 * "0"], f"Invalid value for '--max-batch-size': {TOO_LARGE}"),
+        (["x", "--max-queue-delay-us", "1" + 20 * "0"], f"Invalid value for '--max-queue-delay-us': {TOO_LARGE}"),
+        (["x", "--threads", "1" + 20 * "0"], f"Invalid value for '--threads': {TOO_LARGE}"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(halfserve.app, ["serve", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in result.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="Linux has it")
@@ -113,7 +140,7 @@ def test_connections_leave_files_for_models(repository: Path, tmp_path: Path) ->
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.parametrize("kind", ["gone", "full"])
-def test_serves_although_nobody_can_be_told(repository: Path, kind: str) -> None:
+def test_serves_although_the_report_cannot_be_written(repository: Path, kind: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as gone, Path("/dev/full").open("wb") as full:
@@ -139,7 +166,7 @@ def test_serves_although_nobody_can_be_told(repository: Path, kind: str) -> None
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux has it")
-@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [*(pytest.param(c, marks=pytest.mark.long) for c in ("<&-", ">&- 2>&-")), "<&- >&- 2>&-"])
 def test_no_file_of_the_server_gets_the_number_of_a_closed_standard_one(mlp: Path, tmp_path: Path, closed: str) -> None:
     path = tmp_path / "grpc.sock"
     command = shlex.join([*HALFSERVE, str(mlp), "--grpc-port", "0", "--no-http", "--admin-socket", str(path)])
@@ -224,8 +251,15 @@ def test_torch_is_not_imported(mlp: Path) -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize("supervise", [(), ("--supervise",)])
-@pytest.mark.parametrize("files", [8, 15])
+@pytest.mark.parametrize(
+    ("files", "supervise"),
+    [
+        (8, ("--supervise",)),
+        (15, ()),
+        pytest.param(8, (), marks=pytest.mark.long),
+        pytest.param(15, ("--supervise",), marks=pytest.mark.long),
+    ],
+)
 def test_a_limit_of_too_few_open_files_is_one_line(mlp: Path, files: int, supervise: tuple[str, ...]) -> None:
     command = ["/bin/sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *HALFSERVE, str(mlp), *supervise]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -243,7 +277,7 @@ def test_a_port_in_use_is_one_line(mlp: Path) -> None:
     assert expected in text
 
 
-def test_who_shows_no_token_is_not_let_in(mlp: Path, tmp_path: Path) -> None:
+def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     own = authority.issue_cert("127.0.0.1")
@@ -262,20 +296,73 @@ def test_who_shows_no_token_is_not_let_in(mlp: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("path", "text"),
     [
-        (["/no/such/place"], 1, "/no/such/place: not found; expected a model repository folder or an .onnx file"),
-        ([__file__], 1, "test_server.py: is not a readable ONNX file"),
-        ([Path(__file__).parent], 1, "no models in it; expected <model>/<version>/model.onnx"),
-        ([], 2, "Missing argument 'PATH'"),
-        (["x", "--grpc-port", "99999"], 2, "Invalid value for '--grpc-port'"),
-        (["x", "--turbo"], 2, "No such option: --turbo"),
-        (["x", "--cpu", "--require-gpu"], 2, "--cpu and --require-gpu exclude each other"),
-        (["x", "--tls-cert", "cert.pem"], 2, "TLS takes --tls-cert and --tls-key together"),
-        (["x", "--load-model", "m"], 2, "--load-model and --model-uploads need --model-control explicit"),
+        ("/no/such/place", "/no/such/place: not found; expected a model repository folder or an .onnx file"),
+        (__file__, "test_server.py: is not a readable ONNX file"),
+        (Path(__file__).parent, "no models in it; expected <model>/<version>/model.onnx"),
     ],
 )
-def test_wrong_use_is_told_what_to_do(arguments: list[str | Path], code: int, text: str) -> None:
-    given, message = refused(*arguments)
-    assert given == code
+def test_a_path_without_models_says_what_to_do(path: str | Path, text: str) -> None:
+    code, message = refused(path)
+    assert code == 1
     assert text in message
+
+
+@pytest.mark.parametrize(
+    ("http", "security", "expected"),
+    [
+        (None, SecurityOptions(), GRPC),
+        (HttpOptions(port=2, metrics_port=None), SecurityOptions(), GRPC | HTTP),
+        (HttpOptions(port=2, metrics_port=3), SecurityOptions(), GRPC | HTTP | METRICS),
+        (None, SecurityOptions(admin_port=0), GRPC | {"admin": Address(HOST, 0, "--admin-port")}),
+        (
+            None,
+            SecurityOptions(admin_socket=Path("/run/admin")),
+            GRPC | {"admin": Address(HOST, 0, "--admin-socket", Path("/run/admin"))},
+        ),
+    ],
+    ids=["grpc alone", "http", "metrics", "admin port", "admin socket"],
+)
+def test_everything_that_is_asked_for_is_listened_on(
+    http: HttpOptions | None, security: SecurityOptions, expected: dict[str, Address]
+) -> None:
+    assert addresses(ServerOptions(path=Path("m"), host=HOST, grpc_port=1, http=http, security=security)) == expected
+
+
+def test_a_supervised_server_leaves_soon_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    stop = asyncio.Event()
+    lost = LostDevice(stop, is_supervised=True)
+    assert (stop.is_set(), lost.shorten(30.0)) == (False, 30.0)
+    lost.check()
+    lost.report(FAULT)
+    lost.report(FAULT)
+    assert stop.is_set()
+    assert (lost.shorten(30.0), lost.shorten(0.5)) == (LOST_DEVICE_DRAIN_S, 0.5)
+    with pytest.raises(LostDeviceError, match=FAULT):
+        lost.check()
+    assert caplog.messages == ["a device computes for this process no more; another process takes over"]
+
+
+def test_any_other_server_goes_on_and_says_what_would_help(caplog: pytest.LogCaptureFixture) -> None:
+    stop = asyncio.Event()
+    lost = LostDevice(stop, is_supervised=False)
+    for _ in range(2):
+        lost.report(FAULT)
+    lost.check()
+    assert (stop.is_set(), lost.shorten(30.0)) == (False, 30.0)
+    assert caplog.messages == [
+        "a device computes for this process no more; with --supervise another process would take over now"
+    ]
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")])
+def test_addresses_are_printed_as_clients_accept_them(host: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ready = StartupReport(models=[], host=host, grpc_port=1, http_port=2, metrics_port=3, admin_port=4, seconds=0.5)
+    print_text(ready, "http")
+    assert capsys.readouterr().out.splitlines() == [
+        f"REST and a page on http://{shown}:2/, metrics on {shown}:3",
+        f"administration on {shown}:4",
+        f"gRPC on {shown}:1, ready in 0.50 s; Ctrl-C stops",
+    ]
+    assert target_of(f"{shown}:1").is_local

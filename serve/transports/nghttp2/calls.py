@@ -21,9 +21,8 @@ from serve.protocol.inference import (
 from serve.protocol.messages import parse
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
 from serve.protocol.status import status_of
-from serve.security.gate import Gate
-from serve.security.gate_pass import Pass
-from serve.security.memory_budget import Share
+from serve.security.gate import AccessGrant, Gate
+from serve.security.memory_budget import MemoryShare
 from serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
 from serve.transports.nghttp2.pending_requests import Call
 from serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
@@ -189,7 +188,7 @@ class Calls:
         self._infer = INFER_PATH.encode()
         self._infer_stream = INFER_STREAM_PATH.encode()
 
-    def route(self, fields: Sequence[Header], share: Share) -> OpenCall:
+    def route(self, fields: Sequence[Header], share: MemoryShare) -> OpenCall:
         """The opener of calls with these headers; a refused call opens only to end.
 
         Args:
@@ -212,7 +211,7 @@ class Calls:
             return open_call
         return partial(_counted, given, open_call)
 
-    def _open(self, headers: dict[bytes, bytes], given: Pass | None) -> OpenCall:
+    def _open(self, headers: dict[bytes, bytes], given: AccessGrant | None) -> OpenCall:
         service = self._service if given is None or given.sees_all else given.service(self._service)
         path = headers.get(b":path", b"")
         encoding = headers.get(b"grpc-encoding")
@@ -246,7 +245,7 @@ class _InferOpener:
         headers: dict[bytes, bytes],
         encoding: bytes | None,
         time_left_s: float | None,
-        given: Pass | None,
+        given: AccessGrant | None,
     ) -> None:
         self._plain: WatchableInference = service.inference
         self._observed: ObservedInference | None = None
@@ -296,7 +295,7 @@ class _StreamInferOpener(_InferOpener):
         return InferStreamCall(session, stream, self._encoding, inference, self._time_left_s)
 
 
-def _counted(given: Pass, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
+def _counted(given: AccessGrant, open_call: OpenCall, session: GrpcSession, stream: int) -> Call:
     """Open a call unless its client exceeds its rate limit."""
     try:
         given.charge(session.peer)

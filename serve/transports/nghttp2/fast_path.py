@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
-from serve.security.memory_budget import Share
+from serve.security.memory_budget import MemoryShare
 from serve.transports.grpc_framing import OK_TRAILERS, PREFIX_BYTES, RESPONSE, Headers
 from serve.transports.nghttp2.fairness import TransportLimits
 from serve.transports.nghttp2.flow_control import ReceiveWindows
@@ -81,7 +81,7 @@ class FastPath:
     )  # fmt: skip
 
     def __init__(
-        self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits, share: Share
+        self, http2: Connection, calls: dict[int, Call], windows: ReceiveWindows, limits: TransportLimits, share: MemoryShare
     ) -> None:
         """`windows` count the handed-over messages, `share` the memory of requests that arrive in pieces."""
         self._http2 = http2

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ngh2 import Connection
 from ngh2.exceptions import NGH2Error
 
-from serve.security.memory_budget import Share
+from serve.security.memory_budget import MemoryShare
 from serve.transports.nghttp2.fairness import TransportLimits
 from serve.transports.nghttp2.frames import DEFAULT_WINDOW_BYTES
 
@@ -37,7 +37,7 @@ NO_ERROR = 0x00
 class ReceiveWindows:
     """Receive windows of one connection, and its bytes held in memory."""
 
-    def __init__(self, acknowledge: Acknowledge, widen: Widen, limits: TransportLimits, share: Share) -> None:
+    def __init__(self, acknowledge: Acknowledge, widen: Widen, limits: TransportLimits, share: MemoryShare) -> None:
         """`acknowledge` reopens a stream's window by a number of bytes, at least 1; `widen` sets the size of the
         connection's window.
         """
@@ -189,7 +189,9 @@ class SendBuffer:
         "unsent",
     )  # fmt: skip
 
-    def __init__(self, http2: Connection, max_unsent_bytes: int, last_words: Callable[[bytes], bytes], share: Share) -> None:
+    def __init__(
+        self, http2: Connection, max_unsent_bytes: int, last_words: Callable[[bytes], bytes], share: MemoryShare
+    ) -> None:
         """`last_words` maps the final bytes of a connection to the bytes to send; a client with `max_unsent_bytes` of one
         call is slow.
         """

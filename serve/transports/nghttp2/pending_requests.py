@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from serve.engine.errors import InferenceError
-from serve.security.memory_budget import Share
+from serve.security.memory_budget import MemoryShare
 from serve.transports.grpc_framing import PREFIX_BYTES, PartialMessage
 from serve.transports.nghttp2.fairness import TransportLimits
 from serve.transports.nghttp2.frames import FRAME_BYTES
@@ -45,7 +45,7 @@ class PendingRequests:
         "owed",
     )  # fmt: skip
 
-    def __init__(self, limits: TransportLimits, share: Share) -> None:
+    def __init__(self, limits: TransportLimits, share: MemoryShare) -> None:
         self._share = share
         self._uncounted = 0  # held bytes not yet reported to `share`
         # The fast path does not reopen stream windows, so that larger requests are libnghttp2's.

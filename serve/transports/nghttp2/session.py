@@ -31,7 +31,7 @@ from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, Denial
 
 from serve.engine.errors import InvalidArgumentError, RateLimitedError
 from serve.protocol.status import Status, status_of
-from serve.security.memory_budget import MemoryBudget, Share
+from serve.security.memory_budget import MemoryBudget, MemoryShare
 from serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, Headers, frame, oversize, refusal, trailers_of
 from serve.transports.nghttp2.fairness import MessageQuota, TransportLimits, configuration, greeting
 from serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTemplate, FastPath
@@ -57,7 +57,7 @@ CANNOT_BE_ANSWERED = (StreamProtocolError, *AT_ITS_END)
 
 Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
-Route = Callable[[Sequence[Header], Share], OpenCall]
+Route = Callable[[Sequence[Header], MemoryShare], OpenCall]
 
 
 def unless_ended(ask: Callable[Asked, None]) -> Callable[Asked, None]:

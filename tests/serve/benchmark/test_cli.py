@@ -20,7 +20,7 @@ from serve.benchmark.load.order import INTERRUPTED
 from serve.client import InferenceClient
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
-from serve.security.token_file import new_token
+from serve.security.tokens import new_token
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import Certificates, guarded_server, write_tokens

@@ -17,12 +17,13 @@ from typing import Any
 import uvloop
 
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.departure import leave_threads_behind
 from serve.engine.backend import Backend, DevicePlacement
 from serve.engine.tensors import Tensors
 from serve.model_control.options import ALL, ControlMode, ControlOptions
-from serve.observability.options import AccessLog, ObserveOptions
-from serve.server import Ready, ServerOptions, serve
+from serve.observability.settings import AccessLog, ObserveOptions
+from serve.process import leave_threads_behind
+from serve.server import ServerOptions, serve
+from serve.startup_report import StartupReport
 
 DAY_S = 86_400
 FRAGILE = "fragile"
@@ -63,7 +64,7 @@ def make_clock_jump() -> None:
     time.time = lambda: time_ns() / 1e9
 
 
-def ready(told: Ready) -> None:
+def ready(told: StartupReport) -> None:
     sys.stdout.write(f"{told.grpc_port}\n")
     sys.stdout.flush()
 

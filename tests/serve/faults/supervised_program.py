@@ -15,16 +15,14 @@ from typing import Any
 
 import uvloop
 
-from serve.addresses import addresses
 from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.departure import leave_at_once
 from serve.engine.backend import Backend, DevicePlacement
 from serve.engine.tensors import Tensors
-from serve.lost_device import LostDeviceError
-from serve.server import Ready, ServerOptions, serve
-from serve.supervisor.endings import LOST_DEVICE_CODE
-from serve.supervisor.inheritance import Inheritance, take_over
-from serve.supervisor.launch import become_supervisor
+from serve.process import leave_at_once
+from serve.server import LostDeviceError, ServerOptions, addresses, serve
+from serve.startup_report import StartupReport
+from serve.supervisor.handover import LOST_DEVICE_CODE
+from serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
 from tests.serve.faults.server_program import FRAGILE, ready
 
 FAULT = "CUDA failure 700: an illegal memory access was encountered"
@@ -61,8 +59,8 @@ class Doomed:
         return self._backend.run(inputs)
 
 
-def work(options: ServerOptions, inherited: Inheritance) -> None:
-    def on_ready(told: Ready) -> None:
+def work(options: ServerOptions, inherited: SupervisorLink) -> None:
+    def on_ready(told: StartupReport) -> None:
         if not inherited.restarts:
             ready(told)
 

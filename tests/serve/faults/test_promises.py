@@ -45,10 +45,10 @@ TELLERS = {
     "serve/benchmark/reports/report.py",
     "serve/engine/precision_guard/tally.py",
     "serve/engine/model_statistics.py",
-    "serve/http/page/history.py",
-    "serve/http/page/state.py",
+    "serve/http/model_history.py",
+    "serve/http/page.py",
     "serve/observability/access_log.py",
-    "serve/observability/tracer.py",
+    "serve/observability/tracing.py",
     "serve/security/cli.py",  # `halfserve token --expires 90d`
     # Tokens expire at a time of day: a clock that jumps expires them early or late, until it is right again.
     "serve/security/security.py",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from serve.http.options import HttpOptions
 from serve.http.rest_server import RestServer
-from serve.observability.options import ObserveOptions
+from serve.observability.settings import ObserveOptions
 from serve.protocol.service import Service
 from serve.security.memory_budget import MemoryBudget
 from tests.serve.running_server import RunningServer

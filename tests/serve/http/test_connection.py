@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 
+import h11
 import pytest
 
+from serve.http.connection import EVENTS, EventTurns
 from serve.http.options import HttpLimits, HttpOptions
+from serve.http.rest_server import RestServer
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.http.test_http_server import ended, limited
-from tests.serve.http.test_infer_route import held_body, read_answer
+from tests.serve.http.test_inference import held_body, read_answer
 from tests.serve.running_server import RunningServer, running_server
+from tests.serve.standing_still import StandingLoop
+
+HEAD = b"POST /v2/repository/index HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKS = 50 * EVENTS
+LIVE = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LONG_S = 1000.0  # longer than all limits
+INDEX = b"POST /v2/repository/index HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
+LARGE = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def send_on(peer: socket.socket) -> None:
@@ -23,7 +36,7 @@ def send_on(peer: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("rest", [b"a", b"abc"], ids=["unfinished", "finished"])
-def test_a_connection_is_closed_whose_body_came_after_the_answer(server: RunningServer, rest: bytes) -> None:
+def test_a_connection_is_closed_if_its_body_follows_the_answer(server: RunningServer, rest: bytes) -> None:
     with limited(server, HttpLimits(keep_alive_s=0.3)) as address, socket.create_connection(address) as peer:
         peer.sendall(b"POST /v2/models/absent/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\n")
         assert b"404" in read_answer(peer)
@@ -31,7 +44,7 @@ def test_a_connection_is_closed_whose_body_came_after_the_answer(server: Running
         assert ended(peer)
 
 
-def test_who_is_refused_while_it_sends_hears_why(server: RunningServer) -> None:
+def test_a_refusal_during_a_body_is_answered(server: RunningServer) -> None:
     with limited(server, HttpLimits(max_body_bytes=1000)) as address:
         client = HTTPConnection(*address, timeout=HOLD_S)  # sends all before it looks at the answer
         with contextlib.closing(client):
@@ -39,7 +52,7 @@ def test_who_is_refused_while_it_sends_hears_why(server: RunningServer) -> None:
             assert client.getresponse().status == 413
 
 
-def test_who_goes_on_sending_is_cut_off(server: RunningServer) -> None:
+def test_a_refused_client_that_keeps_sending_is_cut_off(server: RunningServer) -> None:
     with (
         limited(server, HttpLimits(max_body_bytes=1000, stall_s=0.1)) as address,
         socket.create_connection(address, HOLD_S) as peer,
@@ -82,3 +95,140 @@ def test_what_comes_behind_the_last_request_costs_it_no_answer(version: bytes) -
         backend.release.set()
         assert b'"data":[2.0]' in read_answer(peer)
         assert ended(peer)
+
+
+def in_chunks(body: bytes) -> bytes:
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+
+BODY = in_chunks(json.dumps({"ready": True}).encode().ljust(CHUNKS))
+
+
+class Looker:
+    """Sees, each time that the event loop comes round, what has been received and not looked at."""
+
+    def __init__(self, rest: RestServer) -> None:
+        self.seen: set[int] = set()
+        self._server = rest._servers[0]
+        self._loop = asyncio.get_running_loop()
+        self._look()
+
+    def _look(self) -> None:
+        self.seen.update(len(one.conn.trailing_data[0]) for one in self._server._open())
+        self._handle = self._loop.call_soon(self._look)
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+
+@pytest.fixture
+def rest(server: RunningServer) -> Iterator[RestServer]:
+    with running_http(server, HttpOptions(port=0, metrics_port=None, limits=HttpLimits())) as rest:
+        yield rest
+
+
+def test_others_have_their_turns_between_small_chunks(server: RunningServer, rest: RestServer) -> None:
+    with socket.create_connection(("127.0.0.1", rest.port), HOLD_S) as peer:
+        looker = server.call(lambda: Looker(rest))
+        peer.sendall(HEAD + BODY)
+        assert b" 200 " in read_answer(peer)
+        server.call(looker.stop)
+    assert len(looker.seen) > CHUNKS // EVENTS // 2
+
+
+def test_a_connection_goes_on_after_many_chunks(rest: RestServer) -> None:
+    with socket.create_connection(("127.0.0.1", rest.port), HOLD_S) as peer:
+        for _ in range(2):
+            peer.sendall(HEAD + BODY)
+            assert b'"name"' in read_answer(peer)
+        peer.sendall(HEAD + BODY + LIVE)
+        answers = b""
+        while b'"live"' not in answers:  # both may come at once
+            received = peer.recv(65536)
+            assert received
+            answers += received
+        assert b'"name"' in answers
+
+
+@pytest.mark.parametrize("rest_of_it", [b"no chunk\r\n", b"1\r\nab\r\n"], ids=["no size", "too long"])
+def test_what_is_no_chunk_after_many_ends_the_connection(rest: RestServer, rest_of_it: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", rest.port), HOLD_S) as peer:
+        peer.sendall(HEAD + BODY.removesuffix(b"0\r\n\r\n") + rest_of_it)
+        assert b" 400 " in read_answer(peer)
+        assert not peer.recv(1)
+
+
+def test_a_refusal_amid_small_chunks_is_answered(rest: RestServer) -> None:
+    with socket.create_connection(("127.0.0.1", rest.port), HOLD_S) as peer:
+        peer.sendall(HEAD + in_chunks(bytes(2 * HttpLimits().max_small_body_bytes)))
+        assert b" 413 " in read_answer(peer)
+
+
+def test_a_turn_has_a_limited_number_of_events() -> None:
+    connection = EventTurns(h11.SERVER)
+    connection.receive_data(HEAD + BODY)
+    events = [connection.next_event() for _ in range(EVENTS)]
+    assert h11.NEED_DATA not in events
+    assert (connection.next_event(), connection.has_more) == (h11.NEED_DATA, True)
+    connection.begin_turn()
+    assert isinstance(connection.next_event(), h11.Data)
+    assert not connection.has_more
+
+
+class Scene:
+    """A connection to a server that can stand still."""
+
+    def __init__(self, loop: StandingLoop, server: RunningServer, rest: RestServer, peer: socket.socket) -> None:
+        self.peer = peer
+        self._loop = loop
+        self._server = server
+        self._connections = rest._servers[0]._state.connections
+
+    def stand_still(self, meanwhile: Callable[[], object]) -> None:
+        self._server.call(lambda: None)  # it reads what has come before
+        self._server.call(lambda: self._loop.stand_still(LONG_S, meanwhile))
+
+    def unread(self) -> int:
+        """Bytes that no socket takes."""
+        return self._server.call(lambda: sum(one.transport.get_write_buffer_size() for one in self._connections))
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    loop = StandingLoop()
+    options = HttpOptions(port=0, metrics_port=None, limits=HttpLimits())
+    with (
+        running_server(lambda: [held_model(HeldBackend())], make_loop=lambda: loop) as server,
+        running_http(server, options) as rest,
+        socket.create_connection(("127.0.0.1", rest.port), HOLD_S) as peer,
+    ):
+        peer.sendall(LIVE)
+        assert b" 200 " in read_answer(peer)
+        yield Scene(loop, server, rest, peer)
+
+
+@pytest.mark.parametrize("sent", [0, 9, len(INDEX) - 1], ids=["idle", "headers", "body"])
+def test_a_request_that_came_meanwhile_is_answered(scene: Scene, sent: int) -> None:
+    scene.peer.sendall(INDEX[:sent])
+    scene.stand_still(lambda: scene.peer.sendall(INDEX[sent:]))
+    assert scene.peer.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_client_that_reads_gets_its_other_answers(scene: Scene) -> None:
+    wanted, came = 0, bytearray()
+    while not scene.unread():
+        scene.peer.sendall(LARGE)
+        wanted += 1
+
+    def read() -> None:
+        scene.peer.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                came.extend(scene.peer.recv(1 << 20))
+
+    scene.stand_still(read)
+    scene.peer.settimeout(HOLD_S)
+    while came.count(b"HTTP/1.1 200 ") < wanted or not came.endswith(b"}"):
+        data = scene.peer.recv(1 << 20)
+        assert data, "closed before all was read"
+        came.extend(data)

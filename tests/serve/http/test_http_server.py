@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +16,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.http.api import application
 from serve.http.http_server import HttpServer
 from serve.http.options import HttpLimits, HttpOptions
 from serve.http.request_body import FULL
-from serve.http.rest_server import RestServer
+from serve.http.rest_server import RestServer, application
 from serve.protocol.service import Service
 from serve.security.memory_budget import MemoryBudget
+from serve.server import start_http
 from serve.transports.listening import BindError
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
-from tests.serve.http.test_infer_route import held_body, post, read_answer
+from tests.serve.http.test_inference import held_body, post, read_answer
 from tests.serve.running_server import RunningServer, running_server
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -66,7 +68,7 @@ def test_a_client_that_dribbles_headers_is_cut_off(server: RunningServer, words:
         assert ended(peer)
 
 
-def test_a_second_request_must_come_whole_too(server: RunningServer) -> None:
+def test_a_second_request_has_the_same_time_limit(server: RunningServer) -> None:
     with limited(server, HttpLimits(header_s=0.1)) as address, socket.create_connection(address) as peer:
         peer.sendall(LIVE)
         assert b"200" in read_answer(peer)
@@ -98,7 +100,7 @@ def test_an_answer_that_is_not_read_is_given_up(server: RunningServer) -> None:
         assert connections.ended.wait(HOLD_S), "the connection is still open"
 
 
-def test_connections_over_the_limit_are_told_to_come_back(server: RunningServer) -> None:
+def test_connections_over_the_limit_get_503_and_retry_after(server: RunningServer) -> None:
     with limited(server, HttpLimits(max_connections=1)) as address, socket.create_connection(address) as first:
         first.sendall(LIVE)
         assert b"200" in read_answer(first)
@@ -122,7 +124,7 @@ def test_connections_over_the_limit_are_told_to_come_back(server: RunningServer)
     ],
     ids=["tls", "two-hosts", "two-lengths", "long"],
 )
-def test_what_is_no_http_is_told_so_and_not_logged(rest: RestServer, words: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_http_is_answered_and_not_logged(rest: RestServer, words: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", rest.port)) as peer:
         peer.sendall(words)
         answer = read_answer(peer)
@@ -131,7 +133,7 @@ def test_what_is_no_http_is_told_so_and_not_logged(rest: RestServer, words: byte
     assert caplog.records == []
 
 
-def test_a_failure_of_the_servers_own_is_logged_and_not_told(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_and_not_sent(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(_: Request) -> Response:
         raise KeyError("/secret/path")
 
@@ -240,7 +242,7 @@ def test_connections_in_use_end_with_an_answer_that_says_so() -> None:
         noticing.result(HOLD_S)
 
 
-def test_an_answer_that_takes_long_says_so_too() -> None:
+def test_a_late_answer_announces_the_end_of_its_connection() -> None:
     backend = HeldBackend(held=True)
     with (
         running_server(lambda: [held_model(backend)]) as server,
@@ -269,7 +271,7 @@ def test_what_does_not_end_in_time_is_cut_off() -> None:
         backend.release.set()
 
 
-def test_an_answer_that_is_read_slowly_is_whole_before_the_server_has_stopped(server: RunningServer) -> None:
+def test_a_slowly_read_answer_is_complete_before_the_server_stops(server: RunningServer) -> None:
     """More than sockets hold; the process may end as soon as its server has stopped."""
     size = 2**24
 
@@ -297,7 +299,7 @@ def test_an_answer_that_is_read_slowly_is_whole_before_the_server_has_stopped(se
         assert stopping.result(HOLD_S) == 0
 
 
-def test_a_port_that_is_taken_is_said_and_none_is_kept(server: RunningServer) -> None:
+def test_a_port_in_use_is_a_bind_error_and_no_port_is_kept(server: RunningServer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -316,8 +318,52 @@ def test_a_port_that_is_taken_is_said_and_none_is_kept(server: RunningServer) ->
             pass
 
 
-def test_a_host_that_is_none_is_said(server: RunningServer) -> None:
+def test_an_unknown_host_is_a_bind_error(server: RunningServer) -> None:
     service = server.call(lambda: Service(server.core, server_version="0"))
     rest = server.call(lambda: RestServer(server.core, service, "no.such.host.invalid", HttpOptions(port=0)))
     with pytest.raises(BindError, match="cannot listen on no.such.host.invalid:0: .* or --host"):
         server.run(rest.start())
+
+
+def test_without_http_options_nothing_is_imported() -> None:
+    script = (
+        "import asyncio, sys, serve.server\n"
+        "from serve.server import start_http\n"
+        "assert asyncio.run(start_http(None, None, 'localhost', None)) is None\n"
+        "print([name for name in ('starlette', 'uvicorn', 'h11', 'anyio') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_with_options_it_listens(server: RunningServer) -> None:
+    service = server.call(lambda: Service(server.core, server_version="0"))
+    rest = server.run(start_http(server.core, service, "localhost", HttpOptions(port=0, metrics_port=None)))
+    assert rest is not None
+    try:
+        assert httpx.get(f"http://localhost:{rest.port}/v2").json()["version"] == "0"
+        with pytest.raises(BindError, match="Address already in use; choose another --http-port"):
+            server.run(start_http(server.core, service, "127.0.0.1", HttpOptions(port=rest.port, metrics_port=None)))
+    finally:
+        server.run(rest.stop(1))
+
+
+def test_metrics_are_on_both_ports(rest: RestServer) -> None:
+    for port in (rest.port, rest.metrics_port):
+        answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=20)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert "halfserve_http_connections " in answer.text
+        assert 'nv_inference_request_success{model="mlp",version="1"}' in answer.text
+
+
+def test_the_metrics_port_has_nothing_else(rest: RestServer) -> None:
+    for path in ("/", "/v2", "/ui/state", "/openapi.json"):
+        assert httpx.get(f"http://127.0.0.1:{rest.metrics_port}{path}").status_code == 404
+
+
+def test_there_may_be_no_metrics_port_and_no_page(server: RunningServer) -> None:
+    with running_http(server, HttpOptions(port=0, metrics_port=None, page=False)) as rest:
+        assert rest.metrics_port is None
+        assert httpx.get(f"http://127.0.0.1:{rest.port}/").status_code == 404
+        assert httpx.get(f"http://127.0.0.1:{rest.port}/v2").status_code == 200

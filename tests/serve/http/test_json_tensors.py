@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.datatypes import BY_WIRE, DATATYPES
+from serve.http.json_bodies import LONG, loads
 from serve.http.json_tensors import PIECE, array_from_json, array_to_json, json_text
-from serve.http.large_json import LONG, loads
 from serve.protocol.raw_tensors import from_raw, to_raw
 
 
@@ -116,7 +116,7 @@ def test_one_long_text_among_numbers_costs_no_more_than_itself() -> None:
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
-    with pytest.raises(ValueError, match='no UTF-8 text; ask for it with "binary_data": true'):
+    with pytest.raises(ValueError, match='not UTF-8 text; ask for it with "binary_data": true'):
         array_to_json(np.array([b"\xff"], object), BY_WIRE["BYTES"])
 
 

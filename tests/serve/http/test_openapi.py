@@ -9,13 +9,13 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from serve.http.openapi import document
 from serve.http.options import HttpLimits, HttpOptions
 from serve.http.rest_server import RestServer
+from serve.http.routes import openapi_document
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
 
-DOCUMENT = document()
+DOCUMENT = openapi_document()
 KINDS: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 KINDS["null"] = type(None)
 

@@ -17,7 +17,8 @@ from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import DevicePlacement
 from serve.engine.tensors import Tensors
 from serve.model_control.options import ControlOptions
-from serve.server import Ready, ServerOptions, serve
+from serve.server import ServerOptions, serve
+from serve.startup_report import StartupReport
 
 
 class Hanging:
@@ -41,7 +42,7 @@ class HangingRuntime(OnnxRuntime):
         return Hanging(super().load(*arguments))
 
 
-def ready(told: Ready) -> None:
+def ready(told: StartupReport) -> None:
     sys.stdout.write(f"{told.grpc_port}\n")
     sys.stdout.flush()
 

@@ -22,10 +22,10 @@ from serve.engine.model import Model
 from serve.engine.model_statistics import BatchTimes
 from serve.engine.requests import InferRequest
 from serve.observability.access_log import AccessLogger
-from serve.observability.exchange import Caller, Exchange
-from serve.observability.observer import Observer
-from serve.observability.options import AccessLog, ObserveOptions
+from serve.observability.observability import Observer
+from serve.observability.observed_request import Caller, ObservedRequest
 from serve.observability.outbox import Outbox
+from serve.observability.settings import AccessLog, ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 
@@ -58,7 +58,7 @@ def test_a_request_is_one_line_without_its_contents(serving: Serving, tmp_path: 
     assert line == {"id": 'a "quoted" id', "model": "mlp", "version": "3", "status": "OK", "rows": 3, "batch_rows": 3}
 
 
-def test_what_went_wrong_is_told_but_not_the_values_it_went_wrong_on(serving: Serving, tmp_path: Path) -> None:
+def test_a_runtime_error_is_logged_without_tensor_values(serving: Serving, tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     with serving(to_file(log, AccessLog.ERRORS)) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
@@ -116,7 +116,7 @@ def test_requests_of_a_stream_have_lines_of_their_own(serving: Serving, tmp_path
     ]
 
 
-def test_nobody_is_told_when_the_log_is_off(serving: Serving) -> None:
+def test_no_line_is_written_while_the_log_is_off(serving: Serving) -> None:
     with serving(ObserveOptions()) as server, triton.InferenceServerClient(server.address) as client:
         client.infer("mlp", row(), client_timeout=CLIENT_TIMEOUT_S)
         assert server.service.observability.observer is None
@@ -152,9 +152,9 @@ class Lines(list[str]):
         """Nothing is handed over."""
 
 
-def exchange_of(model: Model, request_id: bytes, caller: Caller) -> Exchange:
+def exchange_of(model: Model, request_id: bytes, caller: Caller) -> ObservedRequest:
     """Of a request that has been answered, but for the log."""
-    exchange = Exchange(Observer(InferenceCore([]), str), caller)
+    exchange = ObservedRequest(Observer(InferenceCore([]), str), caller)
     exchange.expect(5, lambda _: None)
     exchange.taken(model, request_id, InferRequest({}, (), 1, None, None, lambda _: None, arrived_ns=0))
     return exchange
@@ -178,7 +178,7 @@ def test_a_single_line_does_not_wait_for_others() -> None:
 
 
 @given(st.binary(max_size=600), st.text(max_size=600), st.text(), st.integers(0, 10**13), st.integers(0, 10**13))
-def test_whatever_clients_send_the_line_is_json(request_id: bytes, name: str, peer: str, wait_ns: int, compute_ns: int) -> None:
+def test_any_request_makes_a_line_of_json(request_id: bytes, name: str, peer: str, wait_ns: int, compute_ns: int) -> None:
     lines = Lines()
     log = AccessLogger(cast("Outbox[str]", lines))
     caller = Caller(peer, {b"x-request-id": request_id})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,9 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
@@ -16,9 +21,9 @@ from serve.engine.errors import BackendError, QueueFullError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.model import VersionState
 from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
-from serve.observability.cpu_metrics import CpuMetrics
-from serve.observability.exposition import STATES_TOGETHER, TOGETHER, exposition
-from serve.observability.options import ObserveOptions
+from serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
+from serve.observability.metrics import number
+from serve.observability.settings import ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
 from tests.serve.observability.metric_text import to_text
@@ -123,7 +128,7 @@ def test_failures_have_tritons_reasons_and_our_own() -> None:
     assert {r: value(samples, "halfserve_requests_failed_total", held | {"reason": r}) for r in own} == own
 
 
-def test_refusals_are_told_before_the_first_one() -> None:
+def test_refusal_counters_exist_before_the_first_refusal() -> None:
     samples = scrape_with(lambda _: None)  # Prometheus sees no growth in a counter that comes with what it has counted
     for reason in ("invalid_argument", "not_found", "rate_limited", "unauthenticated", "unavailable"):
         assert value(samples, "halfserve_requests_refused_total", {"reason": reason}) == 0
@@ -147,7 +152,7 @@ def test_the_guards_counters_are_there() -> None:
     assert value(samples, "halfserve_guard_drift_sum", y) == 0.75
 
 
-def test_the_loop_goes_on_while_many_models_are_told() -> None:
+def test_a_scrape_of_many_models_yields_to_the_event_loop() -> None:
     async def run() -> tuple[str, int]:
         core = InferenceCore([held_model(HeldBackend(), name=f"m{number}") for number in range(4 * TOGETHER + 1)])
         telling = asyncio.create_task(exposition(core))
@@ -169,11 +174,11 @@ def test_the_loop_goes_on_while_many_models_are_told() -> None:
     assert "# HELP" not in together
 
 
-def test_the_loop_goes_on_while_many_states_are_told() -> None:
+def test_a_scrape_of_many_states_yields_to_the_event_loop() -> None:
     async def run() -> tuple[str, int]:
         core = InferenceCore([])
-        for number in range(3 * STATES_TOGETHER + 1):
-            core.states.set(f"m{number}", 1, VersionState.LOADING)
+        for count in range(3 * STATES_TOGETHER + 1):
+            core.states.set(f"m{count}", 1, VersionState.LOADING)
         telling = asyncio.create_task(exposition(core))
         turns = 0
         while not telling.done():
@@ -215,3 +220,136 @@ def test_a_model_name_cannot_break_the_format() -> None:
     assert value(samples, "nv_inference_count", {"model": name, "version": "1"}) == 0
     assert ("nv_fake", ()) not in samples
     assert np.isfinite(list(samples.values())).all()
+
+
+class NoFigureError(Exception):
+    pass
+
+
+class TwoGpus:
+    """The part of pynvml that is asked: two devices, the second without figures of its energy."""
+
+    NVMLError = NoFigureError
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  (NVIDIA's name)
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802  (NVIDIA's name)
+        return index
+
+    def nvmlDeviceGetUUID(self, device: int) -> str | bytes:  # noqa: N802  (NVIDIA's name)
+        return b"GPU-b" if device else "GPU-a"
+
+    def nvmlDeviceGetUtilizationRates(self, device: int) -> Any:  # noqa: N802  (NVIDIA's name)
+        return SimpleNamespace(gpu=50 + device)
+
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> Any:  # noqa: N802  (NVIDIA's name)
+        return SimpleNamespace(total=150_754_820_096, used=1_048_576 + device)
+
+    def nvmlDeviceGetPowerUsage(self, _: int) -> int:  # noqa: N802  (NVIDIA's name)
+        return 75_500
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, _: int) -> int:  # noqa: N802  (NVIDIA's name)
+        return 700_000
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device: int) -> int:  # noqa: N802  (NVIDIA's name)
+        if device:
+            raise NoFigureError
+        return 12_345
+
+
+def test_gpu_figures_are_as_perf_analyzer_reads_them() -> None:
+    lines = [line for line in to_text(gpu_metrics(TwoGpus())).splitlines() if not line.startswith("#")]
+    assert lines == [
+        'nv_gpu_utilization{gpu_uuid="GPU-a"} 0.5',
+        'nv_gpu_utilization{gpu_uuid="GPU-b"} 0.51',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-a"} 150754820096',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-b"} 150754820096',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-a"} 1048576',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-b"} 1048577',
+        'nv_gpu_power_usage{gpu_uuid="GPU-a"} 75.5',
+        'nv_gpu_power_usage{gpu_uuid="GPU-b"} 75.5',
+        'nv_gpu_power_limit{gpu_uuid="GPU-a"} 700',
+        'nv_gpu_power_limit{gpu_uuid="GPU-b"} 700',
+        'nv_energy_consumption{gpu_uuid="GPU-a"} 12.345',
+    ]
+    assert all(re.fullmatch(r'\w+\{gpu_uuid="[^"]+"\} \d+(\.\d+)?', line) for line in lines)
+
+
+class OneLost(TwoGpus):
+    """The first device has fallen off the bus."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802  (NVIDIA's name)
+        if not index:
+            raise NoFigureError
+        return index
+
+
+class NoDriver(TwoGpus):
+    """The driver is gone, as while it is updated."""
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802  (NVIDIA's name)
+        raise NoFigureError
+
+
+def test_a_device_that_is_lost_does_not_take_the_others_figures_with_it() -> None:
+    lines = [line for line in to_text(gpu_metrics(OneLost())).splitlines() if not line.startswith("#")]
+    assert lines[0] == 'nv_gpu_utilization{gpu_uuid="GPU-b"} 0.51'
+    assert not any("GPU-a" in line for line in lines)
+    assert not [line for line in to_text(gpu_metrics(NoDriver())).splitlines() if not line.startswith("#")]
+
+
+def test_without_the_library_there_are_no_figures() -> None:
+    assert list(gpu_metrics(None)) == []
+
+
+@pytest.mark.gpu
+def test_a_real_device_tells_its_figures() -> None:
+    nvml = find_nvml()
+    if nvml is None:
+        pytest.skip("needs a CUDA device and the package nvidia-ml-py")
+    text = to_text(gpu_metrics(nvml))
+    for name in ("nv_gpu_utilization", "nv_gpu_power_usage", "nv_gpu_memory_used_bytes", "nv_gpu_memory_total_bytes"):
+        assert re.search(rf'^{name}\{{gpu_uuid="GPU-[0-9a-f-]+"\}} \d+(\.\d+)?$', text, re.MULTILINE)
+
+
+def gauge(name: str, labels: dict[str, str], value: float) -> Metric:
+    metric = Metric(name, "A figure\nof a kind \\", "gauge")
+    metric.add_sample(name, labels, value)
+    return metric
+
+
+@given(st.text(), st.floats() | st.integers(-(2**53), 2**53))
+def test_what_is_written_reads_back(label: str, value: float) -> None:
+    (metric,) = text_string_to_metric_families(to_text([gauge("some_figure", {"model": label, "version": "1"}, value)]))
+    (sample,) = metric.samples
+    assert sample.labels == {"model": label, "version": "1"}
+    assert math.isclose(sample.value, value, abs_tol=1e-20) or (math.isnan(value) and math.isnan(sample.value))
+    assert metric.documentation == "A figure\nof a kind \\"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (150_754_820_096, "150754820096"),
+        (1.5e11, "150000000000"),
+        (0.25, "0.25"),
+        (1e-05, "0.00001"),
+        (float("inf"), "+Inf"),
+        (float("-inf"), "-Inf"),
+        (float("nan"), "NaN"),
+    ],
+)
+def test_numbers_are_plain_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_counter_keeps_the_name_of_its_samples() -> None:
+    triton, ours = Metric("nv_inference_count", "Rows", "counter"), Metric("halfserve_lost", "Lost", "counter")
+    triton.add_sample("nv_inference_count", {}, 3)
+    ours.add_sample("halfserve_lost_total", {"reason": "full"}, 4)
+    assert to_text([triton, Metric("empty", "Nothing", "gauge"), ours]) == (
+        "# HELP nv_inference_count Rows\n# TYPE nv_inference_count counter\nnv_inference_count 3\n"
+        '# HELP halfserve_lost_total Lost\n# TYPE halfserve_lost_total counter\nhalfserve_lost_total{reason="full"} 4\n'
+    )

@@ -15,12 +15,10 @@ import pytest
 from serve.engine.errors import InvalidArgumentError
 from serve.engine.inference_core import InferenceCore
 from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
-from serve.observability.exposition import exposition
-from serve.observability.gpu_metrics import gpu_metrics
-from serve.observability.server_metrics import READINGS
+from serve.observability.exposition import READINGS, exposition, gpu_metrics
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.metric_text import to_text
-from tests.serve.observability.test_gpu_metrics import TwoGpus
+from tests.serve.observability.test_exposition import TwoGpus
 
 NAME = re.compile(r"\b(?:nv|halfserve|process)_\w+")
 SELECTOR = re.compile(r"\b((?:nv|halfserve|process)_\w+)\{([^}]*)\}")
@@ -69,13 +67,13 @@ def expressions(dashboard: dict[str, Any]) -> list[str]:
     return queries + [v["definition"] for v in dashboard["templating"]["list"] if "definition" in v]
 
 
-def test_every_metric_of_the_dashboard_is_told(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_metric_of_the_dashboard_exists(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
     asked = {name for expression in expressions(dashboard) for name in NAME.findall(expression)}
     assert len(asked) > 40
     assert asked - told.keys() == set()
 
 
-def test_every_label_of_the_dashboard_is_told(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
+def test_every_label_of_the_dashboard_exists(dashboard: dict[str, Any], told: dict[str, set[str]]) -> None:
     for expression in expressions(dashboard):
         for name, selector in SELECTOR.findall(expression):
             assert set(re.findall(r"(\w+)[=!]~?\"", selector)) <= told[name] | SCRAPED, expression

@@ -14,14 +14,18 @@ from typing import Any
 import grpc
 import pytest
 import tritonclient.grpc as triton
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from tritonclient.utils import InferenceServerException
 
-from serve.observability.options import AccessLog, ObserveOptions
+from serve.observability.observed_request import TraceContext, parent_of
+from serve.observability.settings import AccessLog, ObserveOptions
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "tracestate": "vendor=1"}
+TRACE, SPAN = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"
 
 
 def spans_of(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +97,7 @@ def test_no_more_than_the_beginning_of_a_long_id_is_kept(serving: Serving, tmp_p
     assert attributes(request)["halfserve.request_id"] == "é" * 128
 
 
-def test_without_a_caller_one_in_so_many_is_traced_under_the_id_that_the_log_tells(serving: Serving, tmp_path: Path) -> None:
+def test_one_request_in_rate_is_traced_under_its_logged_id(serving: Serving, tmp_path: Path) -> None:
     file, log = tmp_path / "traces.json", tmp_path / "access.log"
     options = ObserveOptions(trace_to=str(file), trace_rate=2, access_log=AccessLog.ALL, access_log_file=log)
     with serving(options) as server, triton.InferenceServerClient(server.address) as client:
@@ -197,3 +201,43 @@ def test_a_lost_collector_costs_traces_and_nothing_else(
         server.call(server.service.observability.close)
         assert server.call(server.core.figures.readings["traces_dropped"]) == 1
     assert "traces: 1 lost: the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT" in caplog.text
+
+
+def test_a_callers_context_is_read() -> None:
+    headers = {b"traceparent": b"00-" + TRACE + b"-" + SPAN + b"-01", b"tracestate": b"vendor=1"}
+    expected = TraceContext(trace_id=int(TRACE, 16), parent_id=int(SPAN, 16), sampled=True, state="vendor=1")
+    assert parent_of(headers) == expected
+
+
+def test_its_decision_is_read() -> None:
+    parent = parent_of({b"traceparent": b"00-" + TRACE + b"-" + SPAN + b"-00"})
+    assert parent is not None
+    assert not parent.sampled
+
+
+def test_later_versions_may_say_more() -> None:
+    assert parent_of({b"traceparent": b"01-" + TRACE + b"-" + SPAN + b"-01-what-else"}) is not None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"00",
+        b"00-" + b"0" * 32 + b"-" + SPAN + b"-01",
+        b"00-" + TRACE + b"-" + b"0" * 16 + b"-01",
+        b"00-" + TRACE.upper() + b"-" + SPAN + b"-01",
+        b"00-" + TRACE + b"-" + SPAN + b"-01-more",
+        b"ff-" + TRACE + b"-" + SPAN + b"-01",
+        b"00-" + TRACE[:-1] + b"-" + SPAN + b"-01",
+    ],
+    ids=["empty", "short", "zero-trace", "zero-span", "capitals", "too-much", "version-ff", "short-trace"],
+)
+def test_what_the_standard_calls_invalid_is_no_context(value: bytes) -> None:
+    assert parent_of({b"traceparent": value}) is None
+
+
+@given(st.binary())
+def test_any_bytes_are_taken(value: bytes) -> None:
+    parent = parent_of({b"traceparent": value, b"tracestate": value})
+    assert parent is None or parent.trace_id

@@ -15,12 +15,12 @@ import trustme
 
 from protos import inference_pb2 as pb
 from serve.engine.model import Model
-from serve.observability.options import ObserveOptions
+from serve.observability.settings import ObserveOptions
 from serve.protocol.service import INFER_PATH, SERVICE, Service
 from serve.security.options import SecurityOptions, TlsOptions
 from serve.security.roles import Role
-from serve.security.security import Guard, Security
-from serve.security.token_file import new_token
+from serve.security.security import PortSecurity, Security
+from serve.security.tokens import new_token
 from serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
@@ -47,7 +47,7 @@ def guarded_server(
     def make(service: Service, host: str, port: int) -> Transport:
         security = Security(options, service.core.figures.refuse, clock=clock)
         made.append(security)
-        guard: Guard | None = security.admin if at_admin else security.main
+        guard: PortSecurity | None = security.admin if at_admin else security.main
         return make_transport(transport, service, host, port, guard)
 
     with running_server(

@@ -1,13 +1,18 @@
+"""The way in of one caller, before an engine that only notes what comes."""
+
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.errors import RateLimitedError
-from serve.security.client_limits import Share, Shares, network_of
+from protos.inference_pb2 import ModelInferRequest
+from serve.engine.errors import InferenceError, PermissionDeniedError, RateLimitedError
+from serve.protocol.inference import Cancel, Reply, Watch
+from serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
 from serve.security.options import ClientLimits
 
 
@@ -27,7 +32,7 @@ class Clock:
 )
 def test_no_pattern_of_requests_gets_more_than_its_share(rate: int, burst: int, pauses_s: list[float]) -> None:
     clock, taken, hints_s = Clock(), 0, list[float]()
-    share = Share(ClientLimits(requests_per_s=rate, burst=burst), clock)
+    share = ClientAllowance(ClientLimits(requests_per_s=rate, burst=burst), clock)
     for pause_s in pauses_s:
         clock.now_s += pause_s
         try:
@@ -41,7 +46,7 @@ def test_no_pattern_of_requests_gets_more_than_its_share(rate: int, burst: int, 
 
 def test_after_the_hint_there_is_a_place_and_not_before() -> None:
     clock = Clock()
-    share = Share(ClientLimits(requests_per_s=4), clock)
+    share = ClientAllowance(ClientLimits(requests_per_s=4), clock)
     for _ in range(4):
         share.charge()
     with pytest.raises(
@@ -56,7 +61,7 @@ def test_after_the_hint_there_is_a_place_and_not_before() -> None:
 
 
 def test_places_in_progress_are_given_back() -> None:
-    share = Share(ClientLimits(max_concurrent=2), Clock())
+    share = ClientAllowance(ClientLimits(max_concurrent=2), Clock())
     share.enter()
     share.enter()
     with pytest.raises(RateLimitedError, match="this client may have 2 requests in progress; wait for one of them"):
@@ -65,8 +70,8 @@ def test_places_in_progress_are_given_back() -> None:
     share.enter()
 
 
-def test_memory_is_bounded_and_nobody_gains_by_that() -> None:
-    shares = Shares(ClientLimits(requests_per_s=1), Clock(), max_remembered=10)
+def test_forgotten_clients_bound_memory_without_evading_their_limit() -> None:
+    shares = ClientAllowances(ClientLimits(requests_per_s=1), Clock(), max_remembered=10)
     connected = shares.of("connected")
     connected.charge()
     for number in range(100):
@@ -90,14 +95,85 @@ def test_memory_is_bounded_and_nobody_gains_by_that() -> None:
         ("", ""),
     ],
 )
-def test_whom_an_address_counts_as(peer: str, network: str) -> None:
+def test_an_address_counts_as_its_network(peer: str, network: str) -> None:
     assert network_of(peer) == network
 
 
-def test_who_asks_again_is_remembered_for_longer_than_who_asked_later_and_has_gone() -> None:
-    shares = Shares(ClientLimits(requests_per_s=1), Clock(), max_remembered=2)
+def test_the_least_recent_client_is_forgotten_first() -> None:
+    shares = ClientAllowances(ClientLimits(requests_per_s=1), Clock(), max_remembered=2)
     shares.of("busy").charge()
     for gone in ("one", "two", "three"):
         shares.of(gone)
         with pytest.raises(RateLimitedError):
             shares.of("busy").charge()
+
+
+class Noting:
+    """Notes requests, and which were cancelled.
+
+    Attributes:
+        replies: of the requests, in order.
+        cancelled: their places.
+    """
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.cancelled: list[int] = []
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply, watch: Watch | None = None) -> Cancel:
+        place = len(self.replies)
+        self.replies.append(reply)
+        return lambda: self.cancelled.append(place)
+
+    def failed(self, data: bytes, error: Exception) -> None:
+        """Nothing."""
+
+    def gone(self, data: bytes) -> None:
+        """Nothing."""
+
+
+def gated(engine: Noting, share: ClientAllowance | None = None, *, may_share: bool = True) -> GatedInference:
+    return GatedInference(engine, share=share, check=None, may_share=may_share, count=lambda _: None)
+
+
+def test_a_place_is_given_back_once_however_a_request_ends() -> None:
+    engine, answers = Noting(), list[bytes | InferenceError]()
+    caller = gated(engine, ClientAllowance(ClientLimits(max_concurrent=1), time.monotonic))
+    answered = caller.infer(b"", None, answers.append)
+    engine.replies[0](b"answer")
+    answered()  # too late to be of use
+    cancelled = caller.infer(b"", None, answers.append)
+    with pytest.raises(RateLimitedError, match="1 requests in progress"):
+        caller.infer(b"", None, answers.append)
+    cancelled()
+    assert 1 in engine.cancelled, "the engine is told, too"
+    caller.infer(b"", None, answers.append)
+    with pytest.raises(RateLimitedError, match="1 requests in progress"):
+        caller.infer(b"", None, answers.append)
+    assert answers == [b"answer"]
+
+
+@pytest.mark.parametrize("where", ["first input", "last input", "first output", "last output"])
+def test_shared_memory_is_found_wherever_a_request_names_it(where: str) -> None:
+    message = ModelInferRequest(model_name="m")
+    which, kind = where.split()
+    tensors = message.inputs if kind == "input" else message.outputs
+    for name in ("a", "b"):
+        message.inputs.add(name=name)
+        message.outputs.add(name=name)
+    engine = Noting()
+    caller = gated(engine, may_share=False)
+    caller.infer(message.SerializeToString(), None, lambda _: None)
+    tensors[0 if which == "first" else 1].parameters["shared_memory_region"].string_param = "theirs"
+    with pytest.raises(PermissionDeniedError, match="the token may not use shared memory"):
+        caller.infer(message.SerializeToString(), None, lambda _: None)
+    assert len(engine.replies) == 1
+
+
+def test_a_tensor_may_hold_the_parameters_name() -> None:
+    engine = Noting()
+    message = ModelInferRequest(model_name="m", raw_input_contents=[b"shared_memory_region"])
+    message.inputs.add(name="a")
+    message.outputs.add(name="b")
+    gated(engine, may_share=False).infer(message.SerializeToString(), None, lambda _: None)
+    assert len(engine.replies) == 1

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from protos import inference_pb2 as pb
-from serve.observability.options import AccessLog, ObserveOptions
+from serve.observability.settings import AccessLog, ObserveOptions
 from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
 from serve.security.options import ClientLimits, SecurityOptions
 from serve.security.private_socket import private_socket
@@ -57,7 +57,7 @@ def asked(tmp_path: Path, transport: TransportName) -> Iterator[Asked]:
         yield Asked(server, channel, tokens, path)
 
 
-def test_nobody_comes_in_without_a_token_but_health_is_open(asked: Asked) -> None:
+def test_calls_without_a_token_are_refused_except_health(asked: Asked) -> None:
     for method, message in ((INFER_PATH, infer_request()), ("ModelMetadata", b""), ("RepositoryIndex", b"")):
         assert asked.refused(method, message) == (
             UNAUTHENTICATED,
@@ -72,12 +72,12 @@ def test_nobody_comes_in_without_a_token_but_health_is_open(asked: Asked) -> Non
 
 
 @pytest.mark.parametrize("method", [INFER_PATH, "ServerMetadata", HEALTH])
-def test_a_call_that_shows_two_tokens_is_not_let_in(asked: Asked, method: str) -> None:
+def test_a_call_with_two_tokens_is_refused(asked: Asked, method: str) -> None:
     """Which of them counts would differ from one who looks to the next."""
     alice, root = bearer(asked.tokens["alice"]), bearer(asked.tokens["root"])
     message = infer_request() if method == INFER_PATH else b""
     for several in (alice + root, root + alice, alice + bearer("hs_" + "x" * 43), alice + alice, alice + alice):
-        with pytest.raises(grpc.RpcError, match="the call has several 'authorization' headers, expected one; send") as refused:
+        with pytest.raises(grpc.RpcError, match="the call has several 'authorization' headers, expected one: send") as refused:
             call(asked.channel, method, message, several)
         assert refused.value.code() is UNAUTHENTICATED
         assert call(asked.channel, method, message, alice)
@@ -86,7 +86,7 @@ def test_a_call_that_shows_two_tokens_is_not_let_in(asked: Asked, method: str) -
 def test_a_token_does_what_its_roles_allow(asked: Asked) -> None:
     assert asked.refused("RepositoryModelLoad", LOAD, "alice") == (
         PERMISSION_DENIED,
-        "the token may not do this: it takes the role 'admin', which it does not have",
+        "the token may not do this: it requires the role 'admin'",
     )
     for method in ("RepositoryModelUnload", "LogSettings", "TraceSetting", "SystemSharedMemoryStatus", "/any.Other/Method"):
         assert asked.refused(method, who="alice")[0] is PERMISSION_DENIED
@@ -166,7 +166,7 @@ def test_another_clients_shared_memory_cannot_be_named_without_the_role(asked: A
         message = request.SerializeToString()
         assert asked.refused(INFER_PATH, message, "alice") == (
             PERMISSION_DENIED,
-            "the token may not use shared memory: it takes the role 'shared-memory'",
+            "the token may not use shared memory: it requires the role 'shared-memory'",
         )
         assert call(asked.channel, INFER_PATH, message, bearer(asked.tokens["root"]))
         request.id = "x" * 400_000  # such a request comes in pieces
@@ -182,7 +182,7 @@ def test_another_clients_shared_memory_cannot_be_named_without_the_role(asked: A
         memory.unlink()
 
 
-def test_tokens_are_not_needed_where_none_are_asked_for(transport: TransportName) -> None:
+def test_no_token_is_needed_without_a_token_file(transport: TransportName) -> None:
     with guarded_server(SecurityOptions(), transport) as (server, security):
         assert security.main.gate is None
         with grpc.insecure_channel(server.address) as channel:
@@ -193,7 +193,7 @@ def test_what_changes_the_server_is_refused_on_the_main_port(transport: Transpor
     options = SecurityOptions(admin_port=0)
     with guarded_server(options, transport) as (server, _), grpc.insecure_channel(server.address) as channel:
         for method in ("RepositoryModelLoad", "RepositoryModelUnload", "LogSettings", "TraceSetting"):
-            with pytest.raises(grpc.RpcError, match="is not served on this port; use the admin port or socket") as refused:
+            with pytest.raises(grpc.RpcError, match="are not served on this port; use its admin port or socket") as refused:
                 call(channel, method)
             assert refused.value.code() is PERMISSION_DENIED
         assert infer(channel) == 2
@@ -204,7 +204,7 @@ def test_the_admin_port_serves_it_to_administrators(tmp_path: Path, transport: T
     options = SecurityOptions(admin_port=0, token_file=tmp_path / "tokens")
     with guarded_server(options, transport, at_admin=True) as (server, _), grpc.insecure_channel(server.address) as channel:
         call(channel, "LogSettings", metadata=bearer(tokens["root"]))
-        with pytest.raises(grpc.RpcError, match="it takes the role 'admin'"):
+        with pytest.raises(grpc.RpcError, match="it requires the role 'admin'"):
             call(channel, "LogSettings", metadata=bearer(tokens["alice"]))
 
 

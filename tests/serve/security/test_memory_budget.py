@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.security.memory_budget import MIN_PROGRESS_BYTES, STRANGERS_PART, MemoryBudget, Share
+from serve.security.memory_budget import MIN_PROGRESS_BYTES, STRANGERS_PART, MemoryBudget, MemoryShare
 
 PATIENCE_S = 5.0
 LIMIT = 1600
@@ -24,7 +24,7 @@ class Scene:
         self.pressed: list[str] = []
         self.gone_on: list[str] = []
 
-    def share(self, name: str, size: int = 0, *, is_known: bool = True) -> Share:
+    def share(self, name: str, size: int = 0, *, is_known: bool = True) -> MemoryShare:
         share = self.budget.share(
             is_known=is_known, press=lambda: self.pressed.append(name), go_on=lambda: self.gone_on.append(name)
         )
@@ -42,14 +42,14 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_nobody_waits_while_three_quarters_are_not_taken(scene: Scene) -> None:
+def test_no_share_waits_below_three_quarters_of_the_budget(scene: Scene) -> None:
     alone = scene.share("alone", 1125)
     assert alone.goes_on()
     alone.add(1)
     assert alone.is_short
 
 
-def test_who_holds_less_than_the_level_goes_on(scene: Scene) -> None:
+def test_a_share_below_the_level_continues(scene: Scene) -> None:
     large, small = scene.share("large", 1400), scene.share("small", 100)
     assert (large.is_short, small.is_short) == (True, False)
     small.add(100)
@@ -64,7 +64,7 @@ def test_many_with_next_to_nothing_do_not_lower_the_level(scene: Scene) -> None:
     assert large.is_short
 
 
-def test_one_goes_on_whatever_it_holds_and_then_the_next(scene: Scene) -> None:
+def test_one_share_at_a_time_has_priority(scene: Scene) -> None:
     first, second = scene.share("first", 600), scene.share("second", 600)
     assert first.goes_on()
     assert not second.goes_on()
@@ -76,7 +76,7 @@ def test_one_goes_on_whatever_it_holds_and_then_the_next(scene: Scene) -> None:
     assert not first.goes_on()
 
 
-def test_those_who_wait_go_on_when_there_is_room(scene: Scene) -> None:
+def test_waiting_shares_continue_when_memory_is_free(scene: Scene) -> None:
     first, second, third = (scene.share(name, 500) for name in ("first", "second", "third"))
     assert [first.goes_on(), second.goes_on(), third.goes_on()] == [True, False, False]
     first.close()
@@ -105,7 +105,7 @@ def test_the_largest_are_pressed_when_the_budget_is_spent(scene: Scene) -> None:
     assert scene.pressed == ["large"]  # the level is 800
 
 
-def test_strangers_have_a_part_of_their_own(scene: Scene) -> None:
+def test_connections_without_a_token_have_a_separate_budget(scene: Scene) -> None:
     stranger, other = scene.share("stranger", 90, is_known=False), scene.share("known", 1000)
     assert (stranger.is_short, other.is_short) == (True, False)
     assert scene.budget.held_bytes == 1090
@@ -114,7 +114,7 @@ def test_strangers_have_a_part_of_their_own(scene: Scene) -> None:
     assert scene.budget.held_bytes == 1090
 
 
-def test_who_is_over_holds_nothing_whatever_it_still_says(scene: Scene) -> None:
+def test_a_closed_share_stays_empty(scene: Scene) -> None:
     over = scene.share("over", 1600)
     over.close()
     over.add(1000)

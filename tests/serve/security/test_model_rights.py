@@ -15,7 +15,7 @@ from serve.protocol.service import INFER_STREAM_PATH
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
-from serve.security.token_file import new_token
+from serve.security.tokens import new_token
 from serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
@@ -98,7 +98,7 @@ def test_a_stream_answers_as_single_requests_do(server: Tenants) -> None:
     assert told[1].infer_response == told[2].infer_response
 
 
-def test_health_tells_of_models_to_whom_they_are_open(server: Tenants) -> None:
+def test_health_of_a_model_is_visible_to_permitted_callers(server: Tenants) -> None:
     seen = {who: [server.outcome(who, HEALTH, health(name))[0] for name in ("", OURS, THEIRS)] for who in (None, "tenant")}
     assert seen == {None: ["OK", "NOT_FOUND", "NOT_FOUND"], "tenant": ["OK", "OK", "NOT_FOUND"]}
     assert server.outcome("root", HEALTH, health(THEIRS))[0] == "OK"
@@ -145,14 +145,14 @@ def test_health_is_watched_no_longer_with_a_token_that_is_gone(
 
 
 @pytest.mark.parametrize("place", range(len(changes(THEIRS))))
-def test_who_administers_some_models_cannot_touch_the_others(server: Tenants, place: int) -> None:
+def test_a_restricted_administrator_cannot_touch_other_models(server: Tenants, place: int) -> None:
     theirs = server.outcome("manager", *changes(THEIRS)[place])
     assert as_if_absent(theirs) == server.outcome("manager", *changes(NOBODYS)[place])
     assert theirs[0] == "NOT_FOUND"
     assert server.outcome("manager", *changes(OURS)[place]) == server.outcome("root", *changes(OURS)[place])
 
 
-def test_who_administers_some_models_changes_nothing_that_holds_for_all(server: Tenants) -> None:
+def test_a_restricted_administrator_changes_no_global_setting(server: Tenants) -> None:
     trace, log = pb.TraceSettingRequest(), pb.LogSettingsRequest()
     trace.settings["trace_rate"].value.append("7")
     log.settings["log_info"].bool_param = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import logging
@@ -18,14 +19,17 @@ import pytest
 from serve.backends.onnx_runtime.backend import OnnxRuntime
 from serve.engine.backend import DevicePlacement, ModelInterface
 from serve.http.options import HttpOptions
-from serve.security.errors import SecurityError
-from serve.security.options import ClientLimits, SecurityOptions
+from serve.security.options import ClientLimits, SecurityError, SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
-from serve.security.token_file import new_token
-from serve.server import Ready, ServerOptions, serve
+from serve.security.tokens import new_token
+from serve.server import ServerOptions, serve
+from serve.startup_report import StartupReport
 from tests.models import save_mlp
 from tests.serve.security.guarded import Certificates, guarded_server, tokens_in
+
+ROOT = Path(__file__).parents[3]
+NAMED = re.findall(r"^\|.*\| (tests/\S+\.py)::(\w+) \|$", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +59,10 @@ def test_an_exposed_server_is_warned_of(certificates: Certificates, tmp_path: Pa
         Security(SecurityOptions(), print).warn_if_exposed(host)
     assert not caplog.text
     Security(SecurityOptions(), print).warn_if_exposed("::")
-    assert "listening on :: without TLS (--tls-cert) and without tokens (--token-file): whoever reaches" in caplog.text
+    assert "listening on :: without TLS (--tls-cert) and without tokens (--token-file): any client that reaches" in caplog.text
     caplog.clear()
     Security(SecurityOptions(tls=certificates.options), print).warn_if_exposed("192.0.2.1")
-    assert "listening on 192.0.2.1 without tokens (--token-file): whoever reaches" in caplog.text
+    assert "listening on 192.0.2.1 without tokens (--token-file): any client that reaches" in caplog.text
 
 
 def test_a_server_listens_on_this_machine_alone_unless_asked() -> None:
@@ -121,7 +125,7 @@ def test_sighup_ends_no_server_that_has_nothing_to_read(tmp_path: Path) -> None:
         assert process.wait(30) == 0
 
 
-def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificates, tmp_path: Path) -> None:
+def test_a_server_reads_its_files_again_on_sighup(certificates: Certificates, tmp_path: Path) -> None:
     path = save_mlp(tmp_path / "mlp.onnx")
     security = SecurityOptions(tls=certificates.options, admin_port=0, watch_s=3600)
     options = ServerOptions(
@@ -133,7 +137,7 @@ def test_a_whole_server_reads_its_files_again_on_sighup(certificates: Certificat
     )
     shown: list[str] = []
 
-    async def look(told: Ready) -> None:
+    async def look(told: StartupReport) -> None:
         ports = [port for port in (told.grpc_port, told.http_port, told.admin_port) if port]
         assert len(ports) == 3
         for again in (False, True):
@@ -169,3 +173,19 @@ def test_the_image_tells_its_health_of_a_server_that_asks_for_tokens(tmp_path: P
             done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, timeout=60, check=False)
             assert done.returncode == int(not is_ready)
             server.call(server.core.retire)
+
+
+def test_every_threat_names_a_test() -> None:
+    text = (ROOT / "docs" / "security.md").read_text().partition("## Threats")[2].partition("## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == len(NAMED) > 30
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
+def test_the_named_tests_exist(file: str) -> None:
+    names = {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name for named, name in NAMED if named == file} <= names

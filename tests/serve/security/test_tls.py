@@ -14,10 +14,9 @@ import grpc
 import pytest
 import trustme
 
-from serve.security.errors import SecurityError
-from serve.security.options import SecurityOptions
+from serve.security.options import SecurityError, SecurityOptions
 from serve.security.security import Security
-from serve.security.tls import Tls
+from serve.security.tls import ServerTls
 from serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WATCH_S, Certificates, guarded_server, infer
@@ -64,7 +63,7 @@ def test_calls_are_encrypted_and_plain_ones_are_not_answered(certificates: Certi
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_clients_without_a_certificate_are_not_let_in(
+def test_clients_without_a_certificate_are_refused(
     certificates: Certificates, tmp_path: Path, transport: TransportName
 ) -> None:
     ours, theirs = trustme.CA(), trustme.CA()
@@ -100,12 +99,12 @@ def test_a_new_certificate_is_shown_and_connections_stay(
 def test_files_that_do_not_fit_leave_the_certificate_as_it_was(
     certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tls = Tls(certificates.options)
+    tls = ServerTls(certificates.options)
     context = tls.context("h2")
     certificates.options.key.write_bytes(trustme.CA().issue_cert("localhost").private_key_pem.bytes())
     assert not tls.reload()
-    assert "is not that of certificate" in caplog.text
-    assert "new connections still meet the certificate from before" in caplog.text
+    assert "does not belong to certificate" in caplog.text
+    assert "new connections still get the previous certificate" in caplog.text
     certificates.renew(valid_for=EXPIRED)
     assert not tls.reload()
     assert "has expired" in caplog.text
@@ -118,14 +117,14 @@ def test_files_that_do_not_fit_leave_the_certificate_as_it_was(
 def test_a_certificate_that_cannot_be_loaded_for_want_of_files_is_taken_later(
     certificates: Certificates, caplog: pytest.LogCaptureFixture, spare: int
 ) -> None:
-    tls = Tls(certificates.options)
+    tls = ServerTls(certificates.options)
     tls.context("h2")
     certificates.renew()
     with few_files(spare):
         assert not tls.reload()
     assert tls.is_stale
     assert "Too many open files" in caplog.text
-    assert "new connections still meet the certificate from before" in caplog.text
+    assert "new connections still get the previous certificate" in caplog.text
     assert tls.reload(again=True)
     assert not tls.is_stale
 
@@ -136,14 +135,14 @@ def test_a_client_authority_that_is_taken_away_is_warned_of(
     clients = tmp_path / "clients.pem"
     first, second = trustme.CA().cert_pem.bytes(), trustme.CA().cert_pem.bytes()
     clients.write_bytes(first)
-    tls = Tls(replace(certificates.options, client_authorities=clients))
+    tls = ServerTls(replace(certificates.options, client_authorities=clients))
     tls.context("h2")
     clients.write_bytes(first + second)
     assert tls.reload()
     assert not caplog.text
     clients.write_bytes(second)
     assert tls.reload()
-    assert "is gone from its file; its clients that were let in before may come back until" in caplog.text
+    assert "was removed from its file; its clients that connected before may resume sessions until" in caplog.text
 
 
 def test_client_authorities_come_and_go(certificates: Certificates, tmp_path: Path) -> None:
@@ -178,12 +177,12 @@ def test_certificates_that_cannot_be_used_are_refused_with_the_reason(certificat
             replace(options, certificate=tmp_path / "none"),
             "none cannot be read: No such file or directory; expected a PEM file",
         ),
-        (replace(options, certificate=tmp_path / "text"), "text is not what it should be; expected a PEM file with"),
+        (replace(options, certificate=tmp_path / "text"), "text is not of this kind; expected a PEM file with"),
         (
             replace(options, key=options.certificate),
-            "server.pem is not what it should be; expected a PEM file with 'PRIVATE KEY",
+            "server.pem is not of this kind; expected a PEM file with 'PRIVATE KEY",
         ),
-        (replace(options, key=tmp_path / "sealed"), "sealed asks for a pass phrase; expected a key without one"),
+        (replace(options, key=tmp_path / "sealed"), "sealed is encrypted; expected a key without a pass phrase"),
         (replace(options, certificate=tmp_path / "hollow"), "cannot be used: "),
         (replace(options, client_authorities=tmp_path / "hollow"), "TLS client authorities"),
     ):
@@ -196,15 +195,15 @@ def test_certificates_that_cannot_be_used_are_refused_with_the_reason(certificat
 def test_a_certificate_that_has_expired_is_refused(certificates: Certificates, valid_for_days: float, text: str) -> None:
     certificates.renew(valid_for=dt.timedelta(days=valid_for_days))
     with pytest.raises(SecurityError, match=text):
-        Tls(certificates.options)
+        ServerTls(certificates.options)
 
 
 def test_a_certificate_that_expires_soon_is_warned_of(certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    Tls(certificates.options)
+    ServerTls(certificates.options)
     assert not caplog.text
     certificates.renew(valid_for=dt.timedelta(days=3.5))
-    tls = Tls(certificates.options)
+    tls = ServerTls(certificates.options)
     assert "server.pem expires in 3 days" in caplog.text
     tls.look_at_clock()
     assert len(caplog.records) == 1, "the same is not said again"
@@ -215,4 +214,4 @@ def test_a_certificate_that_expires_soon_is_warned_of(certificates: Certificates
 
 
 def test_old_versions_of_tls_are_not_spoken(certificates: Certificates) -> None:
-    assert Tls(certificates.options).context("h2").minimum_version is ssl.TLSVersion.TLSv1_2
+    assert ServerTls(certificates.options).context("h2").minimum_version is ssl.TLSVersion.TLSv1_2

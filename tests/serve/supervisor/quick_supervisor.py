@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from serve.supervisor import backoff
+from serve.supervisor import supervisor
 from serve.supervisor.__main__ import main
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a suite that was started under nohup has ignored
-    backoff.FIRST_S = backoff.LONGEST_S = float(sys.argv[1])
+    supervisor.FIRST_S = supervisor.LONGEST_S = float(sys.argv[1])
     sys.exit(main(*sys.argv[2:]))

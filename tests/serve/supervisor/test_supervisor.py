@@ -13,17 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve.supervisor.handover import Plan
+from serve.supervisor.handover import SupervisorPlan
+from serve.supervisor.supervisor import FIRST_S, FORGET_AFTER_S, GIVE_UP_AFTER, LONGEST_S, Backoff
 
 ROOT = Path(__file__).parents[3]
 WORKER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("scripted_worker.py"))]
 WAIT_S = 30.0
+SERVED = st.one_of(st.none(), st.floats(0, 1e6))
 
 
 @contextmanager
 def supervised(*deeds: str, first_s: float = 0.001, socket_path: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    plan = Plan(sockets={}, socket_path=str(socket_path) if socket_path else None)
+    plan = SupervisorPlan(sockets={}, socket_path=str(socket_path) if socket_path else None)
     command = [sys.executable, "-m", "tests.serve.supervisor.quick_supervisor", str(first_s), plan.to_text(), *WORKER, *deeds]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
@@ -54,7 +58,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], list[str]]:
     return process.returncode, told.splitlines(), errors.splitlines()
 
 
-def test_a_worker_that_has_served_is_started_anew_however_it_ended() -> None:
+def test_a_worker_that_has_served_is_restarted_after_any_end() -> None:
     with supervised("killed:9", "served:3", "killed:6", "served:75", "served:0", "serve") as process:
         until_ready(process)
         process.terminate()
@@ -90,7 +94,7 @@ def test_what_a_worker_leaves_behind_is_not_waited_for() -> None:
     assert (code, told[1:], errors) == (3, ["orphaned"], [])
 
 
-def test_workers_that_cannot_be_started_anew_are_given_up() -> None:
+def test_restarts_are_given_up_after_repeated_failures() -> None:
     with supervised("served:1", *["exit:2"] * 4, "exit:7", "serve") as process:
         code, told, errors = ended(process)
     assert (code, len(told)) == (7, 6)
@@ -106,7 +110,7 @@ def test_starts_that_fail_in_between_are_forgiven() -> None:
 
 
 @pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_once_even_where_it_goes_to_the_whole_terminal(name: signal.Signals) -> None:
+def test_a_signal_of_the_terminal_is_passed_on_once(name: signal.Signals) -> None:
     with supervised("leave:4") as process:
         until_ready(process)
         os.killpg(process.pid, name)
@@ -148,7 +152,7 @@ def test_a_signal_while_no_worker_is_there_ends_it_at_once() -> None:
         assert ended(process)[0] == 0
 
 
-def test_a_worker_that_is_killed_while_it_leaves_is_not_started_anew() -> None:
+def test_a_worker_killed_during_shutdown_is_not_restarted() -> None:
     with supervised("stubborn", "serve") as process:
         worker = until_ready(process)
         process.terminate()
@@ -207,7 +211,31 @@ def test_a_worker_is_started_once_there_are_files_again() -> None:
 
 
 def test_a_program_that_is_not_there_is_one_line() -> None:
-    command = [sys.executable, "-m", "serve.supervisor", Plan({}, None).to_text(), "/no/such/python"]
+    command = [sys.executable, "-m", "serve.supervisor", SupervisorPlan({}, None).to_text(), "/no/such/python"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (126, 1)
     assert "ERROR the worker cannot be started: /no/such/python: No such file or directory" in done.stderr
+
+
+def test_the_first_restart_is_immediate_and_later_ones_back_off() -> None:
+    backoff = Backoff()
+    assert [backoff.ended(1.0) for _ in range(10)] == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10]
+    assert backoff.ended(FORGET_AFTER_S) == 0
+    assert backoff.ended(1.0) == FIRST_S
+
+
+def test_only_workers_in_a_row_that_were_never_ready_count_towards_giving_up() -> None:
+    backoff = Backoff()
+    for served_s in [None] * 4 + [0.0] + [None] * 5:
+        backoff.ended(served_s)
+    assert backoff.never_ready == GIVE_UP_AFTER == 5
+
+
+@given(st.lists(SERVED, max_size=40))
+def test_waits_stay_in_their_bounds_and_only_a_minute_of_service_shortens_them(lives: list[float | None]) -> None:
+    backoff, before = Backoff(), 0.0
+    for served_s in lives:
+        wait_s = backoff.ended(served_s)
+        assert 0 <= wait_s <= LONGEST_S
+        assert wait_s >= before or (served_s is not None and served_s >= FORGET_AFTER_S)
+        before = wait_s

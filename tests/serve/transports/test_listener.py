@@ -17,8 +17,8 @@ import pytest
 from serve.http.http_server import HttpServer
 from serve.http.options import HttpLimits
 from serve.protocol.service import Service
-from serve.security.security import Guard
-from serve.security.tls import Tls
+from serve.security.security import PortSecurity
+from serve.security.tls import ServerTls
 from serve.transports import listener
 from serve.transports.listener import LOG_PERIOD_S, MAX_LOG_LINES, ConnectionLimit, LogThrottle
 from serve.transports.listening import Address, BindError, close, listen
@@ -40,7 +40,7 @@ def certificates(tmp_path: Path) -> Certificates:
 @contextmanager
 def serving(limit: ConnectionLimit, certificates: Certificates | None = None) -> Iterator[RunningServer]:
     def make(service: Service, host: str, port: int) -> Transport:
-        guard = None if certificates is None else Guard(tls=Tls(certificates.options))
+        guard = None if certificates is None else PortSecurity(tls=ServerTls(certificates.options))
         return make_transport(TransportName.NGHTTP2, service, host, port, guard, connections=limit)
 
     with running_server(lambda: [held_model(HeldBackend())], make) as server:

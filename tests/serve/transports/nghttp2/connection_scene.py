@@ -13,7 +13,7 @@ from ngh2.exceptions import NGH2Error
 
 from serve.engine.errors import InferenceError
 from serve.protocol.status import Status
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, Share
+from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, MemoryShare
 from serve.transports.grpc_framing import MessageReader, frame
 from serve.transports.nghttp2.calls import RefusedCall, _OneMessageCall
 from serve.transports.nghttp2.connection import GrpcConnection
@@ -130,7 +130,7 @@ class Scene:
         if window_bytes > 65_535:
             self.client.set_local_window_size(window_bytes)
 
-    def _route(self, headers: Sequence[Header], share: Share) -> OpenCall:
+    def _route(self, headers: Sequence[Header], share: MemoryShare) -> OpenCall:
         share.trust()
         self.opened.append(dict(headers))
         return self._open

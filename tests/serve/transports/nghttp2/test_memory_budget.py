@@ -15,7 +15,7 @@ from serve.security.memory_budget import STRANGERS_PART, MemoryBudget
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.security import Security
-from serve.security.token_file import new_token
+from serve.security.tokens import new_token
 from serve.transports.grpc_framing import frame
 from serve.transports.nghttp2.fairness import TransportLimits
 from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM

@@ -1,0 +1,164 @@
+"""ASGI guards: the browser guard refuses other sites' scripts, the token guard requests without a valid token.
+
+A page of another origin may make a browser send requests here; browsers name that origin in Origin. And a name of that page's
+own may be made to resolve to this machine (DNS rebinding), so that its requests look same-origin; browsers name it in Host.
+
+If the server listens on this machine alone, or was given its names, every request must be for a known name. Otherwise a proxy
+or a cluster may use any name for it, so that only requests with an Origin must: programs send none. Over TLS the certificate
+proves the name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
+from serve.http.responses import error_response, http_status
+from serve.protocol.service import Service
+from serve.security.gate import AccessGrant, Gate
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+SAFE = {"GET", "HEAD", "OPTIONS"}
+HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+GRANT = "halfserve.grant"  # the key of the gate's AccessGrant in a request's scope
+# For Basic, browsers ask their user for a name and a password; the password is the token.
+CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
+
+
+class BrowserGuard:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: App, *, host: str, allowed_hosts: Iterable[str]) -> None:
+        """A guard.
+
+        Args:
+            app: that is guarded.
+            host: the address that is listened on.
+            allowed_hosts: names that requests may be for, besides localhost, addresses and this machine's own name.
+        """
+        self._app = app
+        self._names = {name.lower().rstrip(".") for name in allowed_hosts}
+        self._checks_names = bool(self._names) or _is_loopback(host)
+        self._names |= {host.lower(), socket.gethostname().lower()}
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        refusal = self._refusal(scope, host, headers)
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        if refusal is None:
+            await self._app(scope, receive, send_guarded)
+        else:
+            await error_response(403, refusal)(scope, receive, send_guarded)
+
+    def _refusal(self, scope: Message, host: str, headers: dict[bytes, bytes]) -> str | None:
+        if self._checks_names and not self._is_known(host):
+            return f"requests for host {host[:100]!r} are refused here; start the server with --http-allowed-host for its name"
+        origin = headers.get(b"origin")
+        if origin is None or scope["method"] in SAFE:
+            return None
+        _, _, own = origin.decode("latin-1").lower().partition("://")
+        if own != host:
+            return "a page of another origin may not send this request; use the server's own page, or no browser"
+        if scope["scheme"] != "https" and not self._is_known(host):
+            return f"pages at {host[:100]!r} may not send this request; start the server with --http-allowed-host for its name"
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
+        if not name:  # a probe that speaks HTTP/1.0, such as a load balancer's; browsers always name one
+            return True
+        return name in self._names or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+class TokenGuard:
+    """Admits requests by their headers; one application per set of permitted models answers them."""
+
+    def __init__(self, app_of: Callable[[Service], App], service: Service, gate: Gate) -> None:
+        """A guard.
+
+        Args:
+            app_of: makes an application that answers from a service.
+            service: of all models.
+            gate: admits requests, and restricts the service.
+        """
+        self._app_of = app_of
+        self._app = app_of(service)
+        self._service = service
+        self._gate = gate
+        self._restricted: dict[Service, App] = {}
+        gate.on_change(self._restricted.clear)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        try:
+            grant = self._gate.admit_path(path, _authorization(scope))
+            grant.charge(peer_of(scope))
+        except InferenceError as error:
+            status, text, headers = http_status(error)
+            if isinstance(error, UnauthenticatedError):
+                headers["www-authenticate"] = CHALLENGE
+            headers["connection"] = "close"  # the body is not read
+            await error_response(status, text, headers)(scope, receive, send)
+            return
+        scope[GRANT] = grant
+        app = self._app
+        if not grant.sees_all:
+            service = grant.service(self._service)
+            if service not in self._restricted:
+                self._restricted[service] = self._app_of(service)
+            app = self._restricted[service]
+        # An inference request is checked again when it is queued.
+        await app(scope, receive if path.endswith("/infer") else _checked(grant, receive), send)
+
+
+def _authorization(scope: Message) -> bytes | None:
+    shown: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(shown) > 1:  # a proxy may have checked another one than this server would
+        raise InvalidArgumentError(f"the request has {len(shown)} authorization headers; expected one")
+    return shown[0] if shown else None
+
+
+def _checked(grant: AccessGrant, receive: Receive) -> Receive:
+    """A `receive` that checks the token again at the end of the body."""
+
+    async def received() -> Message:
+        message = await receive()
+        if message["type"] == "http.request" and not message.get("more_body", False):
+            grant.check()
+        return message
+
+    return received
+
+
+def peer_of(scope: Any) -> str:
+    """The client's address, with its port."""
+    client = scope.get("client")
+    return "" if client is None else f"{client[0]}:{client[1]}"

@@ -1,1 +1,0 @@
-"""The page for people: what is served, how it does, and a form to try it."""

@@ -1,0 +1,289 @@
+"""The REST routes beside inference: health, metadata, statistics, repository, shared memory, settings, metrics, OpenAPI.
+
+Each calls the RPC of the same purpose, so that REST and gRPC share all checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from functools import partial
+from importlib import import_module, resources
+from typing import Any
+
+from google.protobuf.message import Message
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from protos import inference_pb2 as pb
+from serve.engine.errors import InvalidArgumentError, UnavailableError
+from serve.engine.inference_core import InferenceCore
+from serve.http import json_bodies as fields
+from serve.http.request_body import BodyReader
+from serve.http.responses import dump_list, json_response, json_text_response, message_dict
+from serve.protocol.service import SERVICE, Service
+
+MODEL = "/v2/models/{model}"
+VERSION = MODEL + "/versions/{version}"
+REPOSITORY_MODEL = "/v2/repository/models/{model}"
+SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+FILE = "file:"
+LEVELS = "trace_level"  # the only setting with several values
+
+
+class RpcRoutes:
+    """The routes of one service."""
+
+    def __init__(self, service: Service, bodies: BodyReader) -> None:
+        self._core = service.core
+        self._service = service
+        self._bodies = bodies
+
+    def routes(self) -> list[Route]:
+        post, trace = partial(Route, methods=["POST"]), ("/v2/trace/setting", f"{MODEL}/trace/setting")
+        found = [
+            Route("/v2", self.server_metadata),
+            Route("/v2/", self.server_metadata),
+            Route("/v2/health/live", self.live),
+            Route("/v2/health/ready", self.ready),
+            Route("/v2/models/stats", self.statistics),
+            post("/v2/repository/index", self.repository_index),
+            post(f"{REPOSITORY_MODEL}/load", self.load),
+            post(f"{REPOSITORY_MODEL}/unload", self.unload),
+            *(Route(path, self.trace_settings, methods=["GET"]) for path in trace),
+            *(post(path, self.set_trace_settings) for path in trace),
+            Route("/v2/logging", self.log_settings, methods=["GET"]),
+            post("/v2/logging", self.set_log_settings),
+        ]
+        for path in (MODEL, VERSION):
+            found += [
+                Route(path, self.model_metadata),
+                Route(f"{path}/ready", self.model_ready),
+                Route(f"{path}/config", self.model_config),
+                Route(f"{path}/stats", self.statistics),
+            ]
+        for base, status, register, unregister in (
+            (SYSTEM, self.system_status, self.system_register, self.system_unregister),
+            (CUDA, self.cuda_status, self.cuda_register, self.cuda_unregister),
+        ):
+            region = base + "/region/{region}"
+            for path in (base, region):
+                found += [Route(f"{path}/status", status), post(f"{path}/unregister", unregister)]
+            found.append(post(f"{region}/register", register))
+        return found
+
+    async def server_metadata(self, _: Request) -> Response:
+        return json_response(message_dict(await self._call("ServerMetadata", pb.ServerMetadataRequest())))
+
+    async def live(self, _: Request) -> Response:
+        return json_response(message_dict(await self._call("ServerLive", pb.ServerLiveRequest())))
+
+    async def ready(self, _: Request) -> Response:
+        """200 if requests are accepted, 503 otherwise."""
+        response = await self._call("ServerReady", pb.ServerReadyRequest())
+        if not response.ready:
+            raise UnavailableError("the server takes no requests now; send them to another replica")
+        return json_response(message_dict(response))
+
+    async def model_ready(self, request: Request) -> Response:
+        """200 if the model accepts requests, 503 if not, and 404, which the RPC cannot say, if it is unknown."""
+        name, version = _named(request)
+        if not self._core.is_model_ready(name, version):
+            raise UnavailableError(f"model {name!r} takes no requests now; send them to another replica")
+        return json_response({"name": name, "ready": True})
+
+    async def model_metadata(self, request: Request) -> Response:
+        name, version = _named(request)
+        return json_response(
+            message_dict(await self._call("ModelMetadata", pb.ModelMetadataRequest(name=name, version=version)))
+        )
+
+    async def model_config(self, request: Request) -> Response:
+        name, version = _named(request)
+        response = await self._call("ModelConfig", pb.ModelConfigRequest(name=name, version=version))
+        return json_response(message_dict(response.config))
+
+    async def statistics(self, request: Request) -> Response:
+        """Counters of a model version, of all versions, or of all models."""
+        name, version = _named(request)
+        response = await self._call("ModelStatistics", pb.ModelStatisticsRequest(name=name, version=version))
+        counters = await dump_list(message_dict(of_version) for of_version in response.model_stats)
+        return json_text_response(f'{{"model_stats":{counters}}}')
+
+    async def repository_index(self, request: Request) -> Response:
+        """Every model version and its state; {"ready": true} asks for the ready ones alone."""
+        content = fields.parse_object(await self._bodies.read_small(request), empty=True)
+        ready = bool(fields.flag(content, "ready", "the request", default=False))
+        response = await self._call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
+        return json_response([message_dict(entry) for entry in response.models])
+
+    async def load(self, request: Request) -> Response:
+        """Load or reload a model; parameters "config" (JSON) and "file:<path>" (base64) override what is on disk."""
+        name = request.path_params["model"]
+        body = await self._bodies.read(request)
+        return await self._done(
+            "RepositoryModelLoad", await self._bodies.understand(body, lambda body: _load_request(name, body))
+        )
+
+    async def unload(self, request: Request) -> Response:
+        """Unload a model after its accepted requests are answered."""
+        message = pb.RepositoryModelUnloadRequest(model_name=request.path_params["model"])
+        parameters = _parameters(await self._bodies.read_small(request))
+        for name in parameters:
+            message.parameters[name].bool_param = bool(fields.flag(parameters, name, "parameters"))
+        return await self._done("RepositoryModelUnload", message)
+
+    async def system_status(self, request: Request) -> Response:
+        """The region of a name, or all."""
+        return await self._regions("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name=_region(request)))
+
+    async def system_register(self, request: Request) -> Response:
+        content = fields.parse_object(await self._bodies.read_small(request))
+        message = pb.SystemSharedMemoryRegisterRequest(
+            name=_region(request),
+            key=fields.text(content, "key", "the region"),
+            offset=fields.whole(content, "offset", "the region", 0),
+            byte_size=fields.whole(content, "byte_size", "the region"),
+        )
+        return await self._done("SystemSharedMemoryRegister", message)
+
+    async def system_unregister(self, request: Request) -> Response:
+        """Unregister the region of a name, or all."""
+        return await self._done("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=_region(request)))
+
+    async def cuda_status(self, request: Request) -> Response:
+        """The region of a name, or all."""
+        return await self._regions("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest(name=_region(request)))
+
+    async def cuda_register(self, request: Request) -> Response:
+        content = fields.parse_object(await self._bodies.read_small(request))
+        handle = fields.members(content, "raw_handle", "the region")
+        message = pb.CudaSharedMemoryRegisterRequest(
+            name=_region(request),
+            raw_handle=fields.base64_bytes(handle, "b64", "raw_handle"),
+            device_id=fields.whole(content, "device_id", "the region", 0),
+            byte_size=fields.whole(content, "byte_size", "the region"),
+        )
+        return await self._done("CudaSharedMemoryRegister", message)
+
+    async def cuda_unregister(self, request: Request) -> Response:
+        """Unregister the region of a name, or all."""
+        return await self._done("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest(name=_region(request)))
+
+    async def trace_settings(self, request: Request) -> Response:
+        return await self._trace(pb.TraceSettingRequest(model_name=request.path_params.get("model", "")))
+
+    async def set_trace_settings(self, request: Request) -> Response:
+        """Change what is traced; null restores a setting's default."""
+        message = pb.TraceSettingRequest(model_name=request.path_params.get("model", ""))
+        for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
+            values = [] if value is None else value if isinstance(value, list) else [value]
+            message.settings[name].value.extend([_setting_text(name, entry) for entry in values])
+        return await self._trace(message)
+
+    async def log_settings(self, _: Request) -> Response:
+        return await self._log(pb.LogSettingsRequest())
+
+    async def set_log_settings(self, request: Request) -> Response:
+        message = pb.LogSettingsRequest()
+        for name, value in fields.parse_object(await self._bodies.read_small(request), empty=True).items():
+            if isinstance(value, bool):
+                message.settings[name].bool_param = value
+            elif isinstance(value, int) and 0 <= value < 2**32:
+                message.settings[name].uint32_param = value
+            else:
+                message.settings[name].string_param = _setting_text(name, value)
+        return await self._log(message)
+
+    async def _trace(self, message: pb.TraceSettingRequest) -> Response:
+        settings = (await self._call("TraceSetting", message)).settings
+        content: dict[str, Any] = {}
+        for name, setting in sorted(settings.items()):
+            values = list(setting.value)
+            content[name] = values if name == LEVELS or len(values) > 1 else "".join(values)
+        return json_response(content)
+
+    async def _log(self, message: pb.LogSettingsRequest) -> Response:
+        settings = (await self._call("LogSettings", message)).settings
+        return json_response({name: getattr(s, s.WhichOneof("parameter_choice")) for name, s in sorted(settings.items())})
+
+    async def _regions(self, rpc: str, message: Message) -> Response:
+        response = await self._call(rpc, message)
+        return json_response([message_dict(region) for _, region in sorted(response.regions.items())])
+
+    async def _done(self, rpc: str, message: Message) -> Response:
+        await self._call(rpc, message)
+        return json_response({})
+
+    async def _call(self, rpc: str, request: Message) -> Any:
+        """The response message of an RPC; raises its InferenceErrors."""
+        path = f"/{SERVICE}/{rpc}"
+        unary = self._service.unary.get(path)
+        if unary is not None:
+            return unary.answer(request)
+        # RPCs that take time are streams of one message each way.
+        return await anext(self._service.streams[path].answer(_only(request)))
+
+
+async def _only(request: Message) -> AsyncIterator[Any]:
+    yield request
+
+
+def _named(request: Request) -> tuple[str, str]:
+    return request.path_params.get("model", ""), request.path_params.get("version", "")
+
+
+def _region(request: Request) -> str:
+    return str(request.path_params.get("region", ""))
+
+
+def _load_request(name: str, body: bytes) -> pb.RepositoryModelLoadRequest:
+    message = pb.RepositoryModelLoadRequest(model_name=name)
+    parameters = _parameters(body)
+    for key in parameters:
+        if key.startswith(FILE):
+            message.parameters[key].bytes_param = fields.base64_bytes(parameters, key, "parameters")
+        else:
+            message.parameters[key].string_param = fields.text(parameters, key, "parameters")
+    return message
+
+
+def _parameters(body: bytes) -> dict[str, object]:
+    return fields.members(fields.parse_object(body, empty=True), "parameters", "the request")
+
+
+def _setting_text(name: str, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise InvalidArgumentError(f"setting {name!r} is not text or a whole number")
+    return str(value)
+
+
+def metrics_route(core: InferenceCore) -> Route:
+    """GET /metrics, for Prometheus."""
+
+    async def answer(_: Request) -> Response:
+        # Imported at the first scrape, so that no start waits for it, and on a thread, so that no request does.
+        module: Any = await asyncio.to_thread(import_module, "serve.observability.exposition")
+        body, content_type = await module.exposition(core)
+        return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
+
+    return Route("/metrics", answer)
+
+
+def openapi_route(service: Service) -> Route:
+    """GET /openapi.json: the REST interface, described for tools."""
+
+    async def answer(_: Request) -> Response:
+        content = openapi_document()
+        content["info"]["version"] = service.server_metadata(pb.ServerMetadataRequest()).version
+        return json_response(content)
+
+    return Route("/openapi.json", answer)
+
+
+def openapi_document() -> dict[str, Any]:
+    """The document from its file, which is written by hand; the version in it is a placeholder."""
+    content: dict[str, Any] = json.loads(resources.files("serve.http").joinpath("openapi.json").read_bytes())
+    return content

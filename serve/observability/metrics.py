@@ -1,0 +1,237 @@
+"""The figures of models as metrics, and Prometheus' text format, version 0.0.4.
+
+https://prometheus.io/docs/instrumenting/exposition_formats/. The writer of prometheus_client does not fit: it ends every
+counter's name in _total, which Triton's names do not, and writes a million as 1e+06, which perf_analyzer does not read.
+Triton's names: https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/user_guide/metrics.html
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from serve.engine.errors import (
+    BackendError,
+    DeadlineExceededError,
+    OutOfMemoryError,
+    OverloadedError,
+    QueueFullError,
+    UnavailableError,
+)
+from serve.engine.model import Model, VersionState, VersionStatus
+from serve.engine.model_statistics import CANCELLED, EDGES_NS, Totals, zeros
+from serve.engine.precision_guard.guard import NonFiniteError
+from serve.engine.precision_guard.tally import GuardCounters, OutputCounters
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
+# Triton has four reasons of failures.
+REASONS = {
+    "queue_full": "REJECTED",
+    "deadline_exceeded": "REJECTED",
+    "unavailable": "REJECTED",
+    CANCELLED: "CANCELED",
+    "backend": "BACKEND",
+}
+TRITON_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+TRITON_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
+    ("request_success", "Requests that were answered", lambda t: t.success.count),
+    ("count", "Rows that were computed: a batch of n counts n times", lambda t: t.rows),
+    ("exec_count", "Batches that were computed", lambda t: t.batches),
+    ("request_duration_us", "Time of answered requests, from arrival to answer", lambda t: t.success.ns // 1000),
+    ("queue_duration_us", "Time that requests waited in the queue", lambda t: t.queue.ns // 1000),
+    ("compute_input_duration_us", "Time to assemble inputs", lambda t: t.compute_input.ns // 1000),
+    ("compute_infer_duration_us", "Time in the backend", lambda t: t.compute_infer.ns // 1000),
+    ("compute_output_duration_us", "Time to take outputs apart", lambda t: t.compute_output.ns // 1000),
+)
+MODEL_GAUGES: tuple[tuple[str, str, Callable[[Model], float]], ...] = (
+    ("halfserve_queue_depth", "Requests that wait for their batch now", lambda m: m.batcher.waiting),
+    (
+        "halfserve_last_inference_timestamp_seconds",
+        "When the last batch was computed; 0: never",
+        lambda m: m.statistics.totals.last_inference_ms / 1e3,
+    ),
+    ("halfserve_model_instances", "Copies of the model", lambda m: len(m.batcher.instances)),
+    (
+        "halfserve_model_instances_up",
+        "Copies that take batches; the others are being loaded anew",
+        lambda m: sum(instance.is_up for instance in m.batcher.instances),
+    ),
+)
+FAILURES = {CANCELLED: 0} | zeros(
+    BackendError, DeadlineExceededError, NonFiniteError, OutOfMemoryError, OverloadedError, QueueFullError, UnavailableError
+)
+ROW_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+GUARD_COUNTERS: tuple[tuple[str, str, Callable[[GuardCounters], int]], ...] = (
+    ("rejected", "Requests refused for a non-finite answer", lambda g: g.rejected),
+    ("fallbacks", "Requests answered by the fp32 twin", lambda g: g.fallbacks),
+    ("shadow_runs", "Requests computed again in fp32, to compare", lambda g: g.shadow_runs),
+    ("shadow_dropped", "Comparisons left out, as too many waited", lambda g: g.shadow_dropped),
+    ("shadow_failed", "Comparisons that failed", lambda g: g.shadow_failed),
+)
+OUTPUT_COUNTERS: tuple[tuple[str, str, Callable[[OutputCounters], int]], ...] = (
+    ("non_finite_values", "Values that were NaN or infinite", lambda o: o.non_finite_values),
+    ("non_finite_requests", "Requests with such values from finite inputs", lambda o: o.non_finite_requests),
+    ("non_finite_inputs", "Requests whose own inputs were not finite", lambda o: o.from_inputs),
+    ("rows_compared", "Rows compared with fp32 by their largest value", lambda o: o.rows_compared),
+    ("rows_agreeing", "Rows whose largest value stands at the same place as in fp32", lambda o: o.rows_agreeing),
+)
+
+Labels = dict[str, str]
+
+
+class MetricTexts:
+    """Metrics as text. Their samples may be added in parts; the format wants all samples of a metric together."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[bytes]] = {}
+
+    def add(self, metrics: Iterable[Metric]) -> None:
+        """Add samples. A counter's type stands under their name; metrics without samples are left out."""
+        for metric in metrics:
+            if not metric.samples:
+                continue
+            name = metric.samples[0].name if metric.type in {"counter", "info"} else metric.name
+            if name not in self._parts:
+                kind = "gauge" if metric.type == "info" else metric.type
+                text = metric.documentation.translate(HELP_ESCAPES)
+                self._parts[name] = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n".encode()]
+            # Formatted here, between two turns of the event loop, and not all at once in `joined`.
+            self._parts[name].append("".join(map(_line, metric.samples)).encode())
+
+    def joined(self) -> bytes:
+        """All metrics, as UTF-8."""
+        return b"".join(chain.from_iterable(self._parts.values()))
+
+
+def number(value: float) -> str:
+    """A value in plain digits, as short as possible without loss."""
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    if value.is_integer():
+        return str(int(value))
+    text = repr(value)
+    return text if "e" not in text else f"{value:.20f}".rstrip("0")
+
+
+def _line(sample: Sample) -> str:
+    labels = ",".join([f'{key}="{_escaped(value)}"' for key, value in sample.labels.items()])
+    return f"{sample.name}{{{labels}}} {number(sample.value)}\n" if labels else f"{sample.name} {number(sample.value)}\n"
+
+
+def _escaped(value: str) -> str:
+    return value if value.isalnum() else value.translate(ESCAPES)
+
+
+STAGE_EDGES = tuple(number(ns / 1e9) for ns in EDGES_NS)
+
+
+def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
+    """The nv_inference_* metrics."""
+    for name, text, read in TRITON_COUNTERS:
+        metric = Metric(f"nv_inference_{name}", text, "counter")
+        for model in models:
+            metric.add_sample(metric.name, labels_of(model), read(model.statistics.totals))
+        yield metric
+    failures = Metric("nv_inference_request_failure", "Requests that got an error, by Triton's reasons", "counter")
+    for model in models:
+        counts = dict.fromkeys(TRITON_REASONS, 0)
+        for reason, count in model.statistics.totals.failures.items():
+            counts[REASONS.get(reason, "OTHER")] += count
+        for reason, count in counts.items():
+            failures.add_sample(failures.name, labels_of(model) | {"reason": reason}, count)
+    yield failures
+    pending = Metric("nv_inference_pending_request_count", "Requests that wait for their batch now", "gauge")
+    for model in models:
+        pending.add_sample(pending.name, labels_of(model), model.batcher.waiting)
+    yield pending
+
+
+def model_metrics(models: Sequence[Model]) -> Iterator[Metric]:
+    """The halfserve_* metrics of models."""
+    stages = Metric("halfserve_request_stage_seconds", "Time of answered requests by stage; total is all of them", "histogram")
+    rows = Metric("halfserve_batch_rows", "Batches by the rows that were computed together", "histogram")
+    restarts = Metric("halfserve_model_instance_restarts", "Copies that broke and were loaded anew", "counter")
+    info = Metric("halfserve_model_info", "Where the model really computes, and in what", "gauge")
+    failures = Metric("halfserve_requests_failed", "Requests of a model that got an error, by reason", "counter")
+    computing = Metric("halfserve_compute_seconds", "Time that instances were busy with batches", "counter")
+    for model in models:
+        labels, totals = labels_of(model), model.statistics.totals
+        for stage, histogram in model.statistics.histograms().items():
+            _add_histogram(stages, labels | {"stage": stage}, STAGE_EDGES, accumulate(histogram.counts), histogram.ns / 1e9)
+        batches = {size: per_size.compute_infer.count for size, per_size in totals.by_batch_size.items()}
+        at_most = [sum(count for size, count in batches.items() if size <= edge) for edge in (*ROW_EDGES, math.inf)]
+        _add_histogram(rows, labels, map(str, ROW_EDGES), at_most, sum(size * count for size, count in batches.items()))
+        restarted = sum(instance.restarts for instance in model.batcher.instances)
+        restarts.add_sample("halfserve_model_instance_restarts_total", labels, restarted)
+        info.add_sample(info.name, labels | {"provider": model.provider, "precision": model.precision}, 1)
+        for reason, count in sorted((FAILURES | totals.failures).items()):
+            failures.add_sample("halfserve_requests_failed_total", labels | {"reason": reason}, count)
+        busy_ns = sum(
+            size.compute_input.ns + size.compute_infer.ns + size.compute_output.ns for size in totals.by_batch_size.values()
+        )
+        computing.add_sample("halfserve_compute_seconds_total", labels, busy_ns / 1e9)
+    yield from (stages, rows)
+    for name, text, read in MODEL_GAUGES:
+        gauge = Metric(name, text, "gauge")
+        for model in models:
+            gauge.add_sample(name, labels_of(model), read(model))
+        yield gauge
+    yield from (restarts, info, failures, computing)
+
+
+def state_metric(statuses: Sequence[VersionStatus]) -> Metric:
+    """1 for the state that each model version is in, 0 for the others."""
+    metric = Metric("halfserve_model_state", "1 for the state that a model version is in", "gauge")
+    for status in statuses:
+        for state in VersionState:
+            labels = {"model": status.name, "version": status.version, "state": state.value}
+            metric.add_sample(metric.name, labels, int(state is status.state))
+    return metric
+
+
+def guard_metrics(models: Sequence[Model]) -> Iterator[Metric]:
+    """The halfserve_guard_* metrics of the models that have a precision guard."""
+    guards = [(labels_of(model), model.guard.counters()) for model in models if model.guard is not None]
+    outputs = [(labels | {"output": name}, counts) for labels, guard in guards for name, counts in guard.outputs.items()]
+    for name, text, read in GUARD_COUNTERS:
+        metric = Metric(f"halfserve_guard_{name}", text, "counter")
+        for labels, guard in guards:
+            metric.add_sample(f"{metric.name}_total", labels, read(guard))
+        yield metric
+    degraded = Metric("halfserve_guard_degraded", "1 while the drift is over its threshold", "gauge")
+    for labels, guard in guards:
+        degraded.add_sample(degraded.name, labels | {"policy": guard.policy}, int(guard.degraded))
+    yield degraded
+    for name, text, read_output in OUTPUT_COUNTERS:
+        metric = Metric(f"halfserve_guard_{name}", text, "counter")
+        for labels, output in outputs:
+            metric.add_sample(f"{metric.name}_total", labels, read_output(output))
+        yield metric
+    text = "Scaled error against fp32 of the requests that were compared; infinite ones are not in the sum"
+    drift = Metric("halfserve_guard_drift", text, "histogram")
+    for labels, output in outputs:
+        if output.drift is not None:
+            edges = map(number, output.drift.bounds)
+            _add_histogram(drift, labels, edges, accumulate(output.drift.counts), output.drift.total)
+    yield drift
+
+
+def labels_of(model: Model) -> Labels:
+    return {"model": model.name, "version": str(model.version)}
+
+
+def _add_histogram(metric: Metric, labels: Labels, edges: Iterable[str], at_most: Iterable[float], total: float) -> None:
+    """Add one histogram; `at_most` are its cumulative counts, one per edge and one for all."""
+    count = 0.0
+    for edge, count in zip((*edges, "+Inf"), at_most, strict=True):
+        metric.add_sample(f"{metric.name}_bucket", labels | {"le": edge}, count)
+    metric.add_sample(f"{metric.name}_sum", labels, total)
+    metric.add_sample(f"{metric.name}_count", labels, count)

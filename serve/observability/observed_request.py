@@ -1,0 +1,176 @@
+"""One request that is logged or traced, from its arrival to its answer, and its W3C trace context.
+
+https://www.w3.org/TR/trace-context/
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve.engine.errors import BackendError, InferenceError
+from serve.engine.model import Model
+from serve.engine.requests import InferRequest
+
+Result = bytes | InferenceError
+MAX_ERROR = 512  # characters
+MAX_TEXT = 256  # characters of a text from a client, in a line or a span: many of them may wait for a disk
+PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+SAMPLED = 0x01
+
+
+def loggable(error: Exception | None) -> str:
+    """The text of an error that may be logged; "" for a runtime's own error, whose text may contain values of tensors."""
+    return "" if not isinstance(error, InferenceError) or isinstance(error, BackendError) else str(error)[:MAX_ERROR]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A trace, and the caller's span in it.
+
+    Attributes:
+        trace_id: 128 bits.
+        parent_id: of the caller's span, 64 bits; 0 if the trace begins here.
+        sampled: the caller's decision to trace.
+        state: the caller's `tracestate`, passed on.
+    """
+
+    trace_id: int
+    parent_id: int = 0
+    sampled: bool = True
+    state: str = ""
+
+
+def parent_of(headers: Mapping[bytes, bytes]) -> TraceContext | None:
+    """The caller's context, from the header `traceparent`; None without one, or if the standard calls it invalid."""
+    value = headers.get(b"traceparent")
+    if value is None:
+        return None
+    match = PARENT.fullmatch(value.strip())
+    if match is None or (match[4] and value.startswith(b"00")):
+        return None
+    trace_id, parent_id = int(match[1], 16), int(match[2], 16)
+    if not (trace_id and parent_id):
+        return None
+    return TraceContext(
+        trace_id=trace_id,
+        parent_id=parent_id,
+        sampled=bool(int(match[3], 16) & SAMPLED),
+        state=headers.get(b"tracestate", b"").decode("ascii", "replace"),
+    )
+
+
+class Caller:
+    """The origin of a call.
+
+    Attributes:
+        peer: the client's address.
+        headers: of the call.
+        parent: the trace that it belongs to; None if it names none.
+    """
+
+    __slots__ = ("headers", "parent", "peer")
+
+    def __init__(self, peer: str, headers: Mapping[bytes, bytes]) -> None:
+        self.peer = peer
+        self.headers = headers
+        self.parent = parent_of(headers)
+
+
+class RequestListener(Protocol):
+    """Follows an observed request."""
+
+    def began(self, exchange: ObservedRequest) -> None:
+        """The request is valid and its model known; it is about to be queued."""
+
+    def answered(self, exchange: ObservedRequest, response_bytes: int) -> None:
+        """The request was answered."""
+
+    def unanswered(self, exchange: ObservedRequest, error: Exception | None) -> None:
+        """The request failed; None: its client has disconnected."""
+
+
+class ObservedRequest:
+    """A request that is logged or traced. Other requests have no such object.
+
+    Attributes:
+        caller: of the call that brought it.
+        request_bytes: of its message.
+        model: that it asks; None until it has been checked.
+        request_id: as sent, its first MAX_TEXT bytes; b"" without one.
+        rows: of its batch dimension.
+        arrived_ns: on time.monotonic_ns()'s clock.
+        is_logged: its answer gets a line.
+        is_trace_due: its turn in the trace rate has come.
+        trace: its trace; None if it is not traced.
+        cancel: frees its place in the queue.
+    """
+
+    __slots__ = (
+        "_listener",
+        "_reply",
+        "arrived_ns",
+        "caller",
+        "cancel",
+        "is_logged",
+        "is_trace_due",
+        "model",
+        "request_bytes",
+        "request_id",
+        "rows",
+        "trace",
+    )
+
+    def __init__(self, listener: RequestListener, caller: Caller) -> None:
+        self._listener = listener
+        self.caller = caller
+        self.is_logged = self.is_trace_due = False
+        self.model: Model | None = None
+        self.trace: TraceContext | None = None
+        self.cancel: Callable[[], None] | None = None
+
+    def expect(self, request_bytes: int, reply: Callable[[Result], None]) -> None:
+        """Take over the reply to a request that has arrived."""
+        self.request_bytes = request_bytes
+        self._reply = reply
+
+    def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
+        """The request is valid; it is about to be queued."""
+        self.model = model
+        self.request_id = request_id[:MAX_TEXT]
+        self.rows = request.rows
+        self.arrived_ns = request.arrived_ns
+        self._listener.began(self)
+
+    def answered(self, result: Result) -> None:
+        """Record the result and pass it on."""
+        if isinstance(result, InferenceError):
+            self._listener.unanswered(self, result)
+        else:
+            self._listener.answered(self, len(result))
+        reply = self._reply
+        self._break_cycles()
+        reply(result)
+
+    def refused(self, error: Exception) -> None:
+        """The request was not queued."""
+        self._listener.unanswered(self, error)
+        self._break_cycles()
+
+    def gone(self) -> None:
+        """The client has disconnected."""
+        if self.cancel is not None:
+            self.cancel()
+        self._listener.unanswered(self, None)
+        self._break_cycles()
+
+    def _break_cycles(self) -> None:
+        """Drop references that lead back here, so that no request waits for the garbage collector."""
+        self.cancel = None
+        self._reply = _discard
+
+
+def _discard(result: Result) -> None:
+    """The reply of a request that has ended."""

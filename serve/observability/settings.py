@@ -1,0 +1,402 @@
+"""What is logged and traced: the options at the start, and the settings that clients may change while the server runs.
+
+The environment variables: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from serve.engine.errors import FailedPreconditionError, InvalidArgumentError
+
+Value = bool | int | str
+FIXED_LOG_SETTINGS = {
+    "log_file": "messages go to standard error",
+    "access_log_file": "it is set when the server starts (--access-log-file)",
+}
+ISO_FORMAT = "%(asctime)sZ %(levelname)s %(name)s: %(message)s"
+LEVELS = ("OFF", "TIMESTAMPS")
+UNBOUNDED = -1
+LEAST = {"trace_rate": 1, "trace_count": UNBOUNDED, "log_frequency": 0}
+CHANGEABLE = ("trace_level", *LEAST)
+FIXED_TRACE_SETTINGS = ("trace_mode", "trace_file")
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+OTLP = "otlp"  # a destination of traces besides files
+OTLP_PACKAGE = "opentelemetry.exporter.otlp.proto.grpc"
+
+
+class AccessLog(StrEnum):
+    """Which requests get a line in the access log. SAMPLED is every error, and one in `access_log_every` answers."""
+
+    OFF = "off"
+    ERRORS = "errors"
+    SAMPLED = "sampled"
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveOptions:
+    """What to observe from the start. All but the destinations can be changed while the server runs.
+
+    Attributes:
+        access_log: which requests are logged.
+        access_log_file: gets one JSON object per line; None is standard error.
+        access_log_every: under SAMPLED, one in this many answered requests is logged.
+        trace_to: "otlp" (to the collector that the OTEL_* environment variables name), the path of a file, or "" for no traces.
+        trace_rate: one in this many requests is traced, unless its caller has decided.
+        trace_count: number of traces at most; -1 is no limit.
+        trace_log_frequency: traces in one file before the next one begins; 0 puts all in one.
+    """
+
+    access_log: AccessLog = AccessLog.OFF
+    access_log_file: Path | None = None
+    access_log_every: int = 100
+    trace_to: str = ""
+    trace_rate: int = 1000
+    trace_count: int = UNBOUNDED
+    trace_log_frequency: int = 0
+
+
+class LogFormat(StrEnum):
+    """The format of a message: as at the start, or with the time in front."""
+
+    DEFAULT = "default"
+    ISO8601 = "ISO8601"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """The settings of the RPC LogSettings; the first five are Triton's.
+
+    Attributes:
+        log_info: write informative messages.
+        log_warning: write warnings.
+        log_error: write errors.
+        log_verbose_level: write debugging messages from 1 on.
+        log_format: of messages.
+        access_log: which requests get a line.
+        access_log_every: under "sampled", one in this many answered requests is logged.
+    """
+
+    log_info: bool = True
+    log_warning: bool = True
+    log_error: bool = True
+    log_verbose_level: int = 0
+    log_format: LogFormat = LogFormat.DEFAULT
+    access_log: AccessLog = AccessLog.OFF
+    access_log_every: int = 100
+
+    def as_values(self) -> dict[str, Value]:
+        """By name, as they go over the wire."""
+        return {name: str(value) if isinstance(value, StrEnum) else value for name, value in vars(self).items()}
+
+    def changed(self, changes: Mapping[str, Value]) -> LogSettings:
+        """These settings with some changes.
+
+        Raises:
+            InvalidArgumentError: a name or a value is invalid.
+        """
+        checked: dict[str, Any] = {name: _checked_log_setting(name, value) for name, value in changes.items()}
+        return replace(self, **checked)
+
+    def takes(self, level: int) -> bool:
+        """Whether messages of one of logging's levels are written."""
+        if level >= logging.ERROR:
+            return self.log_error
+        if level >= logging.WARNING:
+            return self.log_warning
+        return self.log_info if level >= logging.INFO else self.log_verbose_level > 0
+
+
+NAMES = tuple(LogSettings.__dataclass_fields__)
+
+
+class LogFilter(logging.Filter):
+    """Applies settings to the handlers of Python's logging, and removes them again."""
+
+    def __init__(self, settings: LogSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._before: dict[logging.Handler, logging.Formatter | None] = {}
+        self._level: int | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._settings.takes(record.levelno)
+
+    def apply(self, settings: LogSettings, root: logging.Logger) -> None:
+        """Make `root` and its handlers follow these settings from now on."""
+        self._settings = settings
+        if self._level is None:
+            self._level = root.level
+        for handler in root.handlers:
+            if handler not in self._before:
+                self._before[handler] = handler.formatter
+                handler.addFilter(self)
+            iso = settings.log_format is LogFormat.ISO8601
+            handler.setFormatter(_iso_formatter() if iso else self._before[handler])
+        root.setLevel(logging.DEBUG if settings.log_verbose_level else self._level)
+
+    def undo(self, root: logging.Logger) -> None:
+        """Restore logging as it was."""
+        for handler, formatter in self._before.items():
+            handler.removeFilter(self)
+            handler.setFormatter(formatter)
+        self._before.clear()
+        if self._level is not None:
+            root.setLevel(self._level)
+
+
+def _iso_formatter() -> logging.Formatter:
+    formatter = logging.Formatter(ISO_FORMAT, "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    return formatter
+
+
+def _checked_log_setting(name: str, value: Value) -> Value:
+    if name in FIXED_LOG_SETTINGS:
+        raise InvalidArgumentError(f"{name} cannot be changed over the network; {FIXED_LOG_SETTINGS[name]}")
+    if name not in NAMES:
+        raise InvalidArgumentError(f"there is no log setting {name!r}; those that can be changed: {', '.join(NAMES)}")
+    if name == "log_format":
+        return _one_of(name, value, LogFormat)
+    if name == "access_log":
+        # Triton's own client sends a setting that it does not know as a bool.
+        return AccessLog(("off", "all")[value]) if isinstance(value, bool) else _one_of(name, value, AccessLog)
+    if name in {"log_verbose_level", "access_log_every"}:
+        least = int(name == "access_log_every")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidArgumentError(f"{name} is {value!r}, expected a whole number of {least} or more")
+        return value
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} is {value!r}, expected true or false")
+    return value
+
+
+def _one_of(name: str, value: Value, choices: type[StrEnum]) -> StrEnum:
+    try:
+        return choices(str(value))
+    except ValueError:
+        expected = ", ".join(choices)
+        raise InvalidArgumentError(f"{name} is {str(value)[:64]!r}, expected one of: {expected}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """The settings of the RPC TraceSetting.
+
+    Attributes:
+        level: OFF, or TIMESTAMPS.
+        rate: one in this many requests is traced.
+        count: number of further traces; UNBOUNDED is no limit.
+        log_frequency: traces per file, plus the rest of the last one's batch; 0 puts all in one.
+    """
+
+    level: str = "OFF"
+    rate: int = 1000
+    count: int = UNBOUNDED
+    log_frequency: int = 0
+
+    def as_values(self) -> dict[str, list[str]]:
+        """By Triton's names."""
+        return {
+            "trace_level": [self.level],
+            "trace_rate": [str(self.rate)],
+            "trace_count": [str(self.count)],
+            "log_frequency": [str(self.log_frequency)],
+        }
+
+
+class TraceSampler:
+    """Counts the requests that one set of settings applies to.
+
+    Attributes:
+        settings: that apply.
+        left: number of further traces; UNBOUNDED is no limit.
+        turn: requests without a decision of their caller.
+    """
+
+    __slots__ = ("left", "settings", "turn")
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self.settings = settings
+        self.left = settings.count
+        self.turn = 0
+
+    def take(self, *, decided: bool | None) -> bool:
+        """Whether the next request is traced; `decided` is its caller's decision, None without one."""
+        if self.settings.level == "OFF" or not self.left or decided is False:
+            return False
+        if decided is None:
+            self.turn += 1
+            if self.turn % self.settings.rate:
+                return False
+        if self.left > 0:
+            self.left -= 1
+        return True
+
+
+class TraceControl:
+    """The current settings, global and per model, and those of the start, which cleared ones return to.
+
+    Attributes:
+        everywhere: the sampler of all models without settings of their own.
+        by_model: the samplers of the others.
+    """
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._at_start = settings
+        self.everywhere = TraceSampler(settings)
+        self.by_model: dict[str, TraceSampler] = {}
+        self._own: dict[str, dict[str, str]] = {}  # what was set for one model; its other settings are the global ones
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any request can be traced."""
+        return any(s.settings.level != "OFF" for s in (self.everywhere, *self.by_model.values()))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the same settings apply to every model."""
+        return not self.by_model
+
+    def of(self, model: str) -> TraceSettings:
+        """The settings of a model, or ("") the global ones. `count` is the number of traces left."""
+        sampler = self.by_model.get(model, self.everywhere)
+        return replace(sampler.settings, count=sampler.left)
+
+    def update(self, model: str, changes: Mapping[str, Sequence[str]]) -> None:
+        """Change settings of a model, or the global ones under ""; an empty value clears a setting.
+
+        Raises:
+            InvalidArgumentError: a name or a value is invalid; then nothing has changed.
+        """
+        checked = {name: _checked_trace_setting(name, values) for name, values in changes.items()}
+        if not checked:
+            return
+        if model:
+            own = self._own.get(model, {}) | {name: value for name, value in checked.items() if value is not None}
+            self._own[model] = {name: value for name, value in own.items() if checked.get(name, value) is not None}
+        else:
+            start = {name: values[0] for name, values in self._at_start.as_values().items()}
+            news = {name: start[name] if value is None else value for name, value in checked.items()}
+            left = self.everywhere.left
+            self.everywhere = TraceSampler(_with(self.everywhere.settings, news))
+            if "trace_count" not in checked:
+                self.everywhere.left = left
+        if "trace_count" in checked:  # a new count starts over for every model that it applies to
+            restarts = {model} if model else {name for name in self.by_model if "trace_count" not in self._own[name]}
+            self.by_model = {name: sampler for name, sampler in self.by_model.items() if name not in restarts}
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Make the models' samplers from their own and the global settings; their remaining counts are kept."""
+        self._own = {model: own for model, own in self._own.items() if own}
+        before, self.by_model = self.by_model, {}
+        for model, own in self._own.items():
+            sampler = TraceSampler(_with(self.everywhere.settings, own))
+            if model in before:
+                sampler.left = before[model].left
+            self.by_model[model] = sampler
+
+
+def _with(settings: TraceSettings, values: Mapping[str, str]) -> TraceSettings:
+    """Settings with checked changes."""
+    return TraceSettings(
+        level=values.get("trace_level", settings.level),
+        rate=int(values.get("trace_rate", settings.rate)),
+        count=int(values.get("trace_count", settings.count)),
+        log_frequency=int(values.get("log_frequency", settings.log_frequency)),
+    )
+
+
+def _checked_trace_setting(name: str, values: Sequence[str]) -> str | None:
+    """The value of a setting; None clears it."""
+    if name in FIXED_TRACE_SETTINGS:
+        raise InvalidArgumentError(f"{name} is set when the server starts (--trace-to), not over the network")
+    if name not in CHANGEABLE:
+        raise InvalidArgumentError(f"there is no trace setting {name!r}; those that can be changed: {', '.join(CHANGEABLE)}")
+    if not values:
+        return None
+    if name == "trace_level":
+        return _level(values)
+    least = LEAST[name]
+    text = values[0] if len(values) == 1 else ""
+    digits = text.removeprefix("-") if least < 0 else text
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 19 and int(text) >= least):
+        given = ", ".join(values)
+        raise InvalidArgumentError(f"{name} is {given!r}, expected one whole number of {least} or more")
+    return text
+
+
+def _level(values: Sequence[str]) -> str:
+    unknown = [value for value in values if value not in LEVELS]
+    if unknown:
+        hint = "; tensors are never written" if "TENSORS" in unknown else ""
+        raise InvalidArgumentError(f"trace_level is {unknown[0]!r}, expected {' or '.join(LEVELS)}{hint}")
+    if len(set(values)) > 1:
+        raise InvalidArgumentError("trace_level is both OFF and TIMESTAMPS, expected one of them")
+    return values[0]
+
+
+def destination(options: ObserveOptions, environment: Mapping[str, str]) -> str:
+    """Where traces go if there are any: OTLP, a path, or "" for nowhere."""
+    named = any(environment.get(name) for name in ENDPOINTS) or environment.get("OTEL_TRACES_EXPORTER") == OTLP
+    return options.trace_to or (OTLP if named else "")
+
+
+def settings_at_start(options: ObserveOptions, environment: Mapping[str, str]) -> TraceSettings:
+    """OFF unless an option or OTEL_TRACES_EXPORTER=otlp asks for traces."""
+    asked = bool(options.trace_to) or environment.get("OTEL_TRACES_EXPORTER") == OTLP
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        asked = False
+    rate = sampler_rate(environment) if asked else None
+    return TraceSettings(
+        level="TIMESTAMPS" if asked and rate != 0 else "OFF",
+        rate=rate or options.trace_rate,
+        count=options.trace_count,
+        log_frequency=options.trace_log_frequency,
+    )
+
+
+def sampler_rate(environment: Mapping[str, str]) -> int | None:
+    """The rate that OTEL_TRACES_SAMPLER sets: one in this many requests, 0 for none; None if it sets none that we know.
+
+    A caller's own decision has priority under each of them, so that no trace is incomplete.
+    """
+    name = environment.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_")
+    if name in {"always_on", "always_off"}:
+        return int(name == "always_on")
+    if name != "traceidratio":
+        return None
+    try:
+        share = float(environment.get("OTEL_TRACES_SAMPLER_ARG", "1"))
+    except ValueError:
+        return 1
+    return max(1, round(1 / share)) if share > 0 else 0
+
+
+def check_can_trace(to: str) -> None:
+    """Check that traces can be made and have a destination.
+
+    Raises:
+        FailedPreconditionError: they have none, or a package is missing.
+    """
+    if not to:
+        raise FailedPreconditionError(
+            "traces have nowhere to go; start the server with --trace-to FILE or --trace-to otlp, "
+            "or with OTEL_EXPORTER_OTLP_ENDPOINT set"
+        )
+    for package in ("opentelemetry.sdk.trace", *([OTLP_PACKAGE] if to == OTLP else [])):
+        try:
+            found = find_spec(package) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise FailedPreconditionError("traces need OpenTelemetry; install it from a checkout with: pip install '.[trace]'")

@@ -1,0 +1,245 @@
+"""Export of spans: to a collector, or into files as OTLP's JSON. Used on the tracing thread; OpenTelemetry is imported there.
+
+https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ and https://opentelemetry.io/docs/specs/otlp/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from json.encoder import encode_basestring_ascii as quoted
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from serve.observability.outbox import LineFile
+from serve.observability.settings import OTLP
+from serve.observability.tracing import Span, SpanPlace, TraceRecord, spans_of, whole_batches
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+
+CHUNK = 64  # traces that are exported at a time: some hundred KB
+SCOPE = ("halfserve", version("halfserve"))
+ERROR_CODE = 2  # of OTLP's status codes
+SAMPLED_FLAG = 1
+SPAN_KINDS = {"INTERNAL": 1, "SERVER": 2}
+
+
+class Exporter(Protocol):
+    """Takes records of traced requests; its methods are called on one thread."""
+
+    def prepare(self) -> None:
+        """Import OpenTelemetry, which takes some 100 ms, before there are requests to answer.
+
+        Raises:
+            ImportError: it is not installed.
+        """
+
+    def deliver(self, records: list[TraceRecord]) -> None:
+        """Export records.
+
+        Raises:
+            Exception: they are lost; the text says why.
+        """
+
+    def close(self) -> None:
+        """Close files and connections."""
+
+
+def make_exporter(to: str, log_frequency: Callable[[], int]) -> Exporter:
+    """An exporter to a collector (OTLP) or to a file.
+
+    Args:
+        to: "otlp" or a path.
+        log_frequency: traces per file, read for each file.
+    """
+    return OtlpExporter() if to == OTLP else FileExporter(Path(to), log_frequency)
+
+
+class OtlpExporter:
+    """To the collector that the OTEL_EXPORTER_OTLP_* variables name, over gRPC."""
+
+    def __init__(self) -> None:
+        self._parts: tuple[Any, Resource] | None = None
+
+    def prepare(self) -> None:
+        self._exporter()
+
+    def deliver(self, records: list[TraceRecord]) -> None:
+        """Send spans and wait until they are accepted.
+
+        Raises:
+            ConnectionError: they were not, within OTEL_EXPORTER_OTLP_TIMEOUT.
+        """
+        from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415  (slow, and only needed here)
+
+        exporter, of = self._exporter()
+        rest = records
+        while rest:
+            end = whole_batches(rest, CHUNK)
+            part, rest = rest[:end], rest[end:]
+            if exporter.export(to_sdk(spans_of(part), of)) is not SpanExportResult.SUCCESS:
+                raise ConnectionError("the collector did not take them; check OTEL_EXPORTER_OTLP_ENDPOINT")
+
+    def close(self) -> None:
+        if self._parts is not None:
+            self._parts[0].shutdown()
+
+    def _exporter(self) -> tuple[Any, Resource]:
+        if self._parts is None:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415  (slow, and only needed here)
+                OTLPSpanExporter,
+            )
+
+            self._parts = OTLPSpanExporter(), resource()
+        return self._parts
+
+
+class FileExporter:
+    """Into files, each line an OTLP ExportTraceServiceRequest as JSON, which a collector's otlpjsonfile receiver reads."""
+
+    def __init__(self, path: Path, log_frequency: Callable[[], int]) -> None:
+        self._path = path
+        self._log_frequency = log_frequency
+        self._file = LineFile(path)
+        self._number = self._traces = 0
+        self._resource: Mapping[str, Any] | None = None
+
+    def prepare(self) -> None:
+        self._attributes()
+
+    def deliver(self, records: list[TraceRecord]) -> None:
+        """Append lines; a new file begins after `log_frequency` traces: FILE.0, FILE.1, ...
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        attributes = self._attributes()
+        rest = records
+        while rest:
+            end = whole_batches(rest, self._room())
+            part, rest = rest[:end], rest[end:]
+            self._file.write([to_line(spans_of(part), attributes, SCOPE)])
+            self._traces += len(part)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _attributes(self) -> Mapping[str, Any]:
+        if self._resource is None:
+            self._resource = resource().attributes
+        return self._resource
+
+    def _room(self) -> int:
+        """The number of traces to write now; begins the next file if this one is full."""
+        each = self._log_frequency()
+        if not each:
+            return CHUNK
+        if self._number and self._traces < each:
+            return min(CHUNK, each - self._traces)
+        self._file.close()
+        self._file = LineFile(self._path.with_name(f"{self._path.name}.{self._number}"))
+        self._number += 1
+        self._traces = 0
+        return min(CHUNK, each)
+
+
+def to_line(spans: Sequence[Span], resource: Mapping[str, Any], scope: tuple[str, str]) -> str:
+    """An ExportTraceServiceRequest as one line; ids are hexadecimal, and 64-bit numbers are strings.
+
+    Formatted by hand: json.dumps takes three times as long, and protobuf's own JSON 25 times.
+
+    Args:
+        spans: of one process.
+        resource: its attributes.
+        scope: name and version of the library that made the spans.
+    """
+    name, version = scope
+    listed = ",".join([_span(span) for span in spans])
+    return (
+        f'{{"resourceSpans":[{{"resource":{{{_attributes(resource)}}},"scopeSpans":[{{'
+        f'"scope":{{"name":{quoted(name)},"version":{quoted(version)}}},"spans":[{listed}]}}]}}]}}\n'
+    )
+
+
+def _span(span: Span) -> str:
+    rest = ""
+    if span.parent_id:
+        rest += f',"parentSpanId":"{span.parent_id:016x}"'
+    if span.state:
+        rest += f',"traceState":{quoted(span.state)}'
+    if span.attributes:
+        rest += f",{_attributes(span.attributes)}"
+    if span.links:
+        rest += f',"links":[{",".join([f"{{{_ids(link)}}}" for link in span.links])}]'
+    if span.error:
+        rest += f',"status":{{"code":{ERROR_CODE},"message":{quoted(span.error)}}}'
+    return (
+        f'{{{_ids((span.trace_id, span.span_id))},"name":{quoted(span.name)},"kind":{SPAN_KINDS[span.kind]},'
+        f'"startTimeUnixNano":"{span.start_ns}","endTimeUnixNano":"{span.end_ns}","flags":{SAMPLED_FLAG}{rest}}}'
+    )
+
+
+def _ids(place: SpanPlace) -> str:
+    return f'"traceId":"{place[0]:032x}","spanId":"{place[1]:016x}"'
+
+
+def _attributes(attributes: Mapping[str, Any]) -> str:
+    listed = ",".join([f'{{"key":{quoted(key)},"value":{_value(value)}}}' for key, value in attributes.items()])
+    return f'"attributes":[{listed}]'
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'{{"stringValue":{quoted(value)}}}'
+    if isinstance(value, bool):
+        return f'{{"boolValue":{"true" if value else "false"}}}'
+    if isinstance(value, int):
+        return f'{{"intValue":"{value}"}}'
+    if isinstance(value, float):
+        return f'{{"doubleValue":{value!r}}}'
+    return f'{{"arrayValue":{{"values":[{",".join([_value(inner) for inner in value])}]}}}}'
+
+
+def resource() -> Resource:
+    """The service as the OTEL_* variables describe it; its name is halfserve by default."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource  # noqa: PLC0415  (slow, and only needed here)
+
+    named = "OTEL_SERVICE_NAME" in os.environ or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return Resource.create(None if named else {SERVICE_NAME: "halfserve"})
+
+
+def to_sdk(spans: Sequence[Span], of: Resource) -> list[ReadableSpan]:
+    """Spans as the SDK's own, for its exporters. The SDK's Tracer takes six times as long, as it also manages open spans."""
+    from opentelemetry.sdk.trace import ReadableSpan  # noqa: PLC0415  (slow, and only needed here)
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope  # noqa: PLC0415  (as above)
+    from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState  # noqa: PLC0415  (as above)
+    from opentelemetry.trace.status import Status, StatusCode  # noqa: PLC0415  (as above)
+
+    scope, flags, unset = InstrumentationScope(*SCOPE), TraceFlags(TraceFlags.SAMPLED), Status()
+
+    def context(trace_id: int, span_id: int, state: str = "", *, is_remote: bool = False) -> SpanContext:
+        known = TraceState.from_header([state]) if state else None
+        return SpanContext(trace_id, span_id, is_remote=is_remote, trace_flags=flags, trace_state=known)
+
+    def readable(span: Span) -> ReadableSpan:
+        parent = None
+        if span.parent_id:
+            parent = context(span.trace_id, span.parent_id, is_remote=span.is_parent_remote)
+        return ReadableSpan(
+            span.name,
+            context(span.trace_id, span.span_id, span.state),
+            parent,
+            of,
+            span.attributes,
+            links=[Link(context(*link)) for link in span.links],
+            kind=SpanKind[span.kind],
+            status=Status(StatusCode.ERROR, span.error) if span.error else unset,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=scope,
+        )
+
+    return [readable(span) for span in spans]

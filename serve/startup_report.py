@@ -1,0 +1,83 @@
+"""What a started server reports, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import typer
+
+from serve.engine.model import Model
+from serve.transports.listening import address_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartupReport:
+    """What a started server serves, and where.
+
+    Attributes:
+        models: loaded.
+        host: as asked for.
+        grpc_port: the port it listens on.
+        seconds: from the start of loading until requests are accepted.
+        http_port: of the REST interface and the page; None without them.
+        metrics_port: of the metrics alone; None without such a port.
+        admin_port: of the RPCs that change the server; None without such a port.
+    """
+
+    models: Sequence[Model]
+    host: str
+    grpc_port: int
+    seconds: float
+    http_port: int | None = None
+    metrics_port: int | None = None
+    admin_port: int | None = None
+
+
+def report_startup(write: Callable[[StartupReport], None], report: StartupReport) -> None:
+    """Write the report. A reader that has gone, or a full disk, does not end the server."""
+    try:
+        write(report)
+    except OSError as error:
+        # What is still in the buffer would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logger.warning("serving, gRPC on port %d; standard output cannot be written to: %s", report.grpc_port, error.strerror)
+
+
+def print_text(report: StartupReport, scheme: str) -> None:
+    """Print lines for people; `scheme` is "http" or "https"."""
+    for model in report.models:
+        batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
+        typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
+    if report.http_port is not None:
+        metrics = "" if report.metrics_port is None else f", metrics on {address_of(report.host, report.metrics_port)}"
+        typer.echo(f"REST and a page on {scheme}://{address_of(report.host, report.http_port)}/{metrics}")
+    if report.admin_port is not None:
+        typer.echo(f"administration on {address_of(report.host, report.admin_port)}")
+    typer.echo(f"gRPC on {address_of(report.host, report.grpc_port)}, ready in {report.seconds:.2f} s; Ctrl-C stops")
+
+
+def log_restart(report: StartupReport, restarts: int) -> None:
+    """Log that a later worker serves: the first one has printed the report, and its addresses still hold."""
+    logger.warning("serving again, ready in %.2f s; restarts: %d", report.seconds, restarts)
+
+
+def print_json(report: StartupReport) -> None:
+    """Print one JSON object on one line."""
+    fields = ("name", "version", "provider", "precision", "max_batch_size")
+    content = {
+        "host": report.host,
+        "grpc_port": report.grpc_port,
+        "http_port": report.http_port,
+        "metrics_port": report.metrics_port,
+        "admin_port": report.admin_port,
+        "seconds": round(report.seconds, 3),
+        "models": [{field: getattr(model, field) for field in fields} for model in report.models],
+    }
+    typer.echo(json.dumps(content))

@@ -1,0 +1,280 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serve.engine.model import VersionState
+from serve.http.options import HttpOptions
+from serve.http.rest_server import RestServer
+from tests.models import save_mlp, save_picky
+from tests.serve.conftest import load_repository
+from tests.serve.http.chromium import Tab, chromium, find_chromium
+from tests.serve.http.running_http import running_http
+from tests.serve.running_server import RunningServer, running_server
+
+HOSTILE = '<img src=x onerror="document.title=1">&amp;'
+FIGURES = {"max_abs_error": 1e-3, "max_scaled_error": 2e-3, "cosine": 0.999999, "agreement": 1.0}
+PLOT = {"reference": [], "candidate": [], "edges": [-4, -3, -2, -1], "counts": [5, 3, 0]}
+CERTIFICATE = {
+    "schema": "halfserve.certificate",
+    "passed": True,
+    "samples": 12,
+    "created_utc": "2026-01-02T03:04:05+00:00",
+    "budget": {"max_scaled_error": 0.01},
+    "outputs": [{"name": HOSTILE, "execution": "rounded", "figures": FIGURES, "violations": [], "plot": PLOT}],
+}
+READY = "document.querySelector('#plots svg') && document.querySelector('#try form')"
+MODULE = resources.files("serve.http").joinpath("static", "tensors.js")
+WIDE = "[9007199254740993, -9223372036854775808, 18446744073709551615, 0.25]"
+Run = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("there is no Chromium on this machine")
+    with chromium(program, tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, RestServer]]:
+    """Models "mlp", with a certificate, one of a hostile name, and "picky", all their own: the tests look at their counters."""
+    root = tmp_path_factory.mktemp("shown")
+    save_mlp(root / "mlp" / "1" / "model.onnx")
+    (root / "mlp" / "1" / "certificate.json").write_text(json.dumps(CERTIFICATE))
+    save_picky(root / "picky" / "1" / "model.onnx")
+    save_picky(root / HOSTILE.replace("/", "") / "1" / "model.onnx")
+    with (
+        running_server(lambda: load_repository(root)) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+    ):
+        yield server, rest
+
+
+@pytest.fixture
+def url(tab: Tab, served: tuple[RunningServer, RestServer]) -> Iterator[str]:
+    tab.complaints.clear()
+    yield f"http://127.0.0.1:{served[1].port}"
+    # The browser itself reports requests that are refused, some time after they are.
+    assert [complaint for complaint in tab.complaints if not complaint.endswith("/infer")] == []
+
+
+def choose(tab: Tab, url: str, model: str) -> None:
+    visit(tab, f"{url}/#{model}%2F1")
+    tab.wait_for(f"{READY} && document.querySelector('#heading h2').textContent.startsWith({json.dumps(model)})")
+
+
+def visit(tab: Tab, address: str) -> None:
+    tab.open("about:blank")
+    tab.open(address)
+
+
+def send(tab: Tab) -> str:
+    tab.read("document.querySelector('#try form').requestSubmit()")
+    return str(tab.wait_for("document.querySelector('#try .answer').innerText"))
+
+
+def test_it_shows_the_models_and_one_of_them(tab: Tab, url: str) -> None:
+    tab.open(url)
+    tab.wait_for(READY)
+    names = tab.read("[...document.querySelectorAll('#models .name')].map(e => e.textContent)")
+    assert sorted(names) == sorted([HOSTILE.replace("/", ""), "mlp", "picky"])
+    choose(tab, url, "mlp")
+    assert tab.read("document.querySelector('#status').textContent") == "ready"
+    assert "CPUExecutionProvider" in tab.read("document.querySelector('#heading').innerText")
+    assert tab.read("document.title").startswith("mlp")
+
+
+def test_names_are_text_and_never_markup(tab: Tab, url: str) -> None:
+    choose(tab, url, "mlp")
+    assert tab.wait_for("document.querySelector('#certificate td').textContent") == HOSTILE
+    assert tab.read("document.querySelectorAll('#models img, #certificate img').length") == 0
+    assert tab.read("document.title").startswith("mlp")
+
+
+def test_a_request_is_sent_and_answered(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
+    choose(tab, url, "mlp")
+    before = statistics(url, "mlp")["requests"]
+    tab.read("document.querySelector('input[name=\"x-0\"]').value = 2")
+    text = send(tab)
+    assert "FP16 [2, 10]" in text
+    assert "and 10 more" in text
+    assert statistics(url, "mlp")["requests"] == before + 1
+    pasted = tab.read("document.querySelector('#try details pre').textContent")
+    assert pasted.startswith(f"curl -s {url}/v2/models/mlp/versions/1/infer -d ")
+
+
+def test_own_values_are_sent(tab: Tab, url: str) -> None:
+    choose(tab, url, "picky")
+    tab.read(own("[[1]]"))
+    assert "20" in send(tab)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("[[1", "input i: this is no JSON"),
+        ("[[0.5]]", "400: input 'i' has the element 0.5 in data, expected whole numbers for INT64"),
+        ("[[9]]", "500: the model failed on this request"),
+    ],
+    ids=["no-json", "no-integer", "fails"],
+)
+def test_what_goes_wrong_is_shown(tab: Tab, url: str, written: str, text: str) -> None:
+    choose(tab, url, "picky")
+    tab.read(own(written))
+    tab.read("document.querySelector('#try form').requestSubmit()")
+    assert text in tab.wait_for("document.querySelector('#try .error')?.textContent")
+
+
+def test_what_models_do_is_plotted(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
+    choose(tab, url, "mlp")
+    send(tab)
+    path = "document.querySelectorAll('#plots svg path')"
+    tab.wait_for(f"[...{path}].some(p => p.getAttribute('d').includes('L'))")
+    label = tab.read("document.querySelector('#plots svg').getAttribute('aria-label')")
+    assert label.startswith("Requests answered per second; now")
+    assert tab.wait_for("document.querySelector('#facts .share')") is not None
+
+
+def test_what_is_being_read_stays_while_figures_change(tab: Tab, url: str) -> None:
+    choose(tab, url, "mlp")
+    send(tab)
+    tab.wait_for("document.querySelector('#facts summary')")
+    tab.read("document.querySelector('#facts details').open = true; document.querySelector('#facts summary').focus()")
+    answered = tab.read("document.querySelector('#facts dl').innerText")
+    send(tab)
+    tab.wait_for(f"document.querySelector('#facts dl').innerText !== {json.dumps(answered)}")
+    assert tab.read("document.querySelector('#facts details').open && document.activeElement.tagName") == "SUMMARY"
+    assert tab.read("document.querySelectorAll('#facts rect.column').length") >= 1
+
+
+def test_what_was_refused_is_shown_with_its_reason(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
+    server, _ = served
+    server.call(lambda: server.core.states.set("broken", 1, VersionState.UNAVAILABLE, "model.onnx is <b>cut</b> off"))
+    try:
+        visit(tab, f"{url}/#broken%2F1")
+        text = tab.wait_for("document.querySelector('#heading .reason') && document.querySelector('#heading').innerText")
+        assert "unavailable" in text
+        assert "model.onnx is <b>cut</b> off" in text
+        assert "takes no requests" in tab.read("document.querySelector('#try').innerText")
+    finally:
+        server.call(lambda: server.core.states.clear("broken", 1, VersionState.UNAVAILABLE))
+    tab.wait_for("!document.querySelector('#models').innerText.includes('broken')")
+    assert tab.read("document.querySelector('#try form') !== null")
+
+
+def test_metrics_report_the_state_of_instances(tab: Tab, url: str, served: tuple[RunningServer, RestServer]) -> None:
+    server, _ = served
+    (copy,) = server.core.model("picky").batcher.instances
+    copy.restarts, copy.fault = 2, "it hung for 5 s"
+    try:
+        choose(tab, url, "picky")
+        text = tab.wait_for("document.querySelector('#facts dl').innerText")
+        assert "1 up\ncopy 0 was restarted 2 times\ncopy 0: it hung for 5 s" in text
+    finally:
+        copy.restarts, copy.fault = 0, None
+
+
+def test_the_certificate_is_shown(tab: Tab, url: str) -> None:
+    choose(tab, url, "mlp")
+    text = tab.wait_for("document.querySelector('#certificate table') && document.querySelector('#certificate').innerText")
+    assert "within budget" in text
+    assert "12 samples" in text
+    assert tab.read("document.querySelectorAll('#certificate rect.column').length") == 3
+    assert tab.read("document.querySelectorAll('#certificate line.limit').length") == 1
+    choose(tab, url, "picky")
+    assert "None." in tab.wait_for("document.querySelector('#certificate .empty').textContent")
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+def test_it_fits_every_width(tab: Tab, url: str, width: int, tmp_path: Path) -> None:
+    tab.open("about:blank")
+    tab.open(f"{url}/#mlp%2F1", width=width)
+    tab.wait_for(READY)
+    assert tab.read("document.documentElement.scrollWidth") <= width
+    picture = tmp_path / "page.png"
+    tab.screenshot(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_is_dark_where_the_reader_is(tab: Tab, url: str) -> None:
+    tab.open("about:blank")
+    tab.open(url, dark=True)
+    tab.wait_for(READY)
+    background = "getComputedStyle(document.body).backgroundColor"
+    dark = tab.read(background)
+    tab.read("document.querySelector('#theme').click()")
+    assert tab.read(background) != dark
+    tab.read("localStorage.clear()")
+
+
+def test_it_can_be_used_without_a_mouse_and_without_sight(tab: Tab, url: str) -> None:
+    choose(tab, url, "mlp")
+    unnamed = tab.read(
+        """[...document.querySelectorAll('button, select, input, textarea, a, svg')]
+           .filter(e => !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map(e => e.outerHTML)"""
+    )
+    assert unnamed == []
+    assert tab.read("document.documentElement.lang") == "en"
+    assert tab.read("[...document.querySelectorAll('[tabindex]')].every(e => e.tabIndex <= 0)")
+
+
+def own(text: str) -> str:
+    """A script that writes own values into the form."""
+    return f"""(() => {{
+      const [fill] = document.querySelectorAll('#try select');
+      fill.value = 'own JSON';
+      fill.dispatchEvent(new Event('change'));
+      document.querySelector('#try textarea').value = {json.dumps(text)};
+    }})()"""
+
+
+def statistics(url: str, name: str) -> dict[str, int]:
+    models = httpx.get(f"{url}/ui/state").json()["models"]
+    found: dict[str, int] = next(model for model in models if model["name"] == name)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a script that has all of the module as `tensors`, and tells what it prints."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node on this machine")
+    (tmp_path / "tensors.mjs").write_bytes(MODULE.read_bytes())
+
+    def ran(script: str) -> str:
+        program = tmp_path / "script.mjs"
+        program.write_text(f'import * as tensors from "./tensors.mjs";\n{script}')
+        return subprocess.run([node, program], capture_output=True, check=True, text=True, timeout=60).stdout.strip()
+
+    return ran
+
+
+def test_what_people_write_is_sent_as_it_is(run: Run) -> None:
+    head = '{name: "x", datatype: "INT64", shape: [4]'
+    body = run(f"console.log(tensors.request([{head}, data: tensors.written('{WIDE} ', 'x')}}]))")
+    assert body == f'{{"inputs":[{{"name":"x","datatype":"INT64","shape":[4],"data":{WIDE}}}]}}'
+
+
+def test_invalid_json_is_shown(run: Run) -> None:
+    told = run("try { tensors.written('[1', 'x') } catch (error) { console.log(error.message) }")
+    assert told.startswith("input x: this is no JSON (")
+
+
+def test_answers_are_read_as_they_are_where_that_can_be_told(run: Run) -> None:
+    """Only newer programs say how a number was written; others round it, as they always did."""
+    read = run(f"console.log(tensors.answered('{{\"data\":{WIDE}}}').data.map(String).join(' '))")
+    rounded = "9007199254740992 -9223372036854776000 18446744073709552000 0.25"
+    assert read in {WIDE.strip("[]").replace(",", ""), rounded}

@@ -1,0 +1,132 @@
+"""The garbage collector while a server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from serve.backends.onnx_runtime.backend import OnnxRuntime
+from serve.engine.backend import DevicePlacement
+from serve.process import NEW_OBJECTS, infrequent_collection
+from serve.server import ServerOptions, serve
+from serve.startup_report import StartupReport
+from serve.transports.transport import TransportName
+from tests.models import save_counter, save_mlp, save_model
+
+ROOT = Path(__file__).parents[2]
+# A runtime that computes for minutes on a thread that nobody can end, in a process that is done.
+PROGRAM = """
+import sys, threading
+import numpy as np, onnxruntime
+from serve.process import leave_threads_behind
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+begun = threading.Event()
+def compute():
+    begun.set()
+    session.run(None, {"n": np.array([int(sys.argv[2])])})
+thread = threading.Thread(target=compute, daemon=True)
+thread.start()
+begun.wait()
+print("served", end="")
+leave_threads_behind(3)
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("steps", "code"), [(1_000_000_000, 3), (1, 0)], ids=["stuck", "done"])
+def test_a_thread_inside_a_runtime_does_not_make_the_end_a_crash(tmp_path: Path, steps: int, code: int) -> None:
+    model = save_counter(tmp_path / "model.onnx")
+    command = [sys.executable, "-c", PROGRAM, str(model), str(steps)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "served", "")
+
+
+# A model that is being loaded by then, and whose weights are in a file for that.
+LOADING = """
+import sys, threading
+from pathlib import Path
+from serve.backends.onnx_runtime.onnx_preparation import prepared
+from serve.process import leave_threads_behind
+begun = threading.Event()
+def load():
+    with prepared(Path(sys.argv[1]), for_gpu=False) as model:
+        print(Path(model.source).with_name("weights.bin").stat().st_size, end="")
+        begun.set()
+        threading.Event().wait()
+threading.Thread(target=load, daemon=True).start()
+begun.wait()
+leave_threads_behind(3)
+"""
+
+
+def test_a_model_that_is_being_loaded_leaves_no_files_behind(tmp_path: Path) -> None:
+    half, temporary = TensorProto.FLOAT16, tmp_path / "temporary"
+    temporary.mkdir()
+    model = save_model(
+        tmp_path / "model.onnx",
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        [("x", half, ["n", 1 << 18])],
+        [("y", half, ["n", 1 << 18])],
+        {"w": np.zeros(1 << 18, np.float16)},
+    )
+    command = [sys.executable, "-c", LOADING, str(model)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, str(4 << 18), "")
+    assert list(temporary.iterdir()) == []
+
+
+class Circle:
+    """Keeps itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_it_looks_seldom_and_not_at_what_was_there() -> None:
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with infrequent_collection():
+        assert gc.get_threshold() == (NEW_OBJECTS, *before[1:])
+        assert gc.get_freeze_count() > frozen
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+
+
+def test_circles_are_found_all_the_same() -> None:
+    with infrequent_collection():
+        circles = [weakref.ref(Circle()) for _ in range(3 * NEW_OBJECTS)]
+        assert circles[0]() is None
+
+
+def test_an_error_leaves_the_collector_as_it_was() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), infrequent_collection():
+        raise KeyError
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(("transport", "is_seldom"), [(TransportName.NGHTTP2, True), (TransportName.GRPCIO, False)])
+def test_only_the_transport_that_leaves_no_circles_has_it_look_seldom(
+    tmp_path: Path, transport: TransportName, is_seldom: bool
+) -> None:
+    placement = DevicePlacement(use_gpu=False, threads=1)
+    options = ServerOptions(
+        path=save_mlp(tmp_path / "mlp.onnx"), grpc_port=0, placement=placement, http=None, transport=transport
+    )
+    seen: list[int] = []
+
+    def end(_: StartupReport) -> None:
+        seen.append(gc.get_threshold()[0])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asyncio.run(serve(options, OnnxRuntime(), end))
+    assert [threshold == NEW_OBJECTS for threshold in seen] == [is_seldom]
