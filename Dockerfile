@@ -28,6 +28,6 @@ WORKDIR /models
 EXPOSE 8000 8001 8002
 # Whether the server is ready is told without a token. With TLS, give a check with certificates of your own (--health-cmd).
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
-  CMD ["python", "-P", "-c", "import serve.client, sys; sys.exit(not serve.client.InferenceClient('127.0.0.1:8001', timeout_s=4).is_ready())"]
+  CMD ["python", "-P", "-c", "import serve.client, sys; sys.exit(not serve.client.Client('127.0.0.1:8001', timeout_s=4).is_ready())"]
 ENTRYPOINT ["halfserve"]
 CMD ["serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001"]

@@ -23,8 +23,8 @@ import typer
 
 from serve.backends.onnx_runtime.onnx_interface import read_interface
 from serve.backends.onnx_runtime.session import SessionOpener
-from serve.benchmark.contestant import Contestant, RequestOptions
-from serve.benchmark.loads import Load
+from serve.benchmark.level import Load
+from serve.benchmark.load_target import LoadTarget, RequestSettings
 from serve.benchmark.measurement import Measurement, measure
 from serve.engine.backend import DevicePlacement
 
@@ -62,8 +62,8 @@ class Bare:
 
 @contextmanager
 def served(
-    model: Path, rows: int, threads: int, options: RequestOptions | None = None, flags: Sequence[str] = ()
-) -> Iterator[Contestant]:
+    model: Path, rows: int, threads: int, options: RequestSettings | None = None, flags: Sequence[str] = ()
+) -> Iterator[LoadTarget]:
     """`halfserve serve` in a process of its own, and the load for it.
 
     Args:
@@ -79,7 +79,7 @@ def served(
         line = cast("IO[str]", server.stdout).readline()
         if not line:
             raise SystemExit("the server did not start; its message is above")
-        with Contestant(f"127.0.0.1:{json.loads(line)['grpc_port']}", [model.stem], options or RequestOptions()) as contestant:
+        with LoadTarget(f"127.0.0.1:{json.loads(line)['grpc_port']}", [model.stem], options or RequestSettings()) as contestant:
             yield contestant
         server.terminate()
 

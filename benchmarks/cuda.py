@@ -37,8 +37,8 @@ from benchmarks.cuda_device.networks import FP16, FP32, Network, write_networks
 from export.certificate.budget import Figures
 from export.verification.metrics import compare
 from export.verification.simulation import round_every_node
-from serve.benchmark.contestant import RequestOptions
-from serve.benchmark.loads import Load
+from serve.benchmark.level import Load
+from serve.benchmark.load_target import RequestSettings
 from serve.benchmark.measurement import Measurement, measure
 from serve.engine.backend import DevicePlacement
 from serve.engine.cuda_driver import device_count
@@ -159,7 +159,7 @@ def serving(network: Network, plan: Plan) -> Iterator[Cells]:
         del copy
         row, in_flight = network.feeds(precision, 1), max(4, plan.in_flight * best)
         inside = rows_per_second(path, plan.placement, row, batch_size=best, in_flight=in_flight, seconds=plan.seconds)
-        requests = RequestOptions(given=row)
+        requests = RequestSettings(given=row)
         with served(path, best, plan.placement.threads, requests, flags) as contestant:
             level = measure(contestant.bench, Load(concurrency=in_flight), how)
         over = level.requests_per_second

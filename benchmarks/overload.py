@@ -29,7 +29,7 @@ from benchmarks.footprint import resident_kb
 from benchmarks.serving_models import resnet
 from protos.inference_pb2 import ModelInferRequest
 from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.order import Order, Tally, Target
+from serve.benchmark.load.spec import LoadEndpoint, LoadSpec, LoadStatistics
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 CONCURRENCIES = (8, 16, 32)
@@ -86,12 +86,12 @@ def request() -> bytes:
     return message.SerializeToString()
 
 
-def good_per_second(tally: Tally, deadline_s: float) -> float:
+def good_per_second(tally: LoadStatistics, deadline_s: float) -> float:
     """Answers that came before the deadline."""
     return tally.latency.within(deadline_s * 1e3) / tally.seconds
 
 
-def measure(generator: LoadGenerator, order: Order, pid: int, peak: float) -> Load:
+def measure(generator: LoadGenerator, order: LoadSpec, pid: int, peak: float) -> Load:
     """One open loop."""
     tally = generator.run(order).tally
     good = good_per_second(tally, order.timeout_s)
@@ -133,16 +133,16 @@ def main(
     factors = [float(text) for text in loads.split(",")]
     results = []
     with tempfile.TemporaryDirectory() as name, server(Path(name), target_ms, threads) as (port, pid):
-        target = Target(host="127.0.0.1", port=port, path=PATH)
+        target = LoadEndpoint(host="127.0.0.1", port=port, path=PATH)
         with LoadGenerator(target, [request()]) as generator:
             deadline_s = deadline_ms / 1e3
-            generator.run(Order(concurrency=16, seconds=1.0))  # warm-up
+            generator.run(LoadSpec(concurrency=16, seconds=1.0))  # warm-up
             for _ in range(rounds):
-                closed = [Order(concurrency=c, seconds=seconds / 2, timeout_s=deadline_s) for c in CONCURRENCIES]
+                closed = [LoadSpec(concurrency=c, seconds=seconds / 2, timeout_s=deadline_s) for c in CONCURRENCIES]
                 peak = max(good_per_second(generator.run(order).tally, deadline_s) for order in closed)
                 measured = []
                 for factor in factors:
-                    order = Order(rate=peak * factor, seconds=seconds, timeout_s=deadline_s, connections=4)
+                    order = LoadSpec(rate=peak * factor, seconds=seconds, timeout_s=deadline_s, connections=4)
                     measured.append((factor, measure(generator, order, pid, peak)))
                 results.append((peak, measured))
     if as_json:

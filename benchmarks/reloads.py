@@ -29,7 +29,7 @@ from benchmarks.reloading.versions import MODELS, NAME, Versions, serving
 from benchmarks.reloading.windows import PERCENTILES, Windows, compare, measure
 from protos.inference_pb2 import ModelInferRequest, RepositoryModelLoadRequest
 from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.order import Order, Target
+from serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
 SERVICE = "/inference.GRPCInferenceService"
 WARM_UP_S = 2.0
@@ -54,7 +54,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         versions = Versions.of(Path(folder), MODELS[model]())
         with serving(Path(folder), threads) as (port, pid):
-            figures = _measure(port, pid, versions, reloads, Order(rate=rate, seconds=window_s, connections=4))
+            figures = _measure(port, pid, versions, reloads, LoadSpec(rate=rate, seconds=window_s, connections=4))
     if as_json:
         typer.echo(json.dumps({"model": model, **figures}))
     else:
@@ -63,8 +63,8 @@ def main(
         raise SystemExit(1)
 
 
-def _measure(port: int, pid: int, versions: Versions, reloads: int, order: Order) -> dict[str, Any]:
-    target = Target(host="127.0.0.1", port=port, path=f"{SERVICE}/ModelInfer")
+def _measure(port: int, pid: int, versions: Versions, reloads: int, order: LoadSpec) -> dict[str, Any]:
+    target = LoadEndpoint(host="127.0.0.1", port=port, path=f"{SERVICE}/ModelInfer")
     with LoadGenerator(target, [_request()]) as generator, grpc.insecure_channel(target.address) as channel:
         ask = channel.unary_unary(f"{SERVICE}/RepositoryModelLoad")
         message = RepositoryModelLoadRequest(model_name=NAME).SerializeToString()
@@ -72,7 +72,7 @@ def _measure(port: int, pid: int, versions: Versions, reloads: int, order: Order
         def load() -> None:
             ask(message, timeout=LOAD_TIMEOUT_S)
 
-        generator.run(Order(rate=order.rate, seconds=WARM_UP_S, connections=order.connections))
+        generator.run(LoadSpec(rate=order.rate, seconds=WARM_UP_S, connections=order.connections))
         before_kb = resident_kb(pid)
         quiet, reload = measure(generator, order, reloads, add=versions.add, load=load)
         grown_kb = resident_kb(pid) - before_kb

@@ -29,8 +29,8 @@ from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
-from serve.client import InferenceClient, InferenceClientError, RetryPolicy
-from serve.client.connection.address import Balancing
+from serve.client import Client, ClientError, RetryPolicy
+from serve.client.connection import Balancing
 
 ENDS_S = 60.0
 RETRIES = RetryPolicy(retries=5, wait_for_server=True)
@@ -136,11 +136,11 @@ def _ask(addresses: list[str], seed: int, stop: threading.Event, tally: Tally) -
     """Ask the first server that answers, or (every other client) all in turn."""
     random = np.random.default_rng(seed)
     balancing: Balancing = "round_robin" if seed % 2 else "pick_first"
-    with InferenceClient(addresses, timeout_s=TIMEOUT_S, retries=RETRIES, balancing=balancing) as client:
+    with Client(addresses, timeout_s=TIMEOUT_S, retries=RETRIES, balancing=balancing) as client:
         while not stop.is_set():
             try:
                 ask_affine(client, random, tally)
-            except InferenceClientError as error:
+            except ClientError as error:
                 tally.fault(f"{error.code}: {error}")
 
 

@@ -19,9 +19,8 @@ from rich.progress import track
 from rich.table import Table
 
 from serve.benchmark.comparison import ComparedLevel, compare
-from serve.benchmark.contestant import Contestant, RequestOptions
-from serve.benchmark.level import Level
-from serve.benchmark.loads import Load, parse_concurrencies
+from serve.benchmark.level import Level, Load, parse_concurrencies
+from serve.benchmark.load_target import LoadTarget, RequestSettings
 from serve.benchmark.measurement import Measurement, measure
 from serve.benchmark.request_inputs import parse_shapes
 
@@ -36,7 +35,7 @@ def main(
     shared_memory: Annotated[bool, typer.Option("--shared-memory", help="Tensors in system shared memory.")] = False,
 ) -> None:
     """Measure the servers in turn and print medians over the rounds."""
-    options = RequestOptions(shapes=parse_shapes(shape or []), shared_memory=shared_memory)
+    options = RequestSettings(shapes=parse_shapes(shape or []), shared_memory=shared_memory)
     how = Measurement(seconds=seconds, warmup_s=0.3)
     headings = ("in flight", "server", "requests/s", "p50 ms", "p99 ms", "mean batch", "rate ratio", "p99 ratio")
     table = Table(*headings)
@@ -44,7 +43,7 @@ def main(
         names, contestants = zip(*(_contestant(text, options, stack) for text in servers), strict=True)
 
         def measured(number: int, load: Load) -> Level:
-            contestant: Contestant = contestants[number]
+            contestant: LoadTarget = contestants[number]
             return measure(contestant.bench, load, how)
 
         for number in track(parse_concurrencies(concurrency), description="measuring", console=Console(stderr=True)):
@@ -53,12 +52,12 @@ def main(
     Console().print(table)
 
 
-def _contestant(text: str, options: RequestOptions, stack: ExitStack) -> tuple[str, Contestant]:
+def _contestant(text: str, options: RequestSettings, stack: ExitStack) -> tuple[str, LoadTarget]:
     name, _, rest = text.partition("=")
     address, _, model = rest.partition("/")
     if not (name and address and model):
         raise typer.BadParameter(f"{text!r}: expected NAME=HOST:PORT/MODEL, such as ours=127.0.0.1:8001/mlp")
-    return name, stack.enter_context(Contestant(address, [model], options))
+    return name, stack.enter_context(LoadTarget(address, [model], options))
 
 
 def _cells(line: ComparedLevel) -> list[str]:

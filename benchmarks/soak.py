@@ -31,7 +31,7 @@ from benchmarks.soaking.models import save_models
 from benchmarks.soaking.process_watch import look, watch, write_samples
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
-from serve.client import InferenceClient
+from serve.client import Client
 
 SAMPLE_S = 0.25
 LISTED = 10
@@ -76,7 +76,7 @@ class _Load:
 
 def _soak(server: ServerProcess, seconds: float, load: _Load, keep: Path | None) -> Report:
     tally, stop, samples = Tally(), threading.Event(), [look(server.process.pid)]
-    with grpc.insecure_channel(server.address) as channel, InferenceClient(server.address, retries=0) as client:
+    with grpc.insecure_channel(server.address) as channel, Client(server.address, retries=0) as client:
         scene = Scene(server.address, server.process.pid, client, channel, np.random.default_rng(load.seed), tally)
         threads = [
             *clients(server.address, load.clients, load.think_s, stop, tally),

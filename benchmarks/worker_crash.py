@@ -31,7 +31,7 @@ from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
-from serve.client import InferenceClient, InferenceClientError, RetryPolicy
+from serve.client import Client, ClientError, RetryPolicy
 
 KILLS_PER_SERVER = 5  # with more of them, waiting for the supervisor's back-off is all that the program does
 ALLOWED_S = 2.0  # beyond the time that loading takes
@@ -105,11 +105,11 @@ def _kills(server: ServerProcess, kills: int, clients: int, spell_s: float, seen
 
 def _ask(address: str, seed: int, stop: threading.Event, seen: Seen) -> None:
     random, retries = np.random.default_rng(seed), bool(seed % 2)
-    with InferenceClient(address, timeout_s=TIMEOUT_S, retries=PATIENT if retries else NO_RETRIES) as client:
+    with Client(address, timeout_s=TIMEOUT_S, retries=PATIENT if retries else NO_RETRIES) as client:
         while not stop.is_set():
             try:
                 ask_affine(client, random, seen.tally)
-            except InferenceClientError as error:
+            except ClientError as error:
                 if retries:
                     seen.retried_errors.append(f"{error.code}: {error}")
                 else:

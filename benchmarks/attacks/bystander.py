@@ -9,8 +9,8 @@ from threading import Event
 
 import numpy as np
 
-from serve.client import InferenceClient, InferenceClientError, RetryPolicy
-from serve.client.connection.tls import Tls
+from serve.client import Client, ClientError, RetryPolicy
+from serve.client.connection import ClientTls
 
 EVERY_S = 0.005
 TIMEOUT_S = 30.0
@@ -37,7 +37,7 @@ class Account:
         return 1000 * statistics.quantiles(self.latencies_s, n=100)[98] if len(self.latencies_s) > 1 else float("nan")
 
 
-def ask(address: str, token: str | None, stop: Event, tls: Tls | None = None) -> Account:
+def ask(address: str, token: str | None, stop: Event, tls: ClientTls | None = None) -> Account:
     """Send a request each EVERY_S seconds until told to stop.
 
     Args:
@@ -47,13 +47,13 @@ def ask(address: str, token: str | None, stop: Event, tls: Tls | None = None) ->
         tls: where the server speaks it.
     """
     account, random = Account(), np.random.default_rng(0)
-    with InferenceClient(address, timeout_s=TIMEOUT_S, retries=RetryPolicy(retries=0), token=token, tls=tls) as client:
+    with Client(address, timeout_s=TIMEOUT_S, retries=RetryPolicy(retries=0), token=token, tls=tls) as client:
         due = time.monotonic()
         while not stop.wait(max(0.0, due - time.monotonic())):
             x = random.integers(-500, 500, (ROWS, COLUMNS)).astype(np.float16)
             try:
                 right = np.array_equal(client.infer("affine", {"x": x})["y"], 2 * x + 1)
-            except InferenceClientError as error:
+            except ClientError as error:
                 account.lost.append(f"{error.code}: {error}")
             else:
                 if right:

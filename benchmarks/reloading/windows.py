@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.reloading.median import Median, median_of
-from serve.benchmark.load.histogram import LatencyHistogram
 from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.order import Order, Tally
+from serve.benchmark.load.spec import LatencyHistogram, LoadSpec, LoadStatistics
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 BEGIN = 0.1  # of a window passes before the reload
@@ -25,7 +24,7 @@ class Windows:
         loading_s: seconds from asking for each reload until it was done; none for quiet windows.
     """
 
-    tallies: list[Tally] = field(default_factory=list)
+    tallies: list[LoadStatistics] = field(default_factory=list)
     loading_s: list[float] = field(default_factory=list)
 
     @property
@@ -54,7 +53,7 @@ def compare(quiet: Windows, reload: Windows, percentile: float) -> Median:
 
 
 def measure(
-    generator: LoadGenerator, order: Order, pairs: int, *, add: Callable[[], None], load: Callable[[], None]
+    generator: LoadGenerator, order: LoadSpec, pairs: int, *, add: Callable[[], None], load: Callable[[], None]
 ) -> tuple[Windows, Windows]:
     """Windows without and with a reload, in turn: what changes slowly falls on both alike.
 
@@ -73,7 +72,7 @@ def measure(
     return quiet, reload
 
 
-def _with_reload(generator: LoadGenerator, order: Order, load: Callable[[], None], windows: Windows) -> None:
+def _with_reload(generator: LoadGenerator, order: LoadSpec, load: Callable[[], None], windows: Windows) -> None:
     trouble: list[BaseException] = []
 
     def work() -> None:

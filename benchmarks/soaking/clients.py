@@ -10,34 +10,34 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soaking.tally import Tally
-from serve.client import InferenceClient, InferenceClientError
+from serve.client import Client, ClientError
 
 Array = np.ndarray[Any, Any]
 TIMEOUT_S = 30.0
 LENGTHS = (1, 7, 64, 333, 1024)
 STREAMED = 64  # requests on one stream
-Work = Callable[[InferenceClient, np.random.Generator, Tally], None]
+Work = Callable[[Client, np.random.Generator, Tally], None]
 
 
-def ask_affine(client: InferenceClient, random: np.random.Generator, tally: Tally) -> None:
+def ask_affine(client: Client, random: np.random.Generator, tally: Tally) -> None:
     """A few rows of a small model."""
     x = _whole(random, int(random.integers(1, 9)), 64).astype(np.float16)
     _ask(client, "affine", x, 2 * x + 1, tally)
 
 
-def ask_flip(client: InferenceClient, random: np.random.Generator, tally: Tally) -> None:
+def ask_flip(client: Client, random: np.random.Generator, tally: Tally) -> None:
     """Rows of another length each time."""
     x = _whole(random, int(random.integers(1, 4)), int(random.choice(LENGTHS))).astype(np.float16)
     _ask(client, "flip", x, -x, tally)
 
 
-def ask_large(client: InferenceClient, random: np.random.Generator, tally: Tally) -> None:
+def ask_large(client: Client, random: np.random.Generator, tally: Tally) -> None:
     """A message of 256 KiB."""
     x = _whole(random, 1, 65_536).astype(np.float32)
     _ask(client, "large", x, x + x, tally)
 
 
-def ask_shared(client: InferenceClient, random: np.random.Generator, tally: Tally) -> None:
+def ask_shared(client: Client, random: np.random.Generator, tally: Tally) -> None:
     """Through shared memory, registered and forgotten again; the answer comes there as well."""
     with client.shared_region(2 * 262_144) as region:
         x, y = region.array((1, 65_536), np.float32), region.array((1, 65_536), np.float32)
@@ -47,7 +47,7 @@ def ask_shared(client: InferenceClient, random: np.random.Generator, tally: Tall
         _check("shared memory", y, x + x, started, tally)
 
 
-def ask_stream(client: InferenceClient, random: np.random.Generator, tally: Tally) -> None:
+def ask_stream(client: Client, random: np.random.Generator, tally: Tally) -> None:
     """Many requests on one stream: each is answered once, in order."""
     inputs = [_whole(random, 1, 64).astype(np.float16) for _ in range(STREAMED)]
     started, count = time.monotonic(), 0
@@ -66,11 +66,11 @@ WORKS: tuple[Work, ...] = (ask_affine, ask_affine, ask_flip, ask_large, ask_shar
 def keep_asking(work: Work, address: str, seed: int, think_s: float, stop: threading.Event, tally: Tally) -> None:
     """Do one kind of work until told to stop, with pauses of `think_s`; whatever goes wrong is counted, no reason to stop."""
     random = np.random.default_rng(seed)
-    with InferenceClient(address, timeout_s=TIMEOUT_S, retries=0) as client:
+    with Client(address, timeout_s=TIMEOUT_S, retries=0) as client:
         while not stop.is_set():
             try:
                 work(client, random, tally)
-            except InferenceClientError as error:
+            except ClientError as error:
                 tally.fault(f"{work.__name__}: {error.code}: {error}")
             if think_s:
                 stop.wait(think_s)
@@ -88,7 +88,7 @@ def _whole(random: np.random.Generator, rows: int, columns: int) -> Array:
     return random.integers(-500, 500, (rows, columns))
 
 
-def _ask(client: InferenceClient, model: str, x: Array, expected: Array, tally: Tally) -> None:
+def _ask(client: Client, model: str, x: Array, expected: Array, tally: Tally) -> None:
     started = time.monotonic()
     _check(model, client.infer(model, {"x": x})["y"], expected, started, tally)
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from ngh2 import DataReceived, Event, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
 from serve.benchmark.load.connection import ConnectionLostError, Http2Connection
-from serve.benchmark.load.order import Target
+from serve.benchmark.load.spec import LoadEndpoint
 
 T = TypeVar("T")
 Headers = Sequence[tuple[bytes, bytes]]
@@ -85,7 +85,7 @@ class Exchange(Generic[T]):
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        self._connection = Http2Connection(Target(host=host, port=int(port), path=INFER_PATH))
+        self._connection = Http2Connection(LoadEndpoint(host=host, port=int(port), path=INFER_PATH))
         self._open: dict[int, tuple[T, Answer]] = {}
 
     def __len__(self) -> int:

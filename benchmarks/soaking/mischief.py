@@ -17,7 +17,7 @@ from benchmarks.soaking.broken_clients import hang_up_in_a_message, talk_nonsens
 from benchmarks.soaking.models import LARGE_ROWS, PICKY, STEPS
 from benchmarks.soaking.tally import Tally
 from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.client import InferenceClient, InferenceClientError, InvalidRequest, ModelNotFound, ServerUnavailable
+from serve.client import Client, ClientError, InvalidRequest, ModelNotFound, ServerUnavailable
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 30.0
@@ -42,7 +42,7 @@ class Scene:
 
     address: str
     pid: int
-    client: InferenceClient
+    client: Client
     channel: grpc.Channel
     random: np.random.Generator
     tally: Tally
@@ -162,7 +162,7 @@ def hurry(scene: Scene) -> None:
     for _ in range(20):
         try:
             scene.client.infer("affine", {"x": x}, timeout_s=float(scene.random.uniform(0.0005, 0.003)))
-        except InferenceClientError as error:
+        except ClientError as error:
             if error.code not in {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}:
                 scene.tally.fault(f"a short deadline: {error.code}: {error}")
         scene.tally.survived("short deadlines")
@@ -217,7 +217,7 @@ def keep_at_it(scene: Scene, pause_s: float, stop: threading.Event) -> None:
         act = ACTS[scene.number % len(ACTS)]
         try:
             act(scene)
-        except (InferenceClientError, grpc.RpcError) as error:
+        except (ClientError, grpc.RpcError) as error:
             scene.tally.fault(f"{act.__name__}: {type(error).__name__}: {error}")
         scene.number += 1
 
@@ -228,7 +228,7 @@ def _due(scene: Scene, kind: str, due: Any, ask: Callable[[], object]) -> None:
         ask()
     except due:
         scene.tally.survived(kind)
-    except InferenceClientError as error:
+    except ClientError as error:
         scene.tally.fault(f"{kind}: {error.code}: {error}")
     else:
         scene.tally.fault(f"{kind}: was taken")

@@ -16,8 +16,8 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from serve.benchmark.errors import BenchmarkArgumentError
-from serve.benchmark.loads import parse_concurrencies
+from serve.benchmark import BenchmarkArgumentError
+from serve.benchmark.level import parse_concurrencies
 
 MODEL, DATA, NAME = "examples.digits.model:model", "examples.digits.data:data", "digits"
 ROWS_PER_REQUEST = 16
@@ -35,12 +35,12 @@ def ask_held_out(address: str, model: str, data: str) -> float:
     import numpy as np  # noqa: PLC0415  (see above)
 
     from amp_core.factory import call_factory  # noqa: PLC0415  (see above)
-    from serve.client import InferenceClient  # noqa: PLC0415  (see above)
+    from serve.client import Client  # noqa: PLC0415  (see above)
 
     _, held_out = call_factory(data)
     images = np.stack([np.asarray(image) for image, _ in held_out])
     labels = np.array([int(label) for _, label in held_out])
-    with InferenceClient(address) as client:
+    with Client(address) as client:
         (taken,) = client.model_metadata(model).inputs
         answers = [
             next(iter(client.infer(model, {taken.name: images[start : start + ROWS_PER_REQUEST].astype(np.float16)}).values()))

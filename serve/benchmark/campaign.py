@@ -1,4 +1,4 @@
-"""Everything that one `halfserve bench` measures, from the first connection to the report."""
+"""The measurements of one `halfserve bench`: a sweep, a search for the highest load, or a comparison."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from serve.benchmark.accuracy import differences
-from serve.benchmark.comparison import ComparedLevel, compare
-from serve.benchmark.contestant import Contestant, RequestOptions
-from serve.benchmark.errors import BenchmarkError
-from serve.benchmark.level import Level
-from serve.benchmark.load.order import INTERRUPTED, Tally
-from serve.benchmark.loads import Load
-from serve.benchmark.measurement import Measurement, measure
-from serve.benchmark.reports.report import Differences, Report
-from serve.benchmark.sweep import Goal, search, sweep
-from serve.client import InferenceClientError
+from serve.benchmark import BenchmarkError
+from serve.benchmark.comparison import ComparedLevel, compare, differences
+from serve.benchmark.level import Level, Load
+from serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
+from serve.benchmark.load_target import LoadTarget, RequestSettings
+from serve.benchmark.measurement import Goal, Measurement, measure, search
+from serve.benchmark.report import BenchmarkReport, Differences
+from serve.client import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
-CPUS_PER_PROCESS = 4  # the server needs the others, if it is on this machine
+CPUS_PER_PROCESS = 4  # the others are for a server on this machine
+Ending = BenchmarkError | ClientError | KeyboardInterrupt | None
 
 
-class Watcher(Protocol):
-    """Whoever shows how far it is."""
+class ProgressListener(Protocol):
+    """Shows progress."""
 
     def begin(self, what: str, measurements: int | None) -> None:
-        """So many loads will be measured; None when that is not known."""
+        """Start, with the number of loads to measure, or None for an unknown number."""
 
-    def window(self, load: Load, tally: Tally) -> None:
-        """What was measured in the last moment."""
+    def window(self, load: Load, tally: LoadStatistics) -> None:
+        """Show the statistics of the last window."""
 
     def done(self, level: Level) -> None:
         """A load has been measured."""
 
     def note(self, line: str) -> None:
-        """Something that the user should know."""
+        """Show a line of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,8 @@ class Campaign:
     Attributes:
         address: HOST:PORT of the server.
         models: that the requests are for, in turn.
-        against: (address, model) of those that are compared with it.
-        loads: one after the other; of a search, from where to where.
+        against: (address, model) of each load target to compare with.
+        loads: one after the other; of a search, its lowest and highest load.
         how: each is measured.
         options: of the requests.
         batch_sizes: rows per request; the loads are measured with each.
@@ -61,7 +59,7 @@ class Campaign:
     models: Sequence[str]
     loads: Sequence[Load]
     how: Measurement
-    options: RequestOptions
+    options: RequestSettings
     batch_sizes: Sequence[int] = (1,)
     against: Sequence[tuple[str, str]] = ()
     goal: Goal | None = None
@@ -69,42 +67,40 @@ class Campaign:
     command: str = ""
 
 
-Ending = BenchmarkError | InferenceClientError | KeyboardInterrupt | None
-
-
-def carry_out(campaign: Campaign, watcher: Watcher) -> tuple[Report, Ending]:
-    """Measure, and say what ended it early: whatever was measured before is worth keeping.
+def carry_out(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
+    """Measure; return the report, and what ended the campaign early: the levels measured before are kept.
 
     Raises:
         BenchmarkArgumentError: the options do not fit the model; nothing was measured.
-        InferenceClientError: the server does not answer, or not as it should; nothing was measured.
+        ClientError: the server does not answer, or refuses the requests; nothing was measured.
     """
-    return _compared(campaign, watcher) if campaign.against else _swept(campaign, watcher)
+    return _compared(campaign, progress) if campaign.against else _swept(campaign, progress)
 
 
 def default_processes() -> int:
-    """As many as leave the machine to the server too."""
+    """The number of load processes that leaves CPUs for a server on this machine."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_DEFAULT_PROCESSES, cpus // CPUS_PER_PROCESS))
 
 
-def _swept(campaign: Campaign, watcher: Watcher) -> tuple[Report, Ending]:
+def _swept(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
     levels: list[Level] = []
-    report: Report | None = None
+    report: BenchmarkReport | None = None
     total = None if campaign.goal else len(campaign.loads) * len(campaign.batch_sizes)
     try:
         for batch_size in campaign.batch_sizes:
             options = replace(campaign.options, batch_size=batch_size)
-            with Contestant(campaign.address, campaign.models, options) as contestant:
+            with LoadTarget(campaign.address, campaign.models, options) as target:
                 if report is None:
-                    report = _report(campaign, contestant)
-                    watcher.begin(f"measuring {report.model}", total)
-                _tell_notes(contestant, watcher)
-                for level in _levels(campaign, contestant, watcher):
+                    report = _report(campaign, target)
+                    progress.begin(f"measuring {report.model}", total)
+                for note in target.notes:
+                    progress.note(note)
+                for level in _levels(campaign, target, progress):
                     levels.append(level)
-                    watcher.done(level)
+                    progress.done(level)
                     _stop_if_ended(level)
-    except (BenchmarkError, InferenceClientError, KeyboardInterrupt) as ending:
+    except (BenchmarkError, ClientError, KeyboardInterrupt) as ending:
         if report is None:
             raise
         ended: Ending = ending
@@ -115,41 +111,42 @@ def _swept(campaign: Campaign, watcher: Watcher) -> tuple[Report, Ending]:
     return replace(report, levels=levels), ended
 
 
-def _levels(campaign: Campaign, contestant: Contestant, watcher: Watcher) -> Iterator[Level]:
+def _levels(campaign: Campaign, target: LoadTarget, progress: ProgressListener) -> Iterator[Level]:
     def measured(load: Load) -> Level:
-        return measure(contestant.bench, load, campaign.how, lambda tally: watcher.window(load, tally))
+        return measure(target.bench, load, campaign.how, lambda tally: progress.window(load, tally))
 
-    return sweep(campaign.loads, measured) if campaign.goal is None else search(campaign.loads, campaign.goal, measured)
+    return map(measured, campaign.loads) if campaign.goal is None else search(campaign.loads, campaign.goal, measured)
 
 
-def _compared(campaign: Campaign, watcher: Watcher) -> tuple[Report, Ending]:
+def _compared(campaign: Campaign, progress: ProgressListener) -> tuple[BenchmarkReport, Ending]:
     options = replace(campaign.options, batch_size=campaign.batch_sizes[0])
     places = [(campaign.address, list(campaign.models)), *((address, [model]) for address, model in campaign.against)]
     lines: list[ComparedLevel] = []
     names = _names(places)
     with ExitStack() as stack:
-        contestants = [stack.enter_context(Contestant(address, models, options)) for address, models in places]
-        watcher.begin("comparing", len(campaign.loads) * campaign.rounds * len(places))
-        for contestant in contestants:
-            _tell_notes(contestant, watcher)
-        report = _report(campaign, contestants[0])
+        targets = [stack.enter_context(LoadTarget(address, models, options)) for address, models in places]
+        progress.begin("comparing", len(campaign.loads) * campaign.rounds * len(places))
+        for target in targets:
+            for note in target.notes:
+                progress.note(note)
+        report = _report(campaign, targets[0])
         ending: Ending = None
         try:
-            report = replace(report, differences=_differences(names, contestants))
+            report = replace(report, differences=_differences(names, targets))
             for load in campaign.loads:
-                lines += _compared_load(campaign, names, contestants, load, watcher)
-        except (BenchmarkError, InferenceClientError, KeyboardInterrupt) as caught:
+                lines += _compared_load(campaign, names, targets, load, progress)
+        except (BenchmarkError, ClientError, KeyboardInterrupt) as caught:
             ending = caught
     first = [line.rounds[0] for line in lines if line.name == names[0]]
     return replace(report, comparison=lines, levels=first), ending
 
 
 def _compared_load(
-    campaign: Campaign, names: Sequence[str], contestants: Sequence[Contestant], load: Load, watcher: Watcher
+    campaign: Campaign, names: Sequence[str], targets: Sequence[LoadTarget], load: Load, progress: ProgressListener
 ) -> Iterator[ComparedLevel]:
     def measured(number: int, load: Load) -> Level:
-        level = measure(contestants[number].bench, load, campaign.how, lambda tally: watcher.window(load, tally))
-        watcher.done(level)
+        level = measure(targets[number].bench, load, campaign.how, lambda tally: progress.window(load, tally))
+        progress.done(level)
         _stop_if_ended(level)
         return level
 
@@ -157,14 +154,14 @@ def _compared_load(
 
 
 def _names(places: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """What tells the contestants apart: the model, the address before it where there are several, a number where all agree."""
+    """Distinct names: the model, the address before it where there are several, a number where all agree."""
     several = len({address for address, _ in places}) > 1
     plain = [f"{address}/{'+'.join(models)}" if several else "+".join(models) for address, models in places]
     return [name if plain.count(name) == 1 else f"{name} ({plain[: i + 1].count(name)})" for i, name in enumerate(plain)]
 
 
-def _differences(names: Sequence[str], contestants: Sequence[Contestant]) -> list[Differences]:
-    first, *others = contestants
+def _differences(names: Sequence[str], targets: Sequence[LoadTarget]) -> list[Differences]:
+    first, *others = targets
     found = []
     for name, other in zip(names[1:], others, strict=True):
         outputs, alone = differences(first.client, first.plain_requests, other.client, other.plain_requests)
@@ -172,24 +169,19 @@ def _differences(names: Sequence[str], contestants: Sequence[Contestant]) -> lis
     return found
 
 
-def _report(campaign: Campaign, contestant: Contestant) -> Report:
-    return Report(
+def _report(campaign: Campaign, target: LoadTarget) -> BenchmarkReport:
+    return BenchmarkReport(
         model="+".join(campaign.models),
-        version="+".join(contestant.versions[model] for model in campaign.models),
+        version="+".join(target.versions[model] for model in campaign.models),
         address=campaign.address,
-        provider=contestant.provider,
+        provider=target.provider,
         command=campaign.command,
         goal=campaign.goal,
     )
-
-
-def _tell_notes(contestant: Contestant, watcher: Watcher) -> None:
-    for note in contestant.notes:
-        watcher.note(note)
 
 
 def _stop_if_ended(level: Level) -> None:
     if level.ended_early == INTERRUPTED:
         raise KeyboardInterrupt
     if level.ended_early is not None:
-        raise BenchmarkError(f"the server has gone while {level.load.text} were asked of it: {level.ended_early}")
+        raise BenchmarkError(f"the server stopped under a load of {level.load.text}: {level.ended_early}")

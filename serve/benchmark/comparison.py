@@ -1,21 +1,30 @@
-"""Servers or models side by side: one is loaded at a time, A B A B ..., so that a drift in the machine's speed falls on all."""
+"""Servers or models side by side: interleaved rounds, and differences between their answers."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from serve.benchmark.level import Level
-from serve.benchmark.loads import Load
+import numpy as np
+
+from serve.benchmark.level import Level, Load
+from serve.client.messages import output_arrays
+from serve.client.tensors import Array
+
+if TYPE_CHECKING:
+    from protos.inference_pb2 import ModelInferRequest
+    from serve.client import Client
 
 MeasureOne = Callable[[int, Load], Level]
+MAX_REQUESTS = 16
+SMALLEST = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A figure over the rounds: its median, and the smallest and largest."""
+    """A figure over the rounds: median, smallest and largest."""
 
     median: float
     low: float
@@ -23,28 +32,26 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """From one value per round."""
         return cls(median=statistics.median(values), low=min(values), high=max(values))
 
     @property
     def text(self) -> str:
-        """As it is printed: "1.31 (1.24-1.40)"."""
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLevel:
-    """What one contestant did under one load.
+    """What one load target did under one load.
 
     Attributes:
-        name: the contestant's.
+        name: the target's.
         load: what was asked for.
         rounds: one level per round.
         per_second: requests answered with success per second.
         p50_ms: median latency.
-        p99_ms: latency that 99 % do not pass.
-        rate_ratio: requests per second over the base's in the same round.
-        p99_ratio: the same of p99.
+        p99_ms: 99th percentile of the latency.
+        rate_ratio: requests per second over those of the base in the same round.
+        p99_ratio: p99 over that of the base in the same round.
     """
 
     name: str
@@ -58,17 +65,16 @@ class ComparedLevel:
 
     @property
     def mean_batch_size(self) -> float | None:
-        """Rows per batch, the median over the rounds; None where the server does not say."""
+        """Rows per batch, the median over the rounds; None from a server without statistics."""
         sizes = [level.server.mean_batch_size for level in self.rounds if level.server and level.server.mean_batch_size]
         return statistics.median(sizes) if sizes else None
 
     @property
     def failed(self) -> int:
-        """Requests that failed, in all rounds."""
         return sum(level.failed for level in self.rounds)
 
     def to_json(self) -> dict[str, Any]:
-        """The object of bench.json's "comparison"; see serve/benchmark/reports/report.py."""
+        """The object of bench.json's "comparison"; see serve/benchmark/report.py."""
         return {
             "name": self.name,
             "concurrency": self.load.concurrency,
@@ -85,17 +91,17 @@ class ComparedLevel:
 
 
 def compare(names: Sequence[str], load: Load, rounds: int, measure: MeasureOne, *, base: int = 0) -> Iterator[ComparedLevel]:
-    """Measure all contestants under one load, in turn, and compare each with one of them.
+    """Measure all targets under one load, one at a time in turn (A B A B ...): a drift in the machine's speed affects all.
 
     Args:
-        names: of the contestants.
-        load: the same for all.
+        names: of the targets.
+        load: of all targets.
         rounds: how often each is measured.
-        measure: measures the contestant of a number.
-        base: the number of the one that the others are compared with.
+        measure: measures the target of a number.
+        base: the number of the target that the others are compared with.
 
     Raises:
-        BaseException: what `measure` has raised, after what the rounds before it give.
+        BaseException: raised by `measure`; the complete rounds before it are yielded first.
     """
     complete: list[list[Level]] = []
     try:
@@ -114,7 +120,7 @@ def _over_rounds(names: Sequence[str], complete: Sequence[Sequence[Level]], base
 
 
 def compared(name: str, levels: Sequence[Level], base: Sequence[Level]) -> ComparedLevel:
-    """One contestant's rounds beside the base's."""
+    """One target's rounds beside those of the base."""
     pairs = list(zip(levels, base, strict=True))
     return ComparedLevel(
         name=name,
@@ -126,3 +132,94 @@ def compared(name: str, levels: Sequence[Level], base: Sequence[Level]) -> Compa
         rate_ratio=Spread.of([level.requests_per_second / other.requests_per_second for level, other in pairs]),
         p99_ratio=Spread.of([level.latency.p99 / other.latency.p99 for level, other in pairs]),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Differences in one output, over all requests compared.
+
+    Attributes:
+        output: its name.
+        max_abs: the largest absolute difference of two elements.
+        scaled: max_abs over the largest magnitude in the reference's answer to the same request, at most over all requests.
+        mismatched: elements that are finite on one side only, and differing elements that are no numbers.
+        agreement: share of rows [..., classes] with the same argmax; None for outputs without classes.
+    """
+
+    output: str
+    max_abs: float
+    scaled: float
+    mismatched: int
+    agreement: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def differences(
+    client: Client,
+    requests: Sequence[ModelInferRequest],
+    reference: Client,
+    reference_requests: Sequence[ModelInferRequest],
+) -> tuple[list[Difference], list[str]]:
+    """Send the same inputs to two models and compare the answers.
+
+    Args:
+        client: of the first model.
+        requests: to it.
+        reference: of the model that it is compared with.
+        reference_requests: the same inputs in that model's datatypes.
+
+    Returns:
+        One difference per output that both have, and the names of the outputs that only one side has.
+
+    Raises:
+        ClientError: a request fails.
+    """
+    found: dict[str, list[tuple[Array, Array]]] = {}
+    alone: set[str] = set()
+    for ours, theirs in list(zip(requests, reference_requests, strict=False))[:MAX_REQUESTS]:
+        first, second = _answers(client, ours), _answers(reference, theirs)
+        alone |= first.keys() ^ second.keys()
+        for name in first.keys() & second.keys():
+            if first[name].shape == second[name].shape:
+                found.setdefault(name, []).append((first[name], second[name]))
+            else:
+                alone.add(name)
+    return [_difference(name, pairs) for name, pairs in sorted(found.items())], sorted(alone)
+
+
+def _answers(client: Client, request: ModelInferRequest) -> Mapping[str, Array]:
+    response = client.infer_message(request)
+    bf16 = {tensor.name for tensor in response.outputs if tensor.datatype == "BF16"}
+    arrays = output_arrays(response)
+    return {name: _from_bf16(array) if name in bf16 else array for name, array in arrays.items()}
+
+
+def _from_bf16(array: Array) -> Array:
+    """Float32 from bit patterns, which are its upper halves; other arrays unchanged."""
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+
+
+def _has_numbers(array: Array) -> bool:
+    return array.dtype.kind in "fiub" or array.dtype.name == "bfloat16"
+
+
+def _difference(name: str, pairs: Sequence[tuple[Array, Array]]) -> Difference:
+    max_abs = scaled = 0.0
+    mismatched, agreements = 0, []
+    for ours, theirs in pairs:
+        if not (_has_numbers(ours) and _has_numbers(theirs)):
+            mismatched += int((ours != theirs).sum())
+            continue
+        a, b = ours.astype(np.float64), theirs.astype(np.float64)
+        finite = np.isfinite(a) & np.isfinite(b)
+        mismatched += int((np.isfinite(a) != np.isfinite(b)).sum())
+        if finite.any():
+            largest = float(np.abs(a[finite] - b[finite]).max())
+            max_abs = max(max_abs, largest)
+            scaled = max(scaled, largest / max(float(np.abs(b[finite]).max()), SMALLEST))
+        if a.ndim >= 2 and a.shape[-1] > 1 and a.size:  # empty where a detector found nothing
+            agreements.append(float((a.argmax(-1) == b.argmax(-1)).mean()))
+    agreement = sum(agreements) / len(agreements) if agreements else None
+    return Difference(output=name, max_abs=max_abs, scaled=scaled, mismatched=mismatched, agreement=agreement)

@@ -1,22 +1,180 @@
-"""One line of the report: what a server did under one load."""
+"""A load and its outcome: requested load, latency percentiles, and the server's own counters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from serve.benchmark.errors import BenchmarkError
-from serve.benchmark.load.histogram import LatencyHistogram
-from serve.benchmark.load.order import Tally
-from serve.benchmark.loads import Load
-from serve.benchmark.server_statistics import ServerTotals
+from serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
 
+if TYPE_CHECKING:
+    from protos.inference_pb2 import ModelStatistics
+
+NUMBER = r"\d+(?:\.\d+)?"
+RANGE = re.compile(rf"({NUMBER}):({NUMBER})(?::(x?)({NUMBER}))?")
+MAX_LEVELS = 1000
+EXPECTED = "expected numbers above 0 with commas between, such as 1,4,16, or a range such as 1:64:x2 or 10:50:10"
+NANOSECONDS_PER_MS = 1e6
 PERCENTS = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
-BUSY = 0.95  # a process that waits for less than a twentieth of its time
+BUSY = 0.95  # share of time above which a load process is the limit
 LATE_MS = 1.0
 LATE_SHARE = 0.25
 KEPT_UP = 0.95  # of the requests of a rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """One load: `concurrency` requests in flight (closed loop), or `rate` requests a second (open loop)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Such as "16 in flight"."""
+        return f"{self.concurrency} in flight" if self.rate is None else f"{self.rate:g} requests/s"
+
+    @property
+    def amount(self) -> float:
+        return float(self.concurrency or 0) if self.rate is None else self.rate
+
+
+def parse_concurrencies(text: str, option: str = "--concurrency") -> list[int]:
+    """Read whole numbers and ranges of them.
+
+    Raises:
+        BenchmarkArgumentError: it is malformed, or a number is below 1.
+    """
+    numbers = list(_numbers(text, option))
+    if not all(number >= 1 and number.is_integer() for number in numbers):
+        raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
+    return [int(number) for number in numbers]
+
+
+def parse_rates(text: str) -> list[float]:
+    """Read numbers and ranges of them.
+
+    Raises:
+        BenchmarkArgumentError: it is malformed, or a number is 0.
+    """
+    numbers = list(_numbers(text, "--rate"))
+    if not all(0 < number < math.inf for number in numbers):
+        raise BenchmarkArgumentError(f"--rate {text}: {EXPECTED}")
+    return numbers
+
+
+def _numbers(text: str, option: str) -> Iterator[float]:
+    for part in text.split(","):
+        cleaned = part.strip()
+        if re.fullmatch(NUMBER, cleaned, re.ASCII):
+            yield float(cleaned)
+        elif match := RANGE.fullmatch(cleaned):
+            yield from _range(match, f"{option} {text}")
+        else:
+            raise BenchmarkArgumentError(f"{option} {text}: {EXPECTED}")
+
+
+def _range(match: re.Match[str], given: str) -> list[float]:
+    low, high, factor = float(match[1]), float(match[2]), match[3] == "x"
+    step = float(match[4] or 1)
+    if low <= 0 or high < low or step <= factor or math.inf in (high, step):
+        raise BenchmarkArgumentError(
+            f"{given}: expected LOW:HIGH:STEP or LOW:HIGH:xFACTOR with 0 < LOW <= HIGH, STEP > 0 and FACTOR > 1"
+        )
+    count = math.floor(math.log(high / low, step) + 1e-9) if factor else math.floor((high - low) / step + 1e-9)
+    if count >= MAX_LEVELS:
+        raise BenchmarkArgumentError(f"{given}: is {count + 1} levels, expected at most {MAX_LEVELS}")
+    return [low * step**index if factor else low + step * index for index in range(count + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTotals:
+    """Server counters since the model was loaded, or between two moments.
+
+    Attributes:
+        requests: answered with success.
+        failed: answered with an error.
+        rows: rows computed (`inference_count`).
+        executions: batches computed.
+        queued: requests whose queueing time is in queue_ns.
+        queue_ns: nanoseconds in the queue, in all.
+        computed: requests whose computing times are in the next three.
+        compute_input_ns: nanoseconds for assembling their batches.
+        compute_infer_ns: nanoseconds for running the model.
+        compute_output_ns: nanoseconds for splitting the batches.
+    """
+
+    requests: int = 0
+    failed: int = 0
+    rows: int = 0
+    executions: int = 0
+    queued: int = 0
+    queue_ns: int = 0
+    computed: int = 0
+    compute_input_ns: int = 0
+    compute_infer_ns: int = 0
+    compute_output_ns: int = 0
+
+    @classmethod
+    def of(cls, statistics: Iterable[ModelStatistics]) -> ServerTotals:
+        """The sum over models and versions."""
+        total = cls()
+        for model in statistics:
+            times = model.inference_stats
+            total += cls(
+                requests=times.success.count,
+                failed=times.fail.count,
+                rows=model.inference_count,
+                executions=model.execution_count,
+                queued=times.queue.count,
+                queue_ns=times.queue.ns,
+                computed=times.compute_infer.count,
+                compute_input_ns=times.compute_input.ns,
+                compute_infer_ns=times.compute_infer.ns,
+                compute_output_ns=times.compute_output.ns,
+            )
+        return total
+
+    def __add__(self, other: ServerTotals) -> ServerTotals:
+        return ServerTotals(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def since(self, before: ServerTotals) -> ServerTotals | None:
+        """The counts since an earlier moment; None where the counters were reset in between."""
+        counts = {name: value - getattr(before, name) for name, value in vars(self).items()}
+        return None if min(counts.values()) < 0 else ServerTotals(**counts)
+
+    @property
+    def mean_batch_size(self) -> float | None:
+        """Rows per batch; None when nothing was computed."""
+        return self.rows / self.executions if self.executions else None
+
+    @property
+    def queue_ms(self) -> float | None:
+        """Mean milliseconds of a request in the queue; None when none was queued."""
+        return self.queue_ns / self.queued / NANOSECONDS_PER_MS if self.queued else None
+
+    @property
+    def compute_ms(self) -> float | None:
+        """Mean milliseconds of a request's batch in all compute stages; None when nothing was computed."""
+        return self._mean_ms(self.compute_input_ns + self.compute_infer_ns + self.compute_output_ns)
+
+    @property
+    def split_ms(self) -> dict[str, float | None]:
+        """Mean milliseconds per request, stage by stage in the order they come."""
+        return {
+            "queue": self.queue_ms,
+            "compute_input": self._mean_ms(self.compute_input_ns),
+            "compute_infer": self._mean_ms(self.compute_infer_ns),
+            "compute_output": self._mean_ms(self.compute_output_ns),
+        }
+
+    def _mean_ms(self, nanoseconds: int) -> float | None:
+        return nanoseconds / self.computed / NANOSECONDS_PER_MS if self.computed else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +192,11 @@ class Latency:
 
     @classmethod
     def of(cls, latencies: LatencyHistogram) -> Latency:
-        """From a histogram that holds something."""
         p50, p90, p95, p99, p999 = latencies.percentiles_ms(list(PERCENTS.values()))
         smallest, largest = latencies.min_ns / 1e6, latencies.max_ns / 1e6
         return cls(min=smallest, mean=latencies.mean_ms, p50=p50, p90=p90, p95=p95, p99=p99, p999=p999, max=largest)
 
     def to_json(self) -> dict[str, float]:
-        """With the names that people use."""
         return {name.replace("p999", "p99.9"): value for name, value in vars(self).items()}
 
 
@@ -52,65 +208,43 @@ class Level:
         load: what was asked for.
         batch_size: rows per request.
         tally: what was measured.
-        latency: of the requests that succeeded.
-        histogram: the same, whole.
-        server: the server's counters over this load; None from a server that keeps none, or was started again meanwhile.
+        server: the server's counters over this load; None from a server that keeps none, or was restarted meanwhile.
         models: the names of the models that the requests were for.
-        windows: the same in slices of time, in their order, for as long as requests were started.
+        windows: consecutive slices of the tally, for as long as requests were started.
         goodput_ms: the latency up to which an answer is of use; None for any.
-        stable: whether the last windows agreed; None where nobody asked.
+        stable: whether the last windows agreed; None if this was not required.
         ended_early: why the load stopped before its end; None where it did not.
+
+    Raises:
+        BenchmarkError: no request succeeded; the text has the server's message.
     """
 
     load: Load
     batch_size: int
-    tally: Tally
-    latency: Latency
-    histogram: LatencyHistogram
+    tally: LoadStatistics
     server: ServerTotals | None
     models: Sequence[str] = ()
-    windows: Sequence[Tally] = ()
+    windows: Sequence[LoadStatistics] = ()
     goodput_ms: float | None = None
     stable: bool | None = None
     ended_early: str | None = None
 
-    @classmethod
-    def of(
-        cls,
-        tally: Tally,
-        server: ServerTotals | None,
-        *,
-        load: Load,
-        batch_size: int,
-        models: Sequence[str] = (),
-        windows: Sequence[Tally] = (),
-        goodput_ms: float | None = None,
-        stable: bool | None = None,
-        ended_early: str | None = None,
-    ) -> Level:
-        """From what the load generator and the server have counted.
-
-        Raises:
-            BenchmarkError: no request succeeded; the text has the server's message.
-        """
-        histogram = tally.latency
-        if not histogram.total:
+    def __post_init__(self) -> None:
+        if not self.histogram.total:
+            tally = self.tally
             code, _ = next(iter(tally.errors.most_common(1)), ("", 0))
-            reason = f"{code}: {tally.messages[code]}" if code else ended_early or "none was started in the time given"
-            raise BenchmarkError(f"at {load.text} no request succeeded ({tally.failed} failed): {reason}")
-        return cls(
-            load=load,
-            batch_size=batch_size,
-            tally=tally,
-            latency=Latency.of(histogram),
-            histogram=histogram,
-            server=server,
-            models=models,
-            windows=windows,
-            goodput_ms=goodput_ms,
-            stable=stable,
-            ended_early=ended_early,
-        )
+            reason = f"{code}: {tally.messages[code]}" if code else self.ended_early or "none was started in the time given"
+            raise BenchmarkError(f"at {self.load.text} no request succeeded ({tally.failed} failed): {reason}")
+
+    @cached_property
+    def histogram(self) -> LatencyHistogram:
+        """Latencies of the requests that succeeded."""
+        return self.tally.latency
+
+    @cached_property
+    def latency(self) -> Latency:
+        """The histogram's percentiles."""
+        return Latency.of(self.histogram)
 
     @property
     def requests(self) -> int:
@@ -134,27 +268,26 @@ class Level:
 
     @property
     def late_ms(self) -> float | None:
-        """How late the generator noticed requests of a rate (p99); None in a closed loop."""
+        """How late requests of a rate were sent (p99); None in a closed loop."""
         return self.tally.lateness.percentiles_ms([99])[0] if self.tally.lateness.total else None
 
     def percentile_ms(self, percent: float) -> float:
-        """The latency that so many percent of the requests do not pass."""
         return self.histogram.percentiles_ms([percent])[0]
 
     def doubts(self) -> list[str]:
-        """What makes these figures doubtful, a sentence each."""
+        """Reasons to doubt these figures, a sentence each."""
         lines = [self._generator_doubt(), self._stability_doubt(), self._foreign_doubt()]
         if self.ended_early is not None:
             lines.append(f"ended early ({self.ended_early}); the figures are of what was measured until then")
         return [line for line in lines if line]
 
     def failures(self) -> list[str]:
-        """What went wrong, a line for each gRPC status, with the server's first words about it."""
+        """A line for each gRPC status of failed requests, with the server's first message."""
         counts = self.tally.errors.most_common()
         return [f"at {self.load.text}: {count} {code}: {self.tally.messages.get(code, '')}" for code, count in counts]
 
     def to_json(self) -> dict[str, Any]:
-        """The level as bench.json holds it; see serve/benchmark/reports/report.py."""
+        """The level as bench.json holds it; see serve/benchmark/report.py."""
         server, tally = self.server, self.tally
         return {
             "concurrency": self.load.concurrency,
@@ -189,7 +322,7 @@ class Level:
     def _generator_doubt(self) -> str | None:
         late_ms, rate = self.late_ms, self.load.rate
         if self.tally.busy > BUSY and (rate is None or self.tally.sent < KEPT_UP * rate * self.tally.seconds):
-            return "the load generator was the limit: it had nothing to wait for; use more --processes, or other machines"
+            return "the load generator was the limit: its processes never waited; use more --processes, or other machines"
         if late_ms is not None and late_ms > max(LATE_MS, self.latency.p99 * LATE_SHARE):
             return (
                 "the load generator was late by more than a quarter of p99, which is in the latencies; use more --processes,"
@@ -203,14 +336,14 @@ class Level:
     def _foreign_doubt(self) -> str | None:
         answered, ours = self.server.requests if self.server else 0, self.requests + self.failed
         if self.stable is not None or answered <= ours:
-            return None  # windows are cut while requests are in flight, so the counters cannot fit exactly
+            return None  # windows are cut while requests are in flight, so the counters cannot match exactly
         return (
-            f"the server answered {answered} requests, of which {self.requests} were ours: someone else is asking it,"
-            " and the batch sizes and server times are theirs too"
+            f"the server answered {answered} requests, of which {self.requests} were ours: another client loads it,"
+            " and the batch sizes and server times include its requests"
         )
 
 
-def _window_json(window: Tally) -> dict[str, Any]:
+def _window_json(window: LoadStatistics) -> dict[str, Any]:
     latency = window.latency
     p99_ms = latency.percentiles_ms([99])[0] if latency.total else None
     return {"seconds": window.seconds, "requests": latency.total, "errors": window.failed, "p99_ms": p99_ms}

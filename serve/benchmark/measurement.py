@@ -1,26 +1,47 @@
-"""Measure one load on one server."""
+"""Measure one load on one server, for a fixed time or until three windows agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
-from serve.benchmark.errors import BenchmarkError
-from serve.benchmark.level import Level
+from serve.benchmark import BenchmarkError
+from serve.benchmark.level import Level, Load, ServerTotals
 from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.order import INTERRUPTED, Arrivals, Order, Tally
-from serve.benchmark.loads import Load
-from serve.benchmark.stability import MAX_WINDOWS, WINDOWS, is_stable
-from serve.client import InferenceClientError
+from serve.benchmark.load.spec import INTERRUPTED, Arrivals, LoadSpec, LoadStatistics
+from serve.client import ClientError
 
-if TYPE_CHECKING:
-    from serve.benchmark.server_statistics import ServerTotals
-
-ReadTotals = Callable[[], "ServerTotals | None"]
-OnWindow = Callable[[Tally], None]
-
+WINDOWS = 3
+TOLERANCE = 0.1
+MAX_WINDOWS = 10
+ReadTotals = Callable[[], ServerTotals | None]
+OnWindow = Callable[[LoadStatistics], None]
+Measure = Callable[[Load], Level]
+RESOLUTION = 0.05  # of a rate; numbers of requests in flight are found exactly
+MAX_DOUBLINGS = 20
+ATTEMPTS = 2
 NEARLY = 0.99  # slices end a little before or after their time
+
+
+def is_stable(windows: Sequence[LoadStatistics], percent: float) -> bool:
+    """Whether throughput and latency of the last three windows each lie within 10 % of their mean.
+
+    Args:
+        windows: in their order.
+        percent: which percentile of the latency must agree.
+    """
+    last = windows[-WINDOWS:]
+    if len(last) < WINDOWS or not all(window.latency.total for window in last):
+        return False
+    rates = [window.latency.total / window.seconds for window in last]
+    latencies_ms = [window.latency.percentiles_ms([percent])[0] for window in last]
+    return _agree(rates) and _agree(latencies_ms)
+
+
+def _agree(values: Sequence[float]) -> bool:
+    mean = sum(values) / len(values)
+    return all(abs(value - mean) <= TOLERANCE * mean for value in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +51,7 @@ class Measurement:
     Attributes:
         seconds: length of a load, or of one window of it when `until_stable`; None to let `requests` end it.
         requests: of a load; None to let `seconds` end it.
-        until_stable: go on, window by window, until three agree.
+        until_stable: measure window after window until three agree.
         warmup_s: unmeasured load before.
         timeout_s: the deadline of each request.
         arrivals: how the requests of a rate follow each other.
@@ -52,11 +73,11 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a measurement needs of the server under it.
+    """A server under load.
 
     Attributes:
         generator: has the requests and is connected to the server.
-        read_totals: asks the server for its counters; None from one that keeps none.
+        read_totals: reads the server's counters; None from a server that keeps none.
         batch_size: rows per request.
         models: the names of the models that the requests are for.
     """
@@ -68,19 +89,19 @@ class Bench:
 
 
 def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = lambda _: None) -> Level:
-    """Load the server and say what it did.
+    """Load the server and return the outcome.
 
     Args:
         bench: the server and its load generator.
         load: what to do.
         how: for how long, and so on.
-        on_window: called several times a second with what has been measured since the last time.
+        on_window: called several times a second with the statistics since the last call.
 
     Raises:
-        BenchmarkError: no request succeeded, the server went away in the warm-up, or a load generator's process died.
-        KeyboardInterrupt: somebody pressed Ctrl-C in the warm-up; during the measurement it ends early instead.
+        BenchmarkError: no request succeeded, the server stopped in the warm-up, or a load process died.
+        KeyboardInterrupt: Ctrl-C in the warm-up; Ctrl-C during the measurement ends it early instead.
     """
-    order = Order(
+    spec = LoadSpec(
         concurrency=load.concurrency,
         rate=load.rate,
         arrivals=how.arrivals,
@@ -90,43 +111,41 @@ def measure(bench: Bench, load: Load, how: Measurement, on_window: OnWindow = la
         connections=how.connections,
     )
     if how.warmup_s > 0:
-        warm = bench.generator.run(replace(order, seconds=how.warmup_s, requests=None))
+        warm = bench.generator.run(replace(spec, seconds=how.warmup_s, requests=None))
         if warm.ended_early == INTERRUPTED:
             raise KeyboardInterrupt
         if warm.ended_early is not None:
-            raise BenchmarkError(f"the server has gone in the warm-up of {load.text}: {warm.ended_early}")
+            raise BenchmarkError(f"the server stopped in the warm-up of {load.text}: {warm.ended_early}")
     if how.until_stable:
-        return _until_stable(bench, load, how, order, on_window)
+        return _until_stable(bench, load, how, spec, on_window)
     # The counters are read while nothing is in flight, so they cover exactly the requests that are measured.
     before = _totals(bench)
-    outcome = bench.generator.run(order, lambda tally: _shown(tally, on_window))
+    outcome = bench.generator.run(spec, lambda tally: _shown(tally, on_window))
     after = None if outcome.ended_early else _totals(bench)
     server = after.since(before) if before and after else None
     return _level(bench, load, how, outcome.tally, server=server, windows=outcome.windows, ended_early=outcome.ended_early)
 
 
 class _Windows:
-    """Slices of a load put together into windows, with the server's counters at their edges."""
+    """Slices of a load combined into windows, with the server's counters at their edges."""
 
     def __init__(self, bench: Bench, how: Measurement) -> None:
         self._bench = bench
         self._how = how
-        self._slices: list[Tally] = []
-        self.windows: list[Tally] = []
+        self._slices: list[LoadStatistics] = []
+        self.windows: list[LoadStatistics] = []
         self.totals = [_totals(bench)]
 
     @property
     def stable(self) -> bool:
-        """Whether the last windows agree."""
         return is_stable(self.windows, self._how.percent)
 
     @property
     def enough(self) -> bool:
-        """Whether there is nothing more to be measured."""
         return self.stable or len(self.windows) >= MAX_WINDOWS
 
-    def take(self, part: Tally) -> None:
-        """The next slice; what comes after the decision is not part of the measurement."""
+    def take(self, part: LoadStatistics) -> None:
+        """Add the next slice; slices after the end of the measurement are dropped."""
         if self.enough:
             return
         self._slices.append(part)
@@ -136,17 +155,17 @@ class _Windows:
             self.totals.append(_totals(self._bench))
 
 
-def _until_stable(bench: Bench, load: Load, how: Measurement, order: Order, on_window: OnWindow) -> Level:
+def _until_stable(bench: Bench, load: Load, how: Measurement, spec: LoadSpec, on_window: OnWindow) -> Level:
     found = _Windows(bench, how)
 
-    def go_on(part: Tally) -> bool:
+    def go_on(part: LoadStatistics) -> bool:
         on_window(part)
         found.take(part)
         return not found.enough
 
-    # Slices are shorter than windows, because a load ends, and is seen to go on, at the end of a slice.
-    slice_s = min(order.window_s, how.seconds or order.window_s)
-    outcome = bench.generator.run(replace(order, seconds=None, requests=None, window_s=slice_s), go_on)
+    # Slices are at most as long as windows: a load ends, and shows progress, at the end of a slice.
+    slice_s = min(spec.window_s, how.seconds or spec.window_s)
+    outcome = bench.generator.run(replace(spec, seconds=None, requests=None, window_s=slice_s), go_on)
     last = found.windows[-WINDOWS:]
     first, end = found.totals[-1 - len(last)], found.totals[-1]
     return _level(
@@ -162,37 +181,90 @@ def _until_stable(bench: Bench, load: Load, how: Measurement, order: Order, on_w
 
 
 def _totals(bench: Bench) -> ServerTotals | None:
-    """The counters; a measurement without them is still one, such as that of a server that is too busy to tell."""
+    """The counters; None from a server that is too busy to answer: the measurement is valid without them."""
     try:
         return bench.read_totals()
-    except InferenceClientError:
+    except ClientError:
         return None
 
 
-def _level(
-    bench: Bench,
-    load: Load,
-    how: Measurement,
-    tally: Tally,
-    *,
-    server: ServerTotals | None,
-    windows: Sequence[Tally],
-    stable: bool | None = None,
-    ended_early: str | None = None,
-) -> Level:
-    return Level.of(
-        tally,
-        server,
-        load=load,
-        batch_size=bench.batch_size,
-        models=bench.models,
-        windows=windows,
-        goodput_ms=how.goodput_ms,
-        stable=stable,
-        ended_early=ended_early,
-    )
+def _level(bench: Bench, load: Load, how: Measurement, tally: LoadStatistics, **facts: Any) -> Level:
+    return Level(load=load, batch_size=bench.batch_size, tally=tally, models=bench.models, goodput_ms=how.goodput_ms, **facts)
 
 
-def _shown(tally: Tally, on_window: OnWindow) -> bool:
+def _shown(tally: LoadStatistics, on_window: OnWindow) -> bool:
     on_window(tally)
     return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A latency limit.
+
+    Attributes:
+        percent: of the requests that have to keep it.
+        max_ms: the latency.
+    """
+
+    percent: float
+    max_ms: float
+
+    def kept_by(self, level: Level) -> bool:
+        """Whether the level keeps it: also, no request may have failed, and the load must not have ended early."""
+        return level.failed == 0 and level.ended_early is None and level.percentile_ms(self.percent) <= self.max_ms
+
+    @property
+    def text(self) -> str:
+        return f"p{self.percent:g} within {self.max_ms:g} ms"
+
+
+def search(loads: Sequence[Load], goal: Goal, measure: Measure) -> Iterator[Level]:
+    """Search for the highest load that keeps a goal, from the lowest to the highest of `loads`.
+
+    The search starts at a single load and doubles it until it fails. Then it halves the gap between the highest load that keeps
+    the goal and the lowest that does not, down to one request in flight or a twentieth of the rate. Yields every level as it is
+    measured.
+
+    Raises:
+        BenchmarkError: the lowest load does not keep the goal.
+    """
+    lowest = min(loads, key=lambda load: load.amount)
+    highest = max(loads, key=lambda load: load.amount)
+    kept = yield from _tried(lowest, goal, measure)
+    if not kept:
+        raise BenchmarkError(f"even {lowest.text} does not keep {goal.text}")
+    good, bad = lowest, None
+    limit = highest.amount if len(loads) > 1 else lowest.amount * 2**MAX_DOUBLINGS
+    while bad is None and good.amount < limit:
+        tried = _scaled(good, min(good.amount * 2, limit))
+        kept = yield from _tried(tried, goal, measure)
+        good, bad = (tried, None) if kept else (good, tried)
+    while bad is not None and _apart(good, bad):
+        tried = _scaled(good, (good.amount + bad.amount) / 2)
+        kept = yield from _tried(tried, goal, measure)
+        good, bad = (tried, bad) if kept else (good, tried)
+
+
+def _tried(load: Load, goal: Goal, measure: Measure) -> Generator[Level, None, bool]:
+    """Whether a load keeps the goal in one of two attempts, since a pause of the machine is no limit of the server."""
+    for _ in range(ATTEMPTS):
+        level = measure(load)
+        yield level
+        if goal.kept_by(level):
+            return True
+    return False
+
+
+def best_of(levels: Sequence[Level], goal: Goal) -> Level | None:
+    """The level with the highest load that keeps the goal; None where none does."""
+    keeping = [level for level in levels if goal.kept_by(level)]
+    return max(keeping, key=lambda level: level.load.amount, default=None)
+
+
+def _scaled(load: Load, amount: float) -> Load:
+    return Load(concurrency=int(amount)) if load.rate is None else Load(rate=amount)
+
+
+def _apart(good: Load, bad: Load) -> bool:
+    gap = bad.amount - good.amount
+    return gap > 1 if good.rate is None else gap > RESOLUTION * good.amount

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from protos.datatypes import Datatype
-from serve.benchmark.errors import BenchmarkArgumentError
-from serve.client.exchanges.messages import infer_request
-from serve.client.values.parameters import Parameter
-from serve.client.values.tensors import Array, converted, datatype_named
+from serve.benchmark import BenchmarkArgumentError
+from serve.client.messages import Parameter, infer_request
+from serve.client.tensors import Array, converted, datatype_named
 
 if TYPE_CHECKING:
     from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 
 SEED = 2024
-DISTINCT_RANDOM = 8  # enough that no cache answers for the model
+DISTINCT_RANDOM = 8  # enough that caches do not answer for the model
 DISTINCT_GIVEN = 64
 MAX_BYTES = 64 * 2**20  # of all distinct requests together; they are copied to every process
 RANDOM_STRING_BYTES = 8
@@ -31,10 +30,10 @@ def parse_shapes(arguments: Sequence[str]) -> list[dict[str, list[int]]]:
     """Read `--shape NAME:D1,D2,...`.
 
     Returns:
-        Which shapes the requests have, in turn: as many as the name that was given most often has.
+        The shapes of the requests, in turn: as many as the most frequent name has.
 
     Raises:
-        BenchmarkArgumentError: it does not read like that, or a size is below 1.
+        BenchmarkArgumentError: it is malformed, or a size is below 1.
     """
     shapes: dict[str, list[list[int]]] = {}
     for argument in arguments:
@@ -51,7 +50,7 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
     """Read `--parameter NAME=VALUE`: a value that is a JSON number, true or false is one, any other is text.
 
     Raises:
-        BenchmarkArgumentError: it does not read like that.
+        BenchmarkArgumentError: it is malformed.
     """
     parameters: dict[str, Parameter] = {}
     for argument in arguments:
@@ -68,7 +67,7 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Parameter]:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestPlan:
-    """What the requests of a load look like.
+    """How the requests of a load are made.
 
     Attributes:
         metadata: the model's.
@@ -91,10 +90,10 @@ class RequestPlan:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def requests(self) -> list[ModelInferRequest]:
-        """Requests to be sent in turn; the same ones at every call, and for the same model in another datatype.
+        """Distinct requests to be sent in turn: equal at every call, and for models of the same shapes in another datatype.
 
-        Given rows are taken in order and from the start again, so that a file of a hundred images makes a hundred different
-        requests of one row.
+        Given rows are taken in order, from the start again after the last, so that a file of a hundred images makes a hundred
+        different requests of one row.
 
         Raises:
             BenchmarkArgumentError: the batch size or a shape does not fit the model, or a variable dimension was not chosen.
@@ -125,7 +124,7 @@ class RequestPlan:
             raise BenchmarkArgumentError(f"--shape {wrong}: model {model!r} has the inputs {', '.join(sorted(known))}")
 
     def _row_shape(self, name: str) -> list[int]:
-        """The sizes of one row of an input (of the whole input where the model has no batch dimension)."""
+        """The sizes of one row of an input; of the whole input for a model without a batch dimension."""
         declared = next(list(tensor.shape) for tensor in self.metadata.inputs if tensor.name == name)
         if self.max_batch_size:
             declared = declared[1:]
@@ -138,7 +137,7 @@ class RequestPlan:
         return chosen
 
     def _distinct(self) -> int:
-        """How many different requests are worth having."""
+        """The number of different requests that are worth having."""
         size = sum(self._request_bytes(tensor.name, datatype_named(tensor.datatype)) for tensor in self.metadata.inputs)
         rows = max((len(array) for array in self.given.values()), default=0)
         wanted = min(DISTINCT_GIVEN, math.ceil(rows / self.batch_size)) if self.max_batch_size else 1
@@ -157,7 +156,7 @@ class RequestPlan:
         shape = [count * self.batch_size, *self._row_shape(name)]
         if self.zeros:
             return zero_values(datatype_named(wire), shape)
-        # Each input has its own: fewer requests of a wider datatype would else shift the values of the inputs that follow.
+        # A generator per input: with one for all, fewer requests of a wider datatype would shift the values of the next inputs.
         return random_values(datatype_named(wire), shape, np.random.default_rng([SEED, *name.encode()]))
 
     def _take(self, pool: Array, index: int) -> Array:
@@ -168,7 +167,6 @@ class RequestPlan:
 
 
 def zero_values(datatype: Datatype, shape: Sequence[int]) -> Array:
-    """Zeros, or empty strings for BYTES."""
     if datatype.wire == "BYTES":
         empty: Array = np.full(shape, b"", object)
         return empty
@@ -176,8 +174,8 @@ def zero_values(datatype: Datatype, shape: Sequence[int]) -> Array:
 
 
 def random_values(datatype: Datatype, shape: Sequence[int], generator: np.random.Generator) -> Array:
-    """Finite values that most models take: standard normal for floats; 0 and 1 for whole numbers, which are valid as token,
-    class and mask alike; short strings for BYTES.
+    """Finite values that most models accept: standard normal for floats; 0 and 1 for whole numbers (valid as token,
+    class and mask); short strings for BYTES.
     """
     if datatype.wire == "BYTES":
         codes = generator.integers(ord("a"), ord("z") + 1, size=(*shape, RANDOM_STRING_BYTES), dtype=np.uint8)

@@ -1,43 +1,42 @@
-"""Ask a running server: numpy arrays in, numpy arrays out, synchronously or with asyncio."""
+"""Clients of a running server, synchronous and asyncio: numpy arrays in, numpy arrays out."""
 
-from serve.client.async_client import AsyncInferenceClient
-from serve.client.bound_exchange import BoundModel
-from serve.client.connection.tls import Tls
+from serve.client.async_client import AsyncClient, AsyncModelHandle
+from serve.client.client import Client, ModelHandle
+from serve.client.connection import ClientTls
 from serve.client.errors import (
     AccessDenied,
     AlreadyExists,
     Cancelled,
+    ClientError,
     DeadlineExceeded,
-    InferenceClientError,
     InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServerUnavailable,
     Unsupported,
 )
-from serve.client.exchanges.model_description import TensorInfo
-from serve.client.exchanges.retry import RetryPolicy
-from serve.client.inference_client import InferenceClient
-from serve.client.model_handles import AsyncModel, Model
-from serve.client.sharing.shared_region import SharedRegion
-from serve.client.streaming.stream_order import StreamAnswer
-from serve.client.values.answer import InferAnswer
-from serve.client.values.classes import Class, classes_of
+from serve.client.exchange import RetryPolicy
+from serve.client.messages import InferAnswer
+from serve.client.model_handles import BoundModel, TensorInfo
+from serve.client.shared_regions import SharedRegion
+from serve.client.streaming import StreamAnswer
+from serve.client.tensors import Class, classes_of
 
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
-    "AsyncInferenceClient",
-    "AsyncModel",
+    "AsyncClient",
+    "AsyncModelHandle",
     "BoundModel",
     "Cancelled",
     "Class",
+    "Client",
+    "ClientError",
+    "ClientTls",
     "DeadlineExceeded",
     "InferAnswer",
-    "InferenceClient",
-    "InferenceClientError",
     "InvalidRequest",
-    "Model",
+    "ModelHandle",
     "ModelNotFound",
     "Overloaded",
     "RetryPolicy",
@@ -45,7 +44,6 @@ __all__ = [
     "SharedRegion",
     "StreamAnswer",
     "TensorInfo",
-    "Tls",
     "Unsupported",
     "classes_of",
 ]

@@ -1,15 +1,37 @@
-"""What can go wrong when a server is asked."""
+"""Exceptions of the client, and how a gRPC status becomes one."""
 
+# ruff: noqa: N818  (the names read as what happened in `except ServerUnavailable`)
 from __future__ import annotations
 
+import re
 from enum import Enum
+from typing import Any
 
-RETRY_HINT_KEY = "grpc-retry-pushback-ms"  # gRPC's own trailer for "come back in so many milliseconds"
-LONGEST_HINT = 10  # digits, 115 days: gRPC's own clients take no longer one, and no sleep lasts as long
+import numpy as np
+
+RETRY_HINT_KEY = "grpc-retry-pushback-ms"  # gRPC's own trailer for "come back in a number of milliseconds"
+LONGEST_HINT = 10  # digits, 115 days: gRPC's own clients accept no longer hint
+# Texts of grpc itself, without a server.
+NO_CONNECTION = (
+    "failed to connect",
+    "connections to all backends failing",
+    "DNS resolution failed",
+    "errors resolving",
+    "address lookup failed",
+)
+CANCELLED_HERE = ("Channel closed!", "Channel closed", "Locally cancelled by application!", "Cancelled by application")
+# The second text where the server has begun to answer.
+TIME_IS_UP = ("Deadline Exceeded", "Stream removed (Deadline Exceeded)")
+# grpc.aio loses the server's status if it fails to write before it has read the status.
+WRITE_FAILED = "Internal error from Core"
+CLOSED = "{} closed the connection; is the server still running, is this its gRPC port (8001 by default), and does it want TLS?"
+REFUSALS = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")  # statuses of a request that the server has not begun
+TLS_TROUBLE = ("SSL", "CERTIFICATE", "Peer name", "erification check", "andshak")
+LOST_CONNECTION = ("Socket closed", "Connection reset", "recvmsg:", "GOAWAY", "Stream removed")
 
 
 def hinted_s(hint: str) -> float | None:
-    """The seconds that a retry hint asks to wait; None for any value but a number of milliseconds, gRPC's word for "don't"."""
+    """Seconds of a retry hint; None for any value but a number of milliseconds, which means "do not retry"."""
     return int(hint) / 1000 if hint.isdecimal() and hint.isascii() and len(hint) <= LONGEST_HINT else None
 
 
@@ -18,8 +40,8 @@ class Repeat(Enum):
 
     Attributes:
         SAFE: the server has not begun with it.
-        IF_IDEMPOTENT: nobody knows how far the server got.
-        NO: it would fail again, or the server does not want it.
+        IF_IDEMPOTENT: it is unknown how far the server got.
+        NO: it would fail again, or the server refuses a repetition.
     """
 
     SAFE = "safe"
@@ -27,8 +49,8 @@ class Repeat(Enum):
     NO = "no"
 
 
-class InferenceClientError(Exception):
-    """A request that was not answered; every error of this package is one.
+class ClientError(Exception):
+    """A request that was not answered; base class of every error of this package.
 
     Attributes:
         code: the gRPC status by name, such as "INTERNAL"; errors found before anything is sent have the status that a server
@@ -48,83 +70,163 @@ class InferenceClientError(Exception):
         self.repeat = repeat
 
 
-class ServerUnavailable(InferenceClientError):  # noqa: N818  (reads as what happened in `except ServerUnavailable`)
-    """Nobody answers at the address, or the server is about to stop."""
+class ServerUnavailable(ClientError):
+    """No server answers at the address, or the server is about to stop."""
 
     code = "UNAVAILABLE"
 
 
-class DeadlineExceeded(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
+class DeadlineExceeded(ClientError):
     """There was no answer within timeout_s."""
 
     code = "DEADLINE_EXCEEDED"
 
 
-class InvalidRequest(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
+class InvalidRequest(ClientError):
     """The request does not fit the model or the protocol; sending it again will not help."""
 
     code = "INVALID_ARGUMENT"
 
 
-class ModelNotFound(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
+class ModelNotFound(ClientError):
     """The server has no model of this name and version."""
 
     code = "NOT_FOUND"
 
 
-class AccessDenied(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
+class AccessDenied(ClientError):
     """The server does not know this client (code "UNAUTHENTICATED") or does not let it do this ("PERMISSION_DENIED")."""
 
     code = "PERMISSION_DENIED"
 
 
-class Unsupported(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
-    """The server does not offer this."""
+class Unsupported(ClientError):
+    """The server does not implement the request."""
 
     code = "UNIMPLEMENTED"
 
 
-class AlreadyExists(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
-    """What is to be made is there already."""
+class AlreadyExists(ClientError):
+    """The object to be made exists already."""
 
     code = "ALREADY_EXISTS"
 
 
-class Cancelled(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
-    """The call was given up, or its client was closed."""
+class Cancelled(ClientError):
+    """The call was cancelled, or its client was closed."""
 
     code = "CANCELLED"
 
 
-class Overloaded(InferenceClientError):  # noqa: N818  (see ServerUnavailable)
+class Overloaded(ClientError):
     """The server's queue is full; try again later (`retry_after_s`) or send less."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
-_KINDS = (
-    ServerUnavailable,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelNotFound,
-    AccessDenied,
-    Unsupported,
-    AlreadyExists,
-    Cancelled,
-    Overloaded,
-)
-_BY_CODE: dict[str, type[InferenceClientError]] = {kind.code: kind for kind in _KINDS}
+_BY_CODE: dict[str, type[ClientError]] = {kind.code: kind for kind in ClientError.__subclasses__()}
+
+
 _BY_CODE |= {"UNAUTHENTICATED": AccessDenied, "FAILED_PRECONDITION": InvalidRequest, "OUT_OF_RANGE": InvalidRequest}
 
 
-def error_of_code(
-    code: str, message: str, *, retry_after_s: float | None = None, repeat: Repeat = Repeat.NO
-) -> InferenceClientError:
-    """The exception for a gRPC status, by its name."""
-    return _BY_CODE.get(code, InferenceClientError)(message, code=code, retry_after_s=retry_after_s, repeat=repeat)
+def error_of_code(code: str, message: str, *, retry_after_s: float | None = None, repeat: Repeat = Repeat.NO) -> ClientError:
+    return _BY_CODE.get(code, ClientError)(message, code=code, retry_after_s=retry_after_s, repeat=repeat)
 
 
 def deadline_exceeded(*, method: str, address: str, limit_s: float | None) -> DeadlineExceeded:
-    """The error for a call whose time has run out on this side."""
     limit = "in time" if limit_s is None else f"within {limit_s:g} s"
     return DeadlineExceeded(f"{address} did not answer {method} {limit}; allow more time or ask for less at once")
+
+
+def check_text(value: object, what: str) -> None:
+    """Refuse a value that the protocol cannot carry as text.
+
+    Raises:
+        InvalidRequest: it is no str, or holds half of a surrogate pair, which UTF-8 cannot encode.
+    """
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{what} must be text, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{what} must be text that UTF-8 can encode, not {value!r}: {error.reason}") from None
+
+
+def is_above_0(value: object) -> bool:
+    """Whether it is a number above 0; True and False are not numbers here."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool) and bool(value > 0)
+
+
+def from_rpc_error(error: Any, *, method: str, address: str, timeout_s: float | None) -> ClientError:
+    """The exception for one failed call.
+
+    Args:
+        error: a grpc.RpcError that is also a grpc.Call, as both grpc and grpc.aio raise it.
+        method: the RPC's name, such as "ModelInfer".
+        address: the server's.
+        timeout_s: the deadline that the call had.
+
+    Returns:
+        The exception to raise. Its text is the server's own; for a failure that grpc reports itself, one line of advice.
+    """
+    code, details = error.code().name, (error.details() or "").strip()
+    if (trouble := _connection_trouble(code, details, address)) is not None:
+        return trouble
+    if (local := _local_failure(code, details, method=method, address=address, timeout_s=timeout_s)) is not None:
+        return local
+    message = details or f"{address} answered {method} with {code} and no explanation"
+    retry_after_s, repeat = _retry_hint(error.trailing_metadata(), code)
+    return error_of_code(code, message, retry_after_s=retry_after_s, repeat=repeat)
+
+
+def _local_failure(code: str, details: str, *, method: str, address: str, timeout_s: float | None) -> ClientError | None:
+    if code == "DEADLINE_EXCEEDED" and details.startswith(TIME_IS_UP):
+        return deadline_exceeded(method=method, address=address, limit_s=timeout_s)
+    if code == "UNIMPLEMENTED" and details in ("", "Method not found!"):
+        return Unsupported(f"the server at {address} does not offer {method}")
+    if code == "RESOURCE_EXHAUSTED" and "larger than max" in details:
+        # grpc has one status for "too many" and "too big"; only the first goes away by waiting.
+        return InvalidRequest(f"the message is too big for the server at {address}: {details}", code=code)
+    if code == "CANCELLED" and details in CANCELLED_HERE:
+        return Cancelled(f"{method} was cancelled before {address} answered: the call was cancelled, or the client closed")
+    return None
+
+
+def _connection_trouble(code: str, details: str, address: str) -> ServerUnavailable | None:
+    if code != "UNAVAILABLE" and details != WRITE_FAILED:
+        return None
+    has_none = any(text in details for text in NO_CONNECTION)
+    if details == WRITE_FAILED or any(text in details for text in LOST_CONNECTION):
+        # With a text of NO_CONNECTION the connection was lost earlier: this call has not been sent.
+        return ServerUnavailable(CLOSED.format(address), repeat=Repeat.SAFE if has_none else Repeat.IF_IDEMPOTENT)
+    if "http1" in details:
+        text = f"{address} answers in HTTP/1, not gRPC; is it the HTTP port? The gRPC port is 8001 unless chosen otherwise"
+        return ServerUnavailable(text)
+    if any(text in details for text in TLS_TROUBLE):
+        return ServerUnavailable(_tls_trouble(details, address))
+    if has_none:
+        reasons = re.findall(r"connection refused|timed out|timeout|not found|no such file|unreachable", details.lower())
+        reason = f" ({reasons[-1]})" if reasons else ""
+        text = f"no server answers at {address}{reason}; start one with: halfserve serve PATH"
+        return ServerUnavailable(text, repeat=Repeat.SAFE)
+    return None
+
+
+def _tls_trouble(details: str, address: str) -> str:
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"{address} does not speak TLS; connect without it, or ask the server's TLS port"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"the certificate of {address} is not signed by an authority that this client trusts; give the right one"
+    if "verification check" in details.lower() or "Peer name" in details:
+        return f"the certificate of {address} was made for another name; give the name that stands in it (server_name)"
+    return f"the TLS handshake with {address} failed; does the server ask for a client certificate? ({details[-120:]})"
+
+
+def _retry_hint(trailers: Any, code: str) -> tuple[float | None, Repeat]:
+    """Seconds to wait, and whether a repetition is allowed."""
+    hints = [str(value) for key, value in trailers or () if key == RETRY_HINT_KEY]
+    if hints and (wait_s := hinted_s(hints[0])) is not None:
+        return wait_s, Repeat.SAFE if code in REFUSALS else Repeat.NO
+    # UNAVAILABLE without a hint may come from a proxy that lost the server half-way.
+    return None, Repeat.IF_IDEMPOTENT if code == "UNAVAILABLE" and not hints else Repeat.NO

@@ -1,117 +1,209 @@
-"""`client.model("mlp")`: one model of a server, known by its description."""
+"""The description of a model, and a handle (`client.model`) that checks requests against it before it sends them."""
+# ruff: noqa: SLF001  (a handle is a part of its client)
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
 
-from serve.client.bound_exchange import BoundModel
-from serve.client.streaming.stream_order import DEFAULT_IN_FLIGHT
+import numpy as np
+
+from protos.inference_pb2 import ModelMetadataResponse
+from serve.client.base import ClientBase, ClientMethod, ClientOperation
+from serve.client.errors import InvalidRequest
+from serve.client.exchange import Exchange
+from serve.client.inference import BoundInferOptions, InferState, infer, remember, without_sending
+from serve.client.management import model_config, model_metadata, ready
+from serve.client.tensors import Array, check_shape, datatype_named
 
 if TYPE_CHECKING:
-    from serve.client.exchanges.model_description import ModelDescription
-    from serve.client.options import BoundInferOptions, RequestOptions
-    from serve.client.streaming.async_stream import Source
-    from serve.client.streaming.stream_order import StreamAnswer
-    from serve.client.values.tensors import Array
+    from protos.model_config_pb2 import ModelConfig
 
 
-class _Client(Protocol):
-    """What a handle needs of InferenceClient."""
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One input or output.
 
-    def infer_bound(self, model: BoundModel, inputs: Any, **options: Unpack[BoundInferOptions]) -> dict[str, Array]: ...
+    Attributes:
+        name: its name.
+        datatype: on the wire, such as "FP16".
+        dtype: of its arrays; object for BYTES, `ml_dtypes.bfloat16` for BF16.
+        shape: with the batch dimension where the model has one; -1 for any size.
+        optional: whether a request may leave it out.
+    """
 
-    def stream_infer(
-        self,
-        model: str,
-        requests: Iterable[Mapping[str, Any]],
-        *,
-        version: str = "",
-        in_flight: int = DEFAULT_IN_FLIGHT,
-        timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Iterator[StreamAnswer]: ...
-
-    def is_ready(self, model: str | None = None, version: str = "") -> bool: ...
-
-
-class _AsyncClient(Protocol):
-    """What a handle needs of AsyncInferenceClient."""
-
-    async def infer_bound(self, model: BoundModel, inputs: Any, **options: Unpack[BoundInferOptions]) -> dict[str, Array]: ...
-
-    def stream_infer(
-        self,
-        model: str,
-        requests: Source,
-        *,
-        version: str = "",
-        in_flight: int = DEFAULT_IN_FLIGHT,
-        timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[StreamAnswer]: ...
-
-    async def is_ready(self, model: str | None = None, version: str = "") -> bool: ...
+    name: str
+    datatype: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    optional: bool = False
 
 
-class Model(BoundModel):
-    """A model of an InferenceClient: `client.model("mlp").infer(array)["y"]`. Made by `InferenceClient.model`."""
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """The interface of a model.
 
-    def __init__(self, client: _Client, description: ModelDescription) -> None:
-        super().__init__(description)
+    Attributes:
+        name: the model's.
+        version: that was asked for; empty for the server's choice.
+        versions: that are served.
+        max_batch_size: rows that one request may have; 0 for a model without a batch dimension.
+        inputs: by name.
+        outputs: by name.
+    """
+
+    name: str
+    version: str
+    versions: tuple[str, ...]
+    max_batch_size: int
+    inputs: Mapping[str, TensorInfo]
+    outputs: Mapping[str, TensorInfo]
+
+    def named(self, inputs: Any) -> Mapping[str, Any]:
+        """The inputs by name; a value that is no mapping is the value of the only input.
+
+        Raises:
+            InvalidRequest: the model has several inputs.
+        """
+        if isinstance(inputs, Mapping):
+            return inputs
+        if len(self.inputs) != 1:
+            raise InvalidRequest(
+                f"model {self.name!r} has {len(self.inputs)} inputs, expected a mapping with {', '.join(self.inputs)}, "
+                f"not one {type(inputs).__name__}"
+            )
+        return {next(iter(self.inputs)): inputs}
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse what the server would refuse, as far as it can be seen from names and shapes.
+
+        Raises:
+            InvalidRequest: an input is missing or unknown, or has another shape, or more rows than others or than are allowed.
+        """
+        missing = [name for name, tensor in self.inputs.items() if name not in inputs and not tensor.optional]
+        unknown = [name for name in inputs if name not in self.inputs]
+        if missing or unknown:
+            wrong = f"the request to model {self.name!r} lacks the input {missing[0]!r}" if missing else ""
+            wrong = wrong or f"model {self.name!r} has no input {unknown[0]!r}"
+            raise InvalidRequest(f"{wrong}; its inputs are: {', '.join(self.inputs)}")
+        rows: dict[int, str] = {}
+        for name, value in inputs.items():
+            shape = tuple(value.shape) if hasattr(value, "shape") else None
+            if shape is not None:
+                check_shape(shape, self.inputs[name].shape, f"input {name!r} of model {self.name!r}")
+                if self.max_batch_size and shape:
+                    rows.setdefault(shape[0], name)
+        self._check_rows(rows)
+
+    def _check_rows(self, rows: Mapping[int, str]) -> None:
+        if len(rows) > 1:
+            counts = " and ".join(f"{count} in {name!r}" for count, name in rows.items())
+            raise InvalidRequest(f"the inputs to model {self.name!r} have different numbers of rows: {counts}; expected one")
+        for count, name in rows.items():
+            if not 0 < count <= self.max_batch_size:
+                raise InvalidRequest(
+                    f"input {name!r} of model {self.name!r} has {count} rows, expected 1 to {self.max_batch_size} in one "
+                    "request; split it, or let stream_infer send the parts"
+                )
+
+
+class BoundModel:
+    """One model of a server, its interface, and the operations on it.
+
+    Attributes:
+        description: as the server gave it last.
+    """
+
+    def __init__(self, client: ClientBase, description: ModelDescription) -> None:
         self._client = client
+        self.description = description
 
-    def infer(self, inputs: Any, **options: Unpack[BoundInferOptions]) -> dict[str, Array]:
-        """As `InferenceClient.infer`; names, shapes and rows are checked before anything is sent.
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.description.name
+
+    @property
+    def version(self) -> str:
+        """That was asked for; empty for the server's choice."""
+        return self.description.version
+
+    @property
+    def inputs(self) -> Mapping[str, TensorInfo]:
+        """By name."""
+        return self.description.inputs
+
+    @property
+    def outputs(self) -> Mapping[str, TensorInfo]:
+        """By name."""
+        return self.description.outputs
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows that one request may have; 0 for a model without a batch dimension."""
+        return self.description.max_batch_size
+
+    @ClientMethod
+    def infer(self, inputs: Any, **options: Unpack[BoundInferOptions]) -> ClientOperation[dict[str, Array]]:
+        """Run the model; names, shapes and rows are checked before anything is sent. See `Client.infer`.
 
         Args:
             inputs: name -> array, or just the array where the model has one input.
-            options: see `serve.client.options.BoundInferOptions`.
+            options: see `serve.client.inference.BoundInferOptions`.
         """
-        return self._client.infer_bound(self, inputs, **options)
+        asked = bound_infer(self._client._state, self, inputs, without_sending(options))
+        return self._client._inference(asked, options)
 
-    def stream_infer(
-        self,
-        requests: Iterable[Mapping[str, Any]],
-        *,
-        in_flight: int = DEFAULT_IN_FLIGHT,
-        timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Iterator[StreamAnswer]:
-        """As `InferenceClient.stream_infer`."""
-        return self._client.stream_infer(
-            self.name, requests, version=self.version, in_flight=in_flight, timeout_s=timeout_s, **options
-        )
-
-    def is_ready(self) -> bool:
+    @ClientMethod
+    def is_ready(self) -> ClientOperation[bool]:
         """Whether the model takes requests now."""
-        return self._client.is_ready(self.name, self.version)
+        return self._client._operation(ready(self.name, self.version), retry=False)
+
+    def __repr__(self) -> str:
+        def listed(tensors: Mapping[str, TensorInfo]) -> str:
+            return ", ".join(f"{t.name} {t.datatype}{list(t.shape)}" for t in tensors.values())
+
+        return f"<model {self.name}: {listed(self.inputs)} -> {listed(self.outputs)}>"
 
 
-class AsyncModel(BoundModel):
-    """A model of an AsyncInferenceClient: `(await model.infer(array))["y"]`. Made by `AsyncInferenceClient.model`."""
+def bind(state: InferState, name: str, version: str) -> Exchange[ModelDescription]:
+    """Ask for a model's description, and remember its metadata."""
+    metadata = yield from model_metadata(name, version)
+    config: ModelConfig = yield from model_config(name, version)
+    optional = {tensor.name for tensor in config.input if tensor.optional}
+    remember(state, (name, version), metadata)
+    return ModelDescription(
+        name=name,
+        version=version,
+        versions=tuple(metadata.versions),
+        max_batch_size=config.max_batch_size,
+        inputs={tensor.name: _info(tensor, optional=tensor.name in optional) for tensor in metadata.inputs},
+        outputs={tensor.name: _info(tensor) for tensor in metadata.outputs},
+    )
 
-    def __init__(self, client: _AsyncClient, description: ModelDescription) -> None:
-        super().__init__(description)
-        self._client = client
 
-    async def infer(self, inputs: Any, **options: Unpack[BoundInferOptions]) -> dict[str, Array]:
-        """As `Model.infer`."""
-        return await self._client.infer_bound(self, inputs, **options)
+def _info(tensor: ModelMetadataResponse.TensorMetadata, *, optional: bool = False) -> TensorInfo:
+    return TensorInfo(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        dtype=datatype_named(tensor.datatype).array_dtype,
+        shape=tuple(tensor.shape),
+        optional=optional,
+    )
 
-    def stream_infer(
-        self,
-        requests: Source,
-        *,
-        in_flight: int = DEFAULT_IN_FLIGHT,
-        timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[StreamAnswer]:
-        """As `AsyncInferenceClient.stream_infer`."""
-        return self._client.stream_infer(
-            self.name, requests, version=self.version, in_flight=in_flight, timeout_s=timeout_s, **options
-        )
 
-    async def is_ready(self) -> bool:
-        """Whether the model takes requests now."""
-        return await self._client.is_ready(self.name, self.version)
+def bound_infer(state: InferState, model: BoundModel, inputs: Any, options: Mapping[str, Any]) -> Exchange[dict[str, Array]]:
+    """Check a request, then send it; where it does not fit, the model may have been replaced: it is described again.
+
+    Raises:
+        InvalidRequest: the request does not fit the model as it is now.
+    """
+    try:
+        named = model.description.named(inputs)
+        model.description.check(named)
+    except InvalidRequest:
+        model.description = yield from bind(state, model.name, model.version)
+        named = model.description.named(inputs)
+        model.description.check(named)
+    return (yield from infer(state, model.name, named, version=model.version, **options)).outputs

@@ -18,14 +18,13 @@ from benchmarks.reloading.median import median_of
 from benchmarks.reloading.versions import NAME, Versions
 from benchmarks.reloading.windows import Windows, compare, measure
 from benchmarks.serving_models import mlp
-from serve.benchmark.load.histogram import LatencyHistogram
-from serve.benchmark.load.order import Order, Outcome, Tally
+from serve.benchmark.load.spec import LatencyHistogram, LoadResult, LoadSpec, LoadStatistics
 
 FINITE = st.floats(-1e6, 1e6)
 
 
-def tally(*milliseconds: float) -> Tally:
-    return Tally(latencies=[LatencyHistogram.of((np.array(milliseconds) * 1e6).astype(np.int64))])
+def tally(*milliseconds: float) -> LoadStatistics:
+    return LoadStatistics(latencies=[LatencyHistogram.of((np.array(milliseconds) * 1e6).astype(np.int64))])
 
 
 @pytest.mark.parametrize(
@@ -62,9 +61,9 @@ class Recorded:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def run(self, order: Order) -> Outcome:
+    def run(self, order: LoadSpec) -> LoadResult:
         self.events.append("window")
-        return Outcome(tally=tally(order.seconds or 1.0))
+        return LoadResult(tally=tally(order.seconds or 1.0))
 
     def load(self) -> None:
         self.events.append("load")
@@ -75,7 +74,7 @@ class Recorded:
 
 def test_every_other_window_has_a_reload() -> None:
     recorded = Recorded()
-    order = Order(rate=1.0, seconds=0.0)
+    order = LoadSpec(rate=1.0, seconds=0.0)
     quiet, reload = measure(recorded, order, 3, add=recorded.add, load=recorded.load)  # type: ignore[arg-type]  # (runs orders)
     assert recorded.events.count("load") == len(reload.loading_s) == 3
     assert len(quiet.tallies) == len(reload.tallies) == 3
@@ -88,7 +87,7 @@ def test_a_reload_that_fails_ends_the_measurement() -> None:
         raise OSError("refused")
 
     with pytest.raises(OSError, match="refused"):
-        measure(Recorded(), Order(rate=1.0, seconds=0.0), 1, add=lambda: None, load=refused)  # type: ignore[arg-type]  # (see above)
+        measure(Recorded(), LoadSpec(rate=1.0, seconds=0.0), 1, add=lambda: None, load=refused)  # type: ignore[arg-type]  # (see above)
 
 
 def contents(folder: Path) -> Sequence[tuple[str, bytes]]:

@@ -23,7 +23,7 @@ from examples.digits.demo import DemoError
 from examples.digits.model import DigitsNet, model, with_coordinates
 from examples.digits.report import training_plot
 from examples.integrations import accelerate_loop, lightning_fabric, lightning_trainer
-from serve.benchmark.errors import BenchmarkArgumentError
+from serve.benchmark import BenchmarkArgumentError
 from tests.amp_core.integrations.plain import LIGHTNING, silence_loggers
 
 pytestmark = LIGHTNING

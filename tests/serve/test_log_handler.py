@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve.client import InferenceClient
+from serve.client import Client
 from serve.log_handler import NonBlockingHandler
 from tests.models import save_mlp
 
@@ -96,7 +96,7 @@ def test_an_unread_log_costs_lines_and_nothing_else(tmp_path: Path, pipe: tuple[
                 stranger.settimeout(WAIT_S)
                 while stranger.recv(4096):
                     pass
-            with InferenceClient(f"127.0.0.1:{address[1]}", timeout_s=WAIT_S, retries=0) as client:
+            with Client(f"127.0.0.1:{address[1]}", timeout_s=WAIT_S, retries=0) as client:
                 assert client.infer("mlp", {"x": np.ones((1, 64), np.float16)})["y"].shape == (1, 10)
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0

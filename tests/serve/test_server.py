@@ -26,9 +26,8 @@ from typer.testing import CliRunner
 
 import halfserve
 from protos import inference_pb2 as pb
-from serve.client import InferenceClient, InferenceClientError, RetryPolicy
-from serve.client.connection.address import target_of
-from serve.client.connection.tls import Tls
+from serve.client import Client, ClientError, RetryPolicy
+from serve.client.connection import ClientTls, parse_address
 from serve.http.options import HttpOptions
 from serve.security.options import SecurityOptions
 from serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
@@ -118,12 +117,12 @@ def test_connections_leave_files_for_models(repository: Path, tmp_path: Path) ->
             ready = json.loads(process.stdout.readline())
             limits = Path(f"/proc/{process.pid}/limits").read_text()
             assert re.search(r"Max open files +128 +128 ", limits)
-            with InferenceClient(f"127.0.0.1:{ready['grpc_port']}") as client, contextlib.ExitStack() as stack:
+            with Client(f"127.0.0.1:{ready['grpc_port']}") as client, contextlib.ExitStack() as stack:
                 assert client.is_live()
                 for port in [ready["grpc_port"], ready["http_port"]] * 80:
                     stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
                 for _ in range(3):
-                    with InferenceClient(f"unix:{tmp_path / 'admin'}") as admin:
+                    with Client(f"unix:{tmp_path / 'admin'}") as admin:
                         admin.load_model("mlp")
                         assert client.infer("mlp", {"x": np.zeros((1, 64), np.float16)})
                         admin.unload_model("mlp")
@@ -153,7 +152,7 @@ def test_serves_although_the_report_cannot_be_written(repository: Path, kind: st
     try:
         assert process.stderr is not None
         told = next(match for line in process.stderr if (match := re.search(r"gRPC on port (\d+); standard output", line)))
-        with InferenceClient(f"127.0.0.1:{told[1]}") as client:
+        with Client(f"127.0.0.1:{told[1]}") as client:
             assert client.is_ready()
         process.terminate()
         _, errors = process.communicate(timeout=60)
@@ -172,7 +171,7 @@ def test_no_file_of_the_server_gets_the_number_of_a_closed_standard_one(mlp: Pat
     command = shlex.join([*HALFSERVE, str(mlp), "--grpc-port", "0", "--no-http", "--admin-socket", str(path)])
     process = subprocess.Popen(["/bin/sh", "-c", f"exec {command} {closed}"], stdout=subprocess.DEVNULL)
     try:
-        with InferenceClient(f"unix:{path}", retries=RetryPolicy(wait_for_server=True)) as client:
+        with Client(f"unix:{path}", retries=RetryPolicy(wait_for_server=True)) as client:
             client.wait_until_ready("mlp", timeout_s=30)
             standard = [Path(f"/proc/{process.pid}/fd/{number}").resolve() for number in range(3)]
         process.terminate()
@@ -286,12 +285,12 @@ def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
     made = subprocess.run([*HALFSERVE[:-1], "token", "alice"], capture_output=True, text=True, check=True)
     (tmp_path / "tokens").write_text(made.stdout)
     files = ("--tls-cert", tmp_path / "cert.pem", "--tls-key", tmp_path / "key.pem", "--token-file", tmp_path / "tokens")
-    tls, x = Tls(authorities=tmp_path / "ca.pem"), np.zeros((1, 64), np.float16)
+    tls, x = ClientTls(authorities=tmp_path / "ca.pem"), np.zeros((1, 64), np.float16)
     with serving(mlp, *map(str, files)) as (_, ready):
         address = f"127.0.0.1:{ready['grpc_port']}"
-        with InferenceClient(address, tls=tls, token=made.stderr.split()[-1]) as client:
+        with Client(address, tls=tls, token=made.stderr.split()[-1]) as client:
             assert client.infer("mlp", {"x": x})["y"].shape == (1, 10)
-        with InferenceClient(address, tls=tls) as client, pytest.raises(InferenceClientError, match="asks for a token"):
+        with Client(address, tls=tls) as client, pytest.raises(ClientError, match="asks for a token"):
             client.infer("mlp", {"x": x})
 
 
@@ -365,4 +364,4 @@ def test_addresses_are_printed_as_clients_accept_them(host: str, shown: str, cap
         f"administration on {shown}:4",
         f"gRPC on {shown}:1, ready in 0.50 s; Ctrl-C stops",
     ]
-    assert target_of(f"{shown}:1").is_local
+    assert parse_address(f"{shown}:1").is_local

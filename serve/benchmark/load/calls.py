@@ -1,15 +1,18 @@
-"""Calls on one connection: each request in a call of its own, or many after another in calls that stay open."""
+"""gRPC calls over HTTP/2 connections: one call per request or long-lived streams, and the connection pool."""
 
 from __future__ import annotations
 
+import math
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 from ngh2 import DataReceived, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
-from serve.benchmark.load.connection import Http2Connection
-from serve.benchmark.load.order import Target
+from serve.benchmark.load.connection import ConnectionLostError, Http2Connection
+from serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
 PREFIX_BYTES = 5  # of a gRPC message: compressed or not, then the length in four bytes, big-endian
 STATUSES = (
@@ -22,24 +25,27 @@ ERROR_FIELD = b"\x0a"  # ModelStreamInferResponse.error_message: field 1, length
 OK_TRAILERS = ((b"grpc-status", b"0"),)
 OK_RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 NO_STATUS = "the server ended the call without a status"
-NO_MESSAGE = "the server ended the call well, but without a message"
-NO_WHOLE_MESSAGE = "the server ended the call well, but its answer is not one whole message"
+NO_MESSAGE = "the server ended the call with OK, but without a message"
+NO_WHOLE_MESSAGE = "the server ended the call with OK, but its answer is not one whole message"
 # What a reset stream means for its call: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md#errors
 RESETS = {0x7: "UNAVAILABLE", 0x8: "CANCELLED", 0xB: "RESOURCE_EXHAUSTED", 0xC: "PERMISSION_DENIED"}
-
 Headers = Sequence[tuple[bytes, bytes]]
+MAX_CONNECTIONS = 500  # select takes no more than 1024 descriptors
+RETRY_S = 0.1
+GIVE_UP_S = 1.0  # a server that accepts no connection for this long is gone
+RECONNECT_TIMEOUT_S = 1.0
 
 
-class Call:
+class InFlightRequest:
     """A request in flight.
 
     Attributes:
-        model: which of the models it is for.
+        model: the number of its model.
         intended_ns: when it was to be sent.
         status: by name, once it is known.
-        message: what the server says about it.
-        answer_bytes: that came until now, the prefix of the answer's message included.
-        answer_prefix: the beginning of these, up to PREFIX_BYTES.
+        message: the server's.
+        answer_bytes: received so far, the prefix of the answer's message included.
+        answer_prefix: their first PREFIX_BYTES.
     """
 
     __slots__ = ("answer_bytes", "answer_prefix", "intended_ns", "message", "model", "status")
@@ -59,7 +65,7 @@ class Call:
         self.answer_bytes += len(data)
 
     def require_message(self) -> None:
-        """A call that has ended well has failed all the same if its answer is not one whole message."""
+        """Fail a request that ended with OK if its answer is not one whole message."""
         if self.status != OK:
             return
         if not self.answer_bytes:
@@ -68,32 +74,8 @@ class Call:
             self.status, self.message = "INTERNAL", NO_WHOLE_MESSAGE
 
 
-class Calls(Protocol):
-    """The calls of one connection."""
-
-    connection: Http2Connection
-    in_flight: dict[int, Call]  # by stream, the oldest first
-
-    @property
-    def room(self) -> int:
-        """How many requests can be sent now."""
-
-    def start(self, call: Call, message: bytes) -> None:
-        """Send a request; `message` has its gRPC prefix."""
-
-    def receive(self) -> list[Call]:
-        """Read what is there and return the calls that have ended.
-
-        Raises:
-            ConnectionLostError: the connection is gone, and with it whatever is in flight.
-        """
-
-    def expired(self, before_ns: int) -> list[Call]:
-        """Cancel and return the calls that were to be sent before a time."""
-
-
-def call_headers(target: Target, timeout_s: float | None) -> list[tuple[bytes, bytes]]:
-    """The headers of a call; None for one that has no deadline."""
+def call_headers(target: LoadEndpoint, timeout_s: float | None) -> list[tuple[bytes, bytes]]:
+    """The headers of a call; `timeout_s` None for a call without a deadline."""
     headers = [
         (b":method", b"POST"),
         (b":scheme", b"http" if target.tls is None else b"https"),
@@ -110,37 +92,72 @@ def call_headers(target: Target, timeout_s: float | None) -> list[tuple[bytes, b
 
 
 def framed(message: bytes) -> bytes:
-    """A message with its gRPC prefix."""
+    """Prefix a message as gRPC does."""
     return b"\0" + len(message).to_bytes(4, "big") + message
 
 
-class UnaryCalls:
-    """A call for each request."""
+class ConnectionCalls(ABC):
+    """The calls of one connection.
+
+    Attributes:
+        in_flight: by stream, the oldest first.
+    """
 
     def __init__(self, connection: Http2Connection, headers: Headers) -> None:
         self.connection = connection
-        self.in_flight: dict[int, Call] = {}
+        self.in_flight: dict[int, InFlightRequest] = {}
         self._headers = headers
         self._capacity = connection.max_streams
 
     @property
+    @abstractmethod
     def room(self) -> int:
         """How many requests can be sent now."""
+
+    @abstractmethod
+    def start(self, call: InFlightRequest, message: bytes) -> None:
+        """Send a request; `message` has its gRPC prefix."""
+
+    @abstractmethod
+    def receive(self) -> list[InFlightRequest]:
+        """Read the received data and return the requests that have ended.
+
+        Raises:
+            ConnectionLostError: the connection is lost, and with it every request in flight.
+        """
+
+    def expired(self, before_ns: int) -> list[InFlightRequest]:
+        """Cancel and return the requests that were to be sent before a time."""
+        ended: list[InFlightRequest] = []
+        while self.in_flight:
+            stream, call = next(iter(self.in_flight.items()))
+            if call.intended_ns > before_ns:
+                break
+            del self.in_flight[stream]
+            self.connection.cancel(stream)
+            call.status, call.message = "DEADLINE_EXCEEDED", "no answer in time"
+            ended.append(call)
+        return ended
+
+
+class UnaryCalls(ConnectionCalls):
+    """A call for each request."""
+
+    @property
+    def room(self) -> int:
         return self._capacity - len(self.in_flight) if self.connection.usable else 0
 
-    def start(self, call: Call, message: bytes) -> None:
-        """Send a request."""
+    def start(self, call: InFlightRequest, message: bytes) -> None:
         http2 = self.connection.http2
         stream = http2.send_request(self._headers)
         http2.send_data(stream, message, end_stream=True)
         self.connection.unsent_bytes += len(message)
         self.in_flight[stream] = call
 
-    def receive(self) -> list[Call]:
-        """Read what is there and return the calls that have ended."""
-        ended: list[Call] = []
+    def receive(self) -> list[InFlightRequest]:
+        ended: list[InFlightRequest] = []
         in_flight = self.in_flight
-        event: Any  # told apart by its class, which takes mypy's way of doing so four times as long
+        event: Any  # told apart by its class: isinstance, which mypy could follow, takes four times as long
         for event in self.connection.receive():
             kind = type(event)
             if kind is StreamClosed or kind is StreamReset:
@@ -162,30 +179,21 @@ class UnaryCalls:
                 self.connection.note(event)
         return ended
 
-    def expired(self, before_ns: int) -> list[Call]:
-        """Cancel and return the calls that were to be sent before a time."""
-        return list(_expired(self, before_ns))
 
-
-class StreamingCalls:
+class StreamingCalls(ConnectionCalls):
     """Calls that stay open, each with one request in flight; a call whose request was answered takes the next one."""
 
     def __init__(self, connection: Http2Connection, headers: Headers) -> None:
-        self.connection = connection
-        self.in_flight: dict[int, Call] = {}
-        self._headers = headers
-        self._capacity = connection.max_streams
+        super().__init__(connection, headers)
         self._idle: list[int] = []
         self._open: dict[int, bytearray] = {}  # stream -> the beginning of an answer
-        self._endings: dict[int, Call] = {}  # what the trailers of a stream that ends said
+        self._endings: dict[int, InFlightRequest] = {}  # stream -> the status in its trailers
 
     @property
     def room(self) -> int:
-        """How many requests can be sent now."""
         return len(self._idle) + self._capacity - len(self._open) if self.connection.usable else 0
 
-    def start(self, call: Call, message: bytes) -> None:
-        """Send a request."""
+    def start(self, call: InFlightRequest, message: bytes) -> None:
         http2 = self.connection.http2
         if self._idle:
             stream = self._idle.pop()
@@ -196,26 +204,20 @@ class StreamingCalls:
         self.connection.unsent_bytes += len(message)
         self.in_flight[stream] = call
 
-    def receive(self) -> list[Call]:
-        """Read what is there and return the calls that have ended."""
-        ended: list[Call] = []
+    def receive(self) -> list[InFlightRequest]:
+        ended: list[InFlightRequest] = []
         for event in self.connection.receive():
             if isinstance(event, DataReceived):
                 ended += self._data(event)
             elif isinstance(event, StreamClosed | StreamReset):
                 ended += self._gone(event.stream_id, event.error_code)
             elif isinstance(event, TrailersReceived | ResponseReceived):
-                ending = self._endings.setdefault(event.stream_id, Call(0, 0))
-                note_status(ending, event.headers)
+                note_status(self._endings.setdefault(event.stream_id, InFlightRequest(0, 0)), event.headers)
             else:
                 self.connection.note(event)
         return ended
 
-    def expired(self, before_ns: int) -> list[Call]:
-        """Cancel and return the calls that were to be sent before a time."""
-        return list(_expired(self, before_ns))
-
-    def _data(self, event: DataReceived) -> Iterator[Call]:
+    def _data(self, event: DataReceived) -> Iterator[InFlightRequest]:
         held = self._open.get(event.stream_id)
         if held is None:
             return
@@ -232,29 +234,29 @@ class StreamingCalls:
                 call.status, call.message = _streamed_status(message)
                 yield call
 
-    def _gone(self, stream: int, code: int) -> Iterator[Call]:
+    def _gone(self, stream: int, code: int) -> Iterator[InFlightRequest]:
         self._open.pop(stream, None)
         if stream in self._idle:
             self._idle.remove(stream)
         ending, call = self._endings.pop(stream, None), self.in_flight.pop(stream, None)
         if call is not None:
             if ending is None or ending.status in (None, OK):
-                note_reset(call, code)  # a call that ends well ends no request that still waits in it
+                note_reset(call, code)  # OK for the call is no answer to a request that still waits in it
             else:
                 call.status, call.message = ending.status, ending.message
             yield call
 
 
-def note_reset(call: Call, code: int) -> None:
-    """Take a call's status from the HTTP/2 error code with which its stream ended before any status came."""
+def note_reset(call: InFlightRequest, code: int) -> None:
+    """Set the status from the HTTP/2 error code with which the stream ended before any status came."""
     if code == 0:
         call.status, call.message = "UNKNOWN", NO_STATUS
     else:
         call.status, call.message = RESETS.get(code, "INTERNAL"), f"the server reset the call (HTTP/2 error {code:#x})"
 
 
-def note_status(call: Call, headers: Headers) -> None:
-    """Take a call's status from the headers that have one."""
+def note_status(call: InFlightRequest, headers: Headers) -> None:
+    """Set the status from the headers that have one."""
     if headers == OK_TRAILERS:
         call.status = OK
         return
@@ -268,19 +270,8 @@ def note_status(call: Call, headers: Headers) -> None:
             call.status, call.message = "UNKNOWN", f"the server answers with HTTP {value.decode('ascii', 'replace')}"
 
 
-def _expired(calls: Calls, before_ns: int) -> Iterator[Call]:
-    while calls.in_flight:
-        stream, call = next(iter(calls.in_flight.items()))
-        if call.intended_ns > before_ns:
-            return
-        del calls.in_flight[stream]
-        calls.connection.cancel(stream)
-        call.status, call.message = "DEADLINE_EXCEEDED", "no answer in time"
-        yield call
-
-
 def _streamed_status(message: bytes) -> tuple[str, str]:
-    """What a ModelStreamInferResponse tells, read without protobuf: its error_message comes first where it has one."""
+    """Status and message of a ModelStreamInferResponse, read without protobuf: error_message is its first field if set."""
     if not message.startswith(ERROR_FIELD):
         return OK, ""
     length, shift, place = 0, 0, 1
@@ -294,8 +285,98 @@ def _streamed_status(message: bytes) -> tuple[str, str]:
 
 
 def _timeout(seconds: float) -> bytes:
-    """A grpc-timeout: at most eight digits and a unit."""
+    """A grpc-timeout value: at most eight digits and a unit."""
     for unit, per_second in ((b"n", 1e9), (b"u", 1e6), (b"m", 1e3)):
         if seconds * per_second < 1e8:
             return b"%d%s" % (max(1, round(seconds * per_second)), unit)
     return b"%dS" % min(round(seconds), 99_999_999)
+
+
+class ConnectionPool:
+    """The connections to one server, made when they are needed and replaced when they are lost.
+
+    Attributes:
+        given_up: whether every attempt to connect has failed for too long.
+        trouble: why the last connection was lost, or not made.
+    """
+
+    def __init__(self, target: LoadEndpoint, spec: LoadSpec) -> None:
+        self._target = target
+        # A streaming call outlives its requests, so each request's time is kept on this side alone.
+        self._headers = call_headers(target, None if target.streaming else spec.timeout_s)
+        self._wanted = spec.connections
+        self._concurrency = spec.concurrency or 1
+        self._links: list[ConnectionCalls] = []
+        self._turn = 0
+        self._retry_s = 0.0
+        self._alone_since_s: float | None = None
+        self.given_up = False
+        self.trouble = "no connection"
+
+    @property
+    def all(self) -> list[ConnectionCalls]:
+        """Every connection, with the draining ones."""
+        return self._links
+
+    @property
+    def retry_s(self) -> float | None:
+        """Seconds until the next attempt to connect; None when none is needed."""
+        usable = any(link.connection.usable for link in self._links)
+        return None if usable else max(0.0, self._retry_s - time.monotonic())
+
+    def open(self) -> None:
+        """Open the specified number of connections."""
+        while len(self._links) < min(self._wanted, MAX_CONNECTIONS) and self._connect():
+            capacity = max(1, self._links[0].connection.max_streams)
+            self._wanted = max(self._wanted, math.ceil(self._concurrency / capacity))
+
+    def with_room(self) -> ConnectionCalls | None:
+        """The next connection in turn that takes a request; None when all are full or lost."""
+        links, behind = self._links, False
+        for _ in range(len(links)):
+            self._turn = (self._turn + 1) % len(links)
+            link = links[self._turn]
+            if link.room > 0:
+                if not link.connection.is_behind:
+                    return link
+                behind = True
+        if behind:
+            return None  # the network is the limit; another connection would not help
+        usable = [link for link in links if link.connection.usable]
+        if len(usable) >= MAX_CONNECTIONS or time.monotonic() < self._retry_s or not self._connect():
+            return None
+        return links[-1] if links[-1].room > 0 else None
+
+    def drop(self, link: ConnectionCalls, reason: str) -> None:
+        """Remove a lost connection."""
+        self.trouble = reason
+        link.connection.close()
+        self._links.remove(link)
+        self._turn = 0
+
+    def retire(self) -> None:
+        """Close connections that take no more calls and have none in flight."""
+        for link in [link for link in self._links if not link.connection.usable and not link.in_flight]:
+            self.drop(link, "the server is stopping")
+
+    def close(self) -> None:
+        for link in self._links:
+            link.connection.close()
+        self._links = []
+
+    def _connect(self) -> bool:
+        try:
+            connection = Http2Connection(self._target, timeout_s=RECONNECT_TIMEOUT_S)
+        except ConnectionLostError as error:
+            self.trouble = str(error)
+            now_s = time.monotonic()
+            self._retry_s = now_s + RETRY_S
+            if not self._links:
+                # Counted from the first failed attempt, not from the loss: rare requests make no attempts in between.
+                self._alone_since_s = self._alone_since_s or now_s
+                self.given_up = now_s - self._alone_since_s > GIVE_UP_S
+            return False
+        kind = StreamingCalls if self._target.streaming else UnaryCalls
+        self._links.append(kind(connection, self._headers))
+        self._alone_since_s = None
+        return True

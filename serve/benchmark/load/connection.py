@@ -1,7 +1,7 @@
-"""One HTTP/2 connection to the server: a socket that never blocks and libnghttp2. The one file here that knows ngh2's client.
+"""One HTTP/2 connection to the server: a non-blocking socket, optional TLS, and libnghttp2.
 
-It is driven by a loop of its own (serve/benchmark/load/driver.py) rather than by asyncio, whose timers are a millisecond
-coarse: requests of an open loop have to leave on time.
+The connection is driven by a loop of its own (serve/benchmark/load/driver.py) rather than by asyncio, whose timers are a
+millisecond coarse: requests of an open loop have to leave on time.
 """
 
 from __future__ import annotations
@@ -14,38 +14,59 @@ import time
 from ngh2 import Configuration, Connection, ConnectionClosed, Event, GoAwayReceived, Role, SettingsReceived
 from ngh2.exceptions import NGH2Error
 
-from serve.benchmark.load.encryption import encrypted
-from serve.benchmark.load.order import Target
+from serve.benchmark.load.spec import LoadEndpoint, TlsPaths
 
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5  # RFC 9113, section 6.5.2
 STREAM_WINDOW_BYTES, CONNECTION_WINDOW_BYTES = 2**24, 2**30
 FRAME_BYTES = 2**20
 READ_BYTES = WRITE_BYTES = 2**18
 CANCEL = 0x08
-MAX_UNSENT_BYTES = 2**25  # libnghttp2 keeps a copy of what waits to be sent
+MAX_UNSENT_BYTES = 2**25  # libnghttp2 copies the data to be sent
 CONNECT_TIMEOUT_S = 5.0
 WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-DEFAULT_STREAMS = 2**31 - 1  # a server that sets no limit has none
+DEFAULT_STREAMS = 2**31 - 1  # for a server that sets no limit
+
+
+def encrypted(plain: socket.socket, host: str, files: TlsPaths) -> ssl.SSLSocket:
+    """Do the TLS handshake with ALPN for HTTP/2; the plain socket is closed if that fails.
+
+    Args:
+        plain: connected, with a time limit.
+        host: the server's.
+        files: certificates.
+
+    Raises:
+        OSError: the server's certificate is not trusted, a file cannot be read, or the server has no TLS.
+    """
+    try:
+        context = ssl.create_default_context(cafile=files.authorities)
+        if files.certificate is not None:
+            context.load_cert_chain(files.certificate, files.key)
+        context.set_alpn_protocols(["h2"])
+        return context.wrap_socket(plain, server_hostname=files.server_name or host)
+    except BaseException:
+        plain.close()
+        raise
 
 
 class ConnectionLostError(Exception):
-    """There is no connection, or no longer one; the text says why."""
+    """The connection was lost or could not be made; the text says why."""
 
 
 class Http2Connection:
-    """A connection that the server has greeted.
+    """A connection after the HTTP/2 handshake.
 
     Args:
-        target: whom to connect to.
-        timeout_s: for connecting and for the server's greeting.
+        target: the server.
+        timeout_s: for connecting and for the server's settings.
 
     Raises:
-        ConnectionLostError: nobody answers, or not in HTTP/2.
+        ConnectionLostError: no server answers, or not in HTTP/2.
     """
 
-    def __init__(self, target: Target, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(self, target: LoadEndpoint, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         self.usable = True  # for new calls
-        self.unsent_bytes = 0  # of messages, counted between two flushes by whoever queues them
+        self.unsent_bytes = 0  # of messages, counted by the calls between two flushes
         self._unsent = memoryview(b"")
         self.http2 = Connection(Role.CLIENT, Configuration(peer_max_concurrent_streams=DEFAULT_STREAMS))
         try:
@@ -61,25 +82,24 @@ class Http2Connection:
 
     @property
     def max_streams(self) -> int:
-        """Calls that the server lets be in flight here."""
+        """Calls that the server allows in flight on this connection."""
         return self.http2.remote_settings.get(MAX_CONCURRENT_STREAMS, DEFAULT_STREAMS)
 
     @property
     def wants_write(self) -> bool:
-        """Whether the socket took less than there was."""
+        """Whether data waits until the socket takes more."""
         return bool(self._unsent)
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much waits to be sent that a further request would only cost memory."""
+        """Whether so much data waits to be sent that another request would only cost memory."""
         return self.unsent_bytes > MAX_UNSENT_BYTES
 
     def fileno(self) -> int:
-        """The socket's, for select."""
         return self._socket.fileno()
 
     def receive(self) -> list[Event]:
-        """Read what is there.
+        """Read the received data.
 
         Raises:
             ConnectionLostError: the server has closed the connection or broken the protocol.
@@ -100,33 +120,31 @@ class Http2Connection:
         return events
 
     def note(self, event: Event) -> None:
-        """Take an event that belongs to no call."""
+        """Handle an event that belongs to no call."""
         if isinstance(event, GoAwayReceived | ConnectionClosed):
             self.usable = False
 
     def flush(self) -> None:
-        """Write what there is to send, as far as the socket takes it.
+        """Write as much as the socket takes.
 
         Raises:
-            ConnectionLostError: the connection is gone.
+            ConnectionLostError: the connection is lost.
         """
         try:
             while self._unsent or self._more():
                 sent = self._socket.send(self._unsent)
                 self._unsent = self._unsent[sent:]
-            self.unsent_bytes = self.http2.queued_body_size()  # what the server's windows hold back
+            self.unsent_bytes = self.http2.queued_body_size()  # held back by the server's flow control
         except WOULD_BLOCK:
             self.unsent_bytes = self.http2.queued_body_size()
         except (OSError, NGH2Error) as error:
             raise ConnectionLostError(_reason(error)) from None
 
     def cancel(self, stream: int) -> None:
-        """Wait for a stream's answer no longer."""
         with contextlib.suppress(NGH2Error):
             self.http2.reset_stream(stream, CANCEL)
 
     def close(self) -> None:
-        """Hang up."""
         self.usable = False
         self._socket.close()
 

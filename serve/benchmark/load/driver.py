@@ -1,6 +1,6 @@
-"""The loop of one process: send what is due, read what has come, wait for whichever is next.
+"""The loop of one load process: pacing, sending, receiving and recording.
 
-`select` is what waits, because its time limit is exact to the microsecond where epoll's and libuv's are whole milliseconds.
+The loop waits in `select`, whose time limit is exact to the microsecond where epoll's and libuv's are whole milliseconds.
 """
 
 from __future__ import annotations
@@ -8,58 +8,227 @@ from __future__ import annotations
 import itertools
 import select
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
-from serve.benchmark.load.arrivals import Pacer, pacer_of
-from serve.benchmark.load.calls import Call, Calls, framed
+import numpy as np
+
+from serve.benchmark.load.calls import OK, ConnectionCalls, ConnectionPool, InFlightRequest, framed
 from serve.benchmark.load.connection import ConnectionLostError
-from serve.benchmark.load.links import Links
-from serve.benchmark.load.order import Order, Tally, Target
-from serve.benchmark.load.recorder import Recorder
+from serve.benchmark.load.spec import LatencyHistogram, LoadEndpoint, LoadSpec, LoadStatistics
 
 NANOSECONDS = 1_000_000_000
+SEED = 2024
+CHUNK = 1024
 NEVER_NS = 2**62
+Tell = Callable[[LoadStatistics], bool]
 
-Tell = Callable[[Tally], bool]
+
+class Pacer(Protocol):
+    """Decides when requests are due; all times are nanoseconds on one clock."""
+
+    def due(self, now_ns: int) -> list[int]:
+        """The intended sending times up to now that were not returned before."""
+
+    def answered(self, count: int) -> None:
+        """Note that `count` requests have ended, successfully or not."""
+
+    def next_ns(self) -> int | None:
+        """When `due` returns something without an answer coming first; None for never."""
+
+    def stop(self) -> None:
+        """Make nothing more due."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing will be due any more."""
+
+
+def pacer_of(spec: LoadSpec, start_ns: int) -> Pacer:
+    return ClosedLoop(spec, start_ns) if spec.rate is None else OpenLoop(spec, start_ns)
+
+
+class ClosedLoop:
+    """A fixed number of requests in flight."""
+
+    def __init__(self, spec: LoadSpec, start_ns: int) -> None:
+        self._free = spec.concurrency or 0
+        self._left = spec.requests
+        self._end_ns = None if spec.seconds is None else start_ns + round(spec.seconds * NANOSECONDS)
+
+    def due(self, now_ns: int) -> list[int]:
+        if self._end_ns is not None and now_ns >= self._end_ns:
+            self._left = 0
+        count = self._free if self._left is None else min(self._free, self._left)
+        self._free -= count
+        if self._left is not None:
+            self._left -= count
+        return [now_ns] * count
+
+    def answered(self, count: int) -> None:
+        self._free += count
+
+    def next_ns(self) -> int | None:
+        return None if self._left == 0 else self._end_ns
+
+    def stop(self) -> None:
+        self._left = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self._left == 0
+
+
+class OpenLoop:
+    """A fixed number of requests per second, evenly spaced or as a Poisson process."""
+
+    def __init__(self, spec: LoadSpec, start_ns: int) -> None:
+        self._times = intended_times(spec, start_ns)
+        self._next: int | None = next(self._times, None)
+        # The time after the last request counts too: a load that ended with that request would show a higher rate.
+        seconds = spec.seconds if spec.requests is None else None
+        self._end_ns = None if seconds is None else start_ns + round(seconds * NANOSECONDS)
+
+    def due(self, now_ns: int) -> list[int]:
+        due = []
+        while self._next is not None and self._next <= now_ns:
+            due.append(self._next)
+            self._next = next(self._times, None)
+        if self._end_ns is not None and now_ns >= self._end_ns:
+            self._end_ns = None
+        return due
+
+    def answered(self, count: int) -> None:
+        """Answers do not change the rate of an open loop."""
+
+    def next_ns(self) -> int | None:
+        return self._end_ns if self._next is None else self._next
+
+    def stop(self) -> None:
+        self._next = self._end_ns = None
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next is None and self._end_ns is None
+
+
+def intended_times(spec: LoadSpec, start_ns: int) -> Iterator[int]:
+    """This process's sending times, rising, within the load's seconds and number of requests.
+
+    The times of all processes together make the load: evenly spaced ones take turns, and independent Poisson processes add up
+    to one. Random times are the same in every run.
+    """
+    index, processes = spec.share
+    rate = spec.rate or 0.0
+    end_ns = None if spec.seconds is None else start_ns + round(spec.seconds * NANOSECONDS)
+    offsets = _random_s(rate / processes, index) if spec.arrivals == "poisson" else _even_s(rate, index, processes)
+    for count, offset_s in enumerate(offsets):
+        time_ns = start_ns + round(offset_s * NANOSECONDS)
+        if (end_ns is not None and time_ns >= end_ns) or (spec.requests is not None and count >= spec.requests):
+            return
+        yield time_ns
+
+
+def _even_s(rate: float, index: int, processes: int) -> Iterator[float]:
+    count = index
+    while True:
+        yield count / rate
+        count += processes
+
+
+def _random_s(rate: float, index: int) -> Iterator[float]:
+    generator, passed_s = np.random.default_rng([SEED, index]), 0.0
+    while True:
+        for gap_s in generator.exponential(1 / rate, CHUNK):
+            passed_s += gap_s
+            yield passed_s
+
+
+class StatisticsRecorder:
+    """Collects the requests that end into statistics, window by window."""
+
+    def __init__(self, models: int, now_ns: int) -> None:
+        self._models = models
+        self._reset(now_ns)
+
+    def ended(self, calls: Iterable[InFlightRequest], now_ns: int) -> None:
+        latencies = self._latencies
+        for call in calls:
+            if call.status == OK:
+                latencies[call.model].append(now_ns - call.intended_ns)
+            else:
+                self.failed(call.status or "UNKNOWN", call.message or "no explanation")
+
+    def failed(self, status: str, message: str) -> None:
+        self._errors[status] += 1
+        self._messages.setdefault(status, message)
+
+    def window(self, now_ns: int) -> LoadStatistics:
+        """The statistics since the last call."""
+        passed_ns = max(1, now_ns - self._began_ns)
+        tally = LoadStatistics(
+            latencies=[_histogram(latencies) for latencies in self._latencies],
+            errors=self._errors,
+            messages=self._messages,
+            sent=self.sent,
+            lateness=_histogram(self.lateness_ns),
+            seconds=passed_ns / NANOSECONDS,
+            busy=1 - min(1.0, self.idle_ns / passed_ns),
+            held_back=self.held_back,
+        )
+        self._reset(now_ns)
+        return tally
+
+    def _reset(self, now_ns: int) -> None:
+        self._began_ns = now_ns
+        self._latencies = [array("q") for _ in range(self._models)]
+        self._errors: Counter[str] = Counter()
+        self._messages: dict[str, str] = {}
+        self.lateness_ns = array("q")
+        self.sent = self.held_back = self.idle_ns = 0
+
+
+def _histogram(nanoseconds: array[int]) -> LatencyHistogram:
+    return LatencyHistogram.of(np.frombuffer(nanoseconds, np.int64))
 
 
 class Driver:
-    """Carries out one order.
+    """Generates one process's share of a load.
 
     Args:
-        target: whom to load.
+        target: the server.
         requests: serialized requests, sent in turn.
         models: for each of them, the number of the model it is for.
-        order: this process's share.
+        spec: this process's share.
     """
 
-    def __init__(self, target: Target, requests: Sequence[bytes], models: Sequence[int], order: Order) -> None:
-        self._order = order
+    def __init__(self, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int], spec: LoadSpec) -> None:
+        self._spec = spec
         self._source = itertools.cycle(list(zip([framed(request) for request in requests], models, strict=True)))
         self._model_count = max(models) + 1
-        self._links = Links(target, order)
+        self._links = ConnectionPool(target, spec)
         self._backlog: deque[int] = deque()  # intended times of requests that no connection has taken yet
-        self._timeout_ns = round(order.timeout_s * NANOSECONDS)
+        self._timeout_ns = round(spec.timeout_s * NANOSECONDS)
         self._pacer: Pacer
-        self._recorder: Recorder
+        self._recorder: StatisticsRecorder
         self._next_tick_ns = 0
 
     def connect(self) -> None:
-        """Connect before the time runs."""
         self._links.open()
 
     def run(self, tell: Tell) -> str | None:
-        """Load the server until the order is done.
+        """Load the server until the share is done.
 
         Args:
-            tell: called with every window's tally; when it returns False no more requests are started.
+            tell: called with every window's statistics; when it returns False no more requests are started.
 
         Returns:
             Why the load ended early; None where it did not.
         """
         started_ns = time.perf_counter_ns()
-        self._pacer, self._recorder = pacer_of(self._order, started_ns), Recorder(self._model_count, started_ns)
+        self._pacer, self._recorder = pacer_of(self._spec, started_ns), StatisticsRecorder(self._model_count, started_ns)
         self._next_tick_ns = started_ns + self._window_ns
         try:
             trouble = self._loop(tell)
@@ -70,7 +239,7 @@ class Driver:
 
     @property
     def _window_ns(self) -> int:
-        return round(self._order.window_s * NANOSECONDS)
+        return round(self._spec.window_s * NANOSECONDS)
 
     def _loop(self, tell: Tell) -> str | None:
         while True:
@@ -91,16 +260,16 @@ class Driver:
             self._read(self._ready())
 
     def _take_due(self, now_ns: int) -> int:
-        """Put what is due into the backlog; how many that are."""
+        """Put due requests into the backlog; return their number."""
         due = self._pacer.due(now_ns)
         if due:
             self._backlog.extend(due)
-            if self._order.rate is not None:
+            if self._spec.rate is not None:
                 self._recorder.lateness_ns.extend([now_ns - intended_ns for intended_ns in due])
         return len(due)
 
     def _send_backlog(self, due: int) -> None:
-        """Send what connections take, each its share."""
+        """Send what the connections take, each its share."""
         backlog, source = self._backlog, self._source
         while backlog:
             link = self._links.with_room()
@@ -110,13 +279,13 @@ class Driver:
             share = -(-len(backlog) // len(self._links.all))
             for _ in range(min(share, link.room)):
                 message, model = next(source)
-                link.start(Call(model, backlog.popleft()), message)
+                link.start(InFlightRequest(model, backlog.popleft()), message)
                 self._recorder.sent += 1
                 if link.connection.is_behind:
                     break
 
     def _tick(self, now_ns: int, tell: Tell) -> None:
-        """What need not be done at every turn."""
+        """Work for once per window."""
         self._next_tick_ns += self._window_ns
         self._links.retire()
         if not tell(self._recorder.window(now_ns)):
@@ -138,8 +307,8 @@ class Driver:
             except ConnectionLostError as error:
                 self._lost(link, str(error))
 
-    def _ready(self) -> list[Calls]:
-        """Wait until something can be read or written, or until something is due."""
+    def _ready(self) -> list[ConnectionCalls]:
+        """Wait until data can be read or written, or until a request is due."""
         links = self._links.all
         next_ns = min(self._next_tick_ns, self._pacer.next_ns() or self._next_tick_ns, self._deadline_ns())
         writers = [link.connection for link in links if link.connection.wants_write]
@@ -157,7 +326,7 @@ class Driver:
         return [link for link in links if link.connection.fileno() in ready]
 
     def _deadline_ns(self) -> int:
-        """When the oldest request runs out of time."""
+        """When the oldest request exceeds its deadline."""
         oldest_ns = self._backlog[0] if self._backlog else NEVER_NS
         for link in self._links.all:
             for call in link.in_flight.values():
@@ -165,7 +334,7 @@ class Driver:
                 break
         return oldest_ns + self._timeout_ns
 
-    def _read(self, ready: Sequence[Calls]) -> None:
+    def _read(self, ready: Sequence[ConnectionCalls]) -> None:
         for link in ready:
             try:
                 ended = link.receive()
@@ -174,11 +343,11 @@ class Driver:
                 continue
             self._ended(ended, time.perf_counter_ns())
 
-    def _ended(self, calls: Sequence[Call], now_ns: int) -> None:
+    def _ended(self, calls: Sequence[InFlightRequest], now_ns: int) -> None:
         self._recorder.ended(calls, now_ns)
         self._pacer.answered(len(calls))
 
-    def _lost(self, link: Calls, reason: str) -> None:
+    def _lost(self, link: ConnectionCalls, reason: str) -> None:
         self._links.drop(link, reason)
         lost = list(link.in_flight.values())
         for call in lost:

@@ -1,41 +1,131 @@
-"""Processes that generate load, and the one that tells them what to do."""
+"""Load processes, and the parent that starts them and merges their results. No grpc or protobuf is imported."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
-from collections.abc import Callable, Sequence
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
-from serve.benchmark.errors import BenchmarkError
-from serve.benchmark.load.load_process import DONE, work
-from serve.benchmark.load.order import INTERRUPTED, Order, Outcome, Tally, Target
-from serve.benchmark.load.start import undisturbed
+from serve.benchmark import BenchmarkError
+from serve.benchmark.load.driver import Driver
+from serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadResult, LoadSpec, LoadStatistics
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+ENDINGS = (signal.SIGINT, signal.SIGTERM)
+WINDOW, DONE = "window", "done"
 DIED = "a process of the load generator has died; was it killed for want of memory?"
+OnWindow = Callable[[LoadStatistics], bool]
 
-OnWindow = Callable[[Tally], bool]
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Defer Ctrl-C and SIGTERM until the block ends, and block Ctrl-C for good in the processes that it starts.
+
+    Interrupted while it starts, a process would print a traceback: it has read half of its work, or still imports.
+    """
+    if sys.platform == "win32":  # processes start differently there, and no signal is sent to a group
+        yield
+        return
+    resource_tracker.ensure_running()  # started later, it would unblock the signals
+    held: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers and are not interrupted
+        # The mask is not enough: another thread receives the signal, and Python raises in this one.
+        handlers = {number: signal.signal(number, lambda came, _: held.append(came)) for number in ENDINGS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for came in held[:1]:
+        signal.raise_signal(came)
+
+
+def work(pipe: Any, target: LoadEndpoint, requests: Sequence[bytes], models: Sequence[int]) -> None:
+    """Run a load process until the other end of the pipe is closed.
+
+    Args:
+        pipe: takes a LoadSpec, answers "ready", takes "start" (or "abort"), then gives (WINDOW, LoadStatistics) repeatedly and
+            (DONE, why the load ended early or None). While it runs, "stop" ends the sending and "abort" the waiting too.
+        target: the server and the RPC.
+        requests: serialized, sent in turn.
+        models: for each of them, the number of the model it is for.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    gc.disable()  # a collection is a pause in the middle of a measurement, and nothing here makes cycles
+    try:
+        while True:
+            spec = pipe.recv()
+            if not isinstance(spec, LoadSpec):
+                continue  # "stop" for a load that had just ended
+            driver = Driver(target, requests, models, spec)
+            driver.connect()
+            pipe.send("ready")
+            if pipe.recv() == "start":
+                _carry_out(pipe, driver)
+            gc.collect()
+    except (EOFError, BrokenPipeError):
+        return
+
+
+def _carry_out(pipe: Any, driver: Driver) -> None:
+    # `timeout` sends SIGTERM to the whole group; the parent collects what was measured.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        trouble = driver.run(lambda tally: _told(pipe, tally))
+    except _AbortedError as aborted:
+        pipe.send((WINDOW, aborted.tally))
+        trouble = None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    pipe.send((DONE, trouble))
+
+
+class _AbortedError(Exception):
+    """The load was aborted; the tally holds the last window."""
+
+    def __init__(self, tally: LoadStatistics) -> None:
+        super().__init__()
+        self.tally = tally
+
+
+def _told(pipe: Any, tally: LoadStatistics) -> bool:
+    if pipe.poll():
+        if pipe.recv() == "abort":
+            raise _AbortedError(tally)
+        pipe.send((WINDOW, tally))
+        return False
+    pipe.send((WINDOW, tally))
+    return True
 
 
 class LoadGenerator:
-    """Processes that wait for orders to load one server.
+    """Processes that load one server on request.
 
     The processes are spawned: a script that uses this needs the usual `if __name__ == "__main__":`.
 
     Args:
-        target: whom to load, and over which RPC.
+        target: the server and the RPC.
         requests: serialized ModelInferRequests, sent in turn.
         models: for each of them, the number of the model it is for; None when there is one model.
         processes: how many share the load; one drives some ten thousand requests a second.
     """
 
     def __init__(
-        self, target: Target, requests: Sequence[bytes], *, models: Sequence[int] | None = None, processes: int = 1
+        self, target: LoadEndpoint, requests: Sequence[bytes], *, models: Sequence[int] | None = None, processes: int = 1
     ) -> None:
         context = multiprocessing.get_context("spawn")
         numbers = [0] * len(requests) if models is None else list(models)
@@ -50,22 +140,22 @@ class LoadGenerator:
                 self._pipes.append(ours)
                 self._processes.append(process)
 
-    def run(self, order: Order, on_window: OnWindow = lambda _: True) -> Outcome:
+    def run(self, spec: LoadSpec, on_window: OnWindow = lambda _: True) -> LoadResult:
         """Generate one load and wait for its end.
 
-        A KeyboardInterrupt while it runs ends the load; what was measured until then is in the outcome.
+        A KeyboardInterrupt while it runs ends the load; the result holds what was measured until then.
 
         Args:
-            order: what to do.
-            on_window: called with each window's tally of all processes together; False ends the load.
+            spec: the load.
+            on_window: called with each window's statistics of all processes together; False ends the load.
 
         Raises:
             BenchmarkError: a process has died.
         """
-        pairs = list(zip(self._pipes, _shares(order, len(self._pipes)), strict=True))
+        pairs = list(zip(self._pipes, _shares(spec, len(self._pipes)), strict=True))
         shares = [(pipe, share) for pipe, share in pairs if share is not None]
         try:
-            # Every process says that it is connected before any of them starts, so that they load the server together.
+            # All processes connect before any of them starts, so that they load the server together.
             for pipe, share in shares:
                 pipe.send(share)
             for pipe, _ in shares:
@@ -77,9 +167,9 @@ class LoadGenerator:
             raise BenchmarkError(DIED) from None
 
     def close(self) -> None:
-        """End the processes, and with them whatever is in flight."""
+        """End the processes, and with them every request in flight."""
         for process in self._processes:
-            process.kill()  # a load that is under way does not heed SIGTERM
+            process.kill()  # a running load ignores SIGTERM
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()
@@ -93,16 +183,16 @@ class LoadGenerator:
 
 
 class _Collection:
-    """Puts what the processes tell of one load together."""
+    """Merges what the processes report of one load."""
 
     def __init__(self, pipes: Sequence[Any], on_window: OnWindow) -> None:
         self._on_window = on_window
-        self._told: dict[Any, list[Tally]] = {pipe: [] for pipe in pipes}
+        self._told: dict[Any, list[LoadStatistics]] = {pipe: [] for pipe in pipes}
         self._endings: dict[Any, str | None] = {}
-        self._windows: list[Tally] = []
+        self._windows: list[LoadStatistics] = []
 
-    def outcome(self) -> Outcome:
-        """Everything, when all processes are done."""
+    def outcome(self) -> LoadResult:
+        """The merged result, when all processes are done."""
         interrupted = False
         while len(self._endings) < len(self._told):
             try:
@@ -115,7 +205,7 @@ class _Collection:
                 self._stop("abort")
         totals = [tallies[0].then(tallies[1:]) for tallies in self._told.values()]
         trouble = next((reason for reason in self._endings.values() if reason), None)
-        return Outcome(
+        return LoadResult(
             tally=totals[0].beside(totals[1:]),
             windows=self._windows,
             ended_early=INTERRUPTED if interrupted else trouble,
@@ -141,18 +231,18 @@ class _Collection:
                     pipe.send(word)
 
 
-def _shares(order: Order, processes: int) -> list[Order | None]:
-    """Divide an order evenly; None for a process that gets nothing to do."""
-    if order.rate is not None:
-        return [_open_share(order, index, processes) for index in range(processes)]
-    concurrency = order.concurrency or 1
+def _shares(spec: LoadSpec, processes: int) -> list[LoadSpec | None]:
+    """Divide a load evenly; None for a process that gets nothing to do."""
+    if spec.rate is not None:
+        return [_open_share(spec, index, processes) for index in range(processes)]
+    concurrency = spec.concurrency or 1
     used = min(processes, concurrency)
     return [
         replace(
-            order,
+            spec,
             concurrency=_part(concurrency, index, used),
-            requests=None if order.requests is None else _part(order.requests, index, used),
-            connections=max(1, _part(order.connections, index, used)),
+            requests=None if spec.requests is None else _part(spec.requests, index, used),
+            connections=max(1, _part(spec.connections, index, used)),
             share=(index, used),
         )
         if index < used
@@ -161,10 +251,10 @@ def _shares(order: Order, processes: int) -> list[Order | None]:
     ]
 
 
-def _open_share(order: Order, index: int, processes: int) -> Order:
-    requests = None if order.requests is None else _part(order.requests, index, processes)
-    connections = max(1, _part(order.connections, index, processes))
-    return replace(order, requests=requests, connections=connections, share=(index, processes))
+def _open_share(spec: LoadSpec, index: int, processes: int) -> LoadSpec:
+    requests = None if spec.requests is None else _part(spec.requests, index, processes)
+    connections = max(1, _part(spec.connections, index, processes))
+    return replace(spec, requests=requests, connections=connections, share=(index, processes))
 
 
 def _part(total: int, index: int, parts: int) -> int:

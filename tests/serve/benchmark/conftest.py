@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve.client import InferenceClient
+from serve.client import Client
 from tests.serve.running_server import RunningServer
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[InferenceClient]:
-    with InferenceClient(server.address) as connected:
+def client(server: RunningServer) -> Iterator[Client]:
+    with Client(server.address) as connected:
         yield connected

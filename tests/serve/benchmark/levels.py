@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 
 from serve.benchmark.comparison import ComparedLevel, compared
-from serve.benchmark.level import Level
-from serve.benchmark.load.histogram import LatencyHistogram
-from serve.benchmark.load.order import Tally
-from serve.benchmark.loads import Load
-from serve.benchmark.reports.report import Report
-from serve.benchmark.server_statistics import ServerTotals
+from serve.benchmark.level import Level, Load, ServerTotals
+from serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
+from serve.benchmark.report import BenchmarkReport
 
 SERVER = ServerTotals(
     requests=4,
@@ -33,11 +30,11 @@ def histogram(*latencies_ms: float) -> LatencyHistogram:
     return LatencyHistogram.of(np.array([round(ms * 1e6) for ms in latencies_ms], np.int64))
 
 
-def tally(latencies_ms: Sequence[float], errors: dict[str, int] | None = None, **changes: Any) -> Tally:
+def tally(latencies_ms: Sequence[float], errors: dict[str, int] | None = None, **changes: Any) -> LoadStatistics:
     counted = Counter(errors or {})
     facts: dict[str, Any] = {"seconds": 2.0, "sent": len(latencies_ms) + counted.total(), **changes}
     messages = {code: f"the server's text for {code}" for code in counted}
-    return Tally(latencies=[histogram(*latencies_ms)], errors=counted, messages=messages, **facts)
+    return LoadStatistics(latencies=[histogram(*latencies_ms)], errors=counted, messages=messages, **facts)
 
 
 def level(
@@ -51,7 +48,7 @@ def level(
 ) -> Level:
     """Four requests of two rows in two seconds, with latencies of 1 to 4 ms."""
     made = tally(latencies_ms, errors)
-    return Level.of(made, server, load=load or Load(concurrency=concurrency), batch_size=2, models=["mlp"], **changes)
+    return Level(tally=made, server=server, load=load or Load(concurrency=concurrency), batch_size=2, models=["mlp"], **changes)
 
 
 def comparison(*names: str) -> list[ComparedLevel]:
@@ -59,8 +56,8 @@ def comparison(*names: str) -> list[ComparedLevel]:
     return [compared(name, [level(1), level(1)], [level(1), level(1)]) for name in names]
 
 
-def report(*levels: Level, provider: str | None = "CPUExecutionProvider", **changes: Any) -> Report:
-    return Report(
+def report(*levels: Level, provider: str | None = "CPUExecutionProvider", **changes: Any) -> BenchmarkReport:
+    return BenchmarkReport(
         model="mlp",
         version="3",
         address="127.0.0.1:8001",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,35 @@ import numpy as np
 import pytest
 
 from halfserve import main
-from serve.benchmark import campaign, cli
-from serve.benchmark.errors import BenchmarkError
+from serve.benchmark import BenchmarkError, campaign, cli
+from serve.benchmark.cli import SAME_S, sigterm_as_interrupt
 from serve.benchmark.level import Level
-from serve.benchmark.load.order import INTERRUPTED
-from serve.client import InferenceClient
+from serve.benchmark.load.spec import INTERRUPTED
+from serve.client import Client
 from serve.security.options import SecurityOptions
 from serve.security.roles import Role
 from serve.security.tokens import new_token
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import Certificates, guarded_server, write_tokens
+
+TERMINATED = """
+import os, signal, sys
+from halfserve import main
+from serve.benchmark import campaign
+
+campaign.measure = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+main(["bench", "mlp", "--shared-memory", "system", "--address", *sys.argv[1:]])
+"""
+TERMINATED_WITH_ITS_GROUP = """
+import os, signal, sys
+from halfserve import main
+from serve.benchmark.tables import ProgressBar
+
+signals = iter([signal.SIGTERM])
+ProgressBar.window = lambda *_: [os.killpg(0, number) for number in signals]
+main(["bench", "mlp", "--concurrency", "2", "--seconds", "60", "--warmup", "0", "--json", "--address", *sys.argv[1:]])
+"""
 
 
 def bench(*arguments: str) -> int:
@@ -81,12 +100,12 @@ def test_data_may_be_a_file(server: RunningServer, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("connections", "expected"), [((), (4, 4)), (("--connections", "1"), (1, 1))])
-def test_so_many_connections_take_no_more_processes(
+def test_processes_do_not_exceed_connections(
     monkeypatch: pytest.MonkeyPatch, connections: tuple[str, ...], expected: tuple[int, int]
 ) -> None:
     used: list[tuple[int, int]] = []
     monkeypatch.setattr(cli, "default_processes", lambda: 4)
-    monkeypatch.setattr(cli, "_run", lambda order, *_, **__: used.append((order.options.processes, order.how.connections)))
+    monkeypatch.setattr(cli, "_run", lambda spec, *_, **__: used.append((spec.options.processes, spec.how.connections)))
     assert bench("mlp", *connections) == 0
     assert used == [expected]
 
@@ -154,17 +173,17 @@ def test_wrong_input_is_answered_in_one_line(
 
 @pytest.mark.parametrize("option", ["seconds", "warmup", "max-latency-ms", "percentile", "goodput-ms", "timeout"])
 @pytest.mark.parametrize("number", ["inf", "nan", "1e12"])
-def test_numbers_have_an_end(capsys: pytest.CaptureFixture[str], option: str, number: str) -> None:
+def test_infinite_numbers_are_refused(capsys: pytest.CaptureFixture[str], option: str, number: str) -> None:
     assert bench("mlp", f"--{option}", number) == 2
     assert f"Invalid value for '--{option}'" in capsys.readouterr().err
 
 
-def test_long_times_are_no_trouble(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_times_are_accepted(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     load = ("--requests", "5", "--seconds", "1e8", "--timeout", "1e8", "--concurrency", "1")
     assert figures(server, capsys, "mlp", *load)["levels"][0]["requests"] == 5
 
 
-def test_failed_requests_stand_beside_the_answered_ones(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_requests_are_reported_beside_answered_ones(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     # Row 0 is fine, and it is the one that is tried before the load; row 7 makes the model fail.
     (found,) = figures(server, capsys, "picky", "--concurrency", "1", "--requests", "2", "--input", "i=[[0],[7]]")["levels"]
     assert (found["requests"], found["errors"]) == (1, 1)
@@ -179,7 +198,7 @@ def test_failed_requests_stand_beside_the_answered_ones(server: RunningServer, c
     ],
     ids=["failure", "ctrl-c"],
 )
-def test_the_levels_before_an_ending_are_kept(
+def test_the_levels_before_an_error_are_kept(
     server: RunningServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -188,11 +207,15 @@ def test_the_levels_before_an_ending_are_kept(
     code: int,
     text: str,
 ) -> None:
-    def one_level_and_no_more(*_: object) -> Iterator[Level]:
-        yield level(concurrency=1)
-        raise ending
+    measured: list[Level] = []
 
-    monkeypatch.setattr(campaign, "sweep", one_level_and_no_more)
+    def one_level_and_no_more(*_: object) -> Level:
+        if measured:
+            raise ending
+        measured.append(level(concurrency=1))
+        return measured[0]
+
+    monkeypatch.setattr(campaign, "measure", one_level_and_no_more)
     output = tmp_path / "bench.json"
     assert bench("mlp", "--address", server.address, "--output", str(output)) == code
     assert [one["concurrency"] for one in json.loads(output.read_text())["levels"]] == [1]
@@ -208,7 +231,7 @@ def test_a_load_that_ended_early_is_shown_and_ends_the_sweep(
     assert bench("mlp", "--address", server.address, "--concurrency", "1,2", "--json") == 1
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["levels"]) == 1
-    assert "the server has gone while 1 in flight were asked of it: connection refused" in captured.err
+    assert "the server stopped under a load of 1 in flight: connection refused" in captured.err
 
 
 @pytest.mark.parametrize("kind", ["complete", "incomplete"])
@@ -226,16 +249,6 @@ def test_a_comparison_keeps_its_complete_rounds(
     assert [len(one["rounds"]) for one in json.loads(out)["comparison"]] == [2, 2] if kind == "complete" else not out
 
 
-TERMINATED = """
-import os, signal, sys
-from halfserve import main
-from serve.benchmark import campaign
-
-campaign.measure = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-main(["bench", "mlp", "--shared-memory", "system", "--address", *sys.argv[1:]])
-"""
-
-
 def test_sigterm_leaves_no_shared_memory(sharing: RunningServer) -> None:
     script = [sys.executable, "-c", TERMINATED, sharing.address]
     with subprocess.Popen(script, stderr=subprocess.PIPE, text=True) as terminated:
@@ -243,11 +256,11 @@ def test_sigterm_leaves_no_shared_memory(sharing: RunningServer) -> None:
     assert terminated.returncode == 143, errors
     assert "Traceback" not in errors
     assert not list(Path("/dev/shm").glob(f"halfserve-{terminated.pid}-*"))  # noqa: S108  (see serve.client.sharing)
-    with InferenceClient(sharing.address) as client:
+    with Client(sharing.address) as client:
         assert client.shared_regions() == {}
 
 
-def test_a_token_lets_in_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_sent_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     certificates = Certificates(tmp_path)
     (tmp_path / "ca.pem").write_bytes(certificates.trusted)
     (token,) = write_tokens(tmp_path / "tokens", new_token("alice", [Role.INFER]))
@@ -263,17 +276,6 @@ def test_a_token_lets_in_over_tls(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert json.loads(capsys.readouterr().out)["levels"][0]["requests"] == 4
 
 
-TERMINATED_WITH_ITS_GROUP = """
-import os, signal, sys
-from halfserve import main
-from serve.benchmark.progress import ProgressBar
-
-signals = iter([signal.SIGTERM])
-ProgressBar.window = lambda *_: [os.killpg(0, number) for number in signals]
-main(["bench", "mlp", "--concurrency", "2", "--seconds", "60", "--warmup", "0", "--json", "--address", *sys.argv[1:]])
-"""
-
-
 def test_sigterm_for_the_whole_group_keeps_what_was_measured(server: RunningServer) -> None:
     script = [sys.executable, "-c", TERMINATED_WITH_ITS_GROUP, server.address]
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60, start_new_session=True)
@@ -286,3 +288,34 @@ def test_sigterm_for_the_whole_group_keeps_what_was_measured(server: RunningServ
 def test_tokens_stay_out_of_the_report() -> None:
     arguments = ["bench", "mlp", "--header", "authorization: Bearer a:b", "--header=x-key:secret", "--rate", "5"]
     assert cli._command(arguments) == "halfserve bench mlp --header authorization:... --header=x-key:... --rate 5"
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_that_comes_twice_at_once_interrupts_once(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, end: type[BaseException]
+) -> None:
+    now_s, handler = 5.0, signal.getsignal(number)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    def measured() -> None:
+        nonlocal now_s
+        with sigterm_as_interrupt():
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+            signal.raise_signal(number)  # as `timeout` does
+            now_s += SAME_S
+            signal.raise_signal(number)  # somebody does not want to wait
+
+    with pytest.raises(end):
+        measured()
+    assert now_s == 5.0 + SAME_S
+    assert signal.getsignal(number) is handler
+
+
+def test_an_ignored_sigint_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with sigterm_as_interrupt():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,16 +1,25 @@
+"""Comparison of load targets in speed and answers."""
+
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from serve.benchmark.comparison import ComparedLevel, compare
-from serve.benchmark.errors import BenchmarkError
-from serve.benchmark.level import Level
-from serve.benchmark.loads import Load
+import numpy as np
+import pytest
+from tritonclient.utils import serialize_byte_tensor
+
+from protos import inference_pb2 as pb
+from serve.benchmark import BenchmarkError
+from serve.benchmark.comparison import ComparedLevel, compare, differences
+from serve.benchmark.level import Level, Load
+from serve.client import Client
 from tests.serve.benchmark.levels import level
 
 LOAD = Load(concurrency=2)
-# Milliseconds per request, by contestant and round; each level has one request in two seconds per latency.
+# Milliseconds per request, by target and round; each level has one request in two seconds per latency.
 SPEEDS = {0: [4.0, 8.0, 4.0], 1: [2.0, 2.0, 2.0]}
+WIRES = {"object": "BYTES", "float16": "FP16", "float32": "FP32", "int64": "INT64", "uint16": "BF16"}
+REQUESTS = [pb.ModelInferRequest(), pb.ModelInferRequest()]
 
 
 def test_rounds_are_interleaved_and_ratios_are_within_a_round() -> None:
@@ -33,7 +42,7 @@ def test_rounds_are_interleaved_and_ratios_are_within_a_round() -> None:
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), BenchmarkError("the server has gone")])
 @pytest.mark.parametrize(("measured", "rounds"), [(0, 0), (1, 0), (2, 1), (5, 2)])
-def test_complete_rounds_outlive_what_ends_them(ending: BaseException, measured: int, rounds: int) -> None:
+def test_complete_rounds_are_kept_when_a_round_fails(ending: BaseException, measured: int, rounds: int) -> None:
     left = [level(load=LOAD)] * measured
 
     def measure(number: int, load: Load) -> Level:
@@ -55,8 +64,78 @@ def test_the_base_may_be_another() -> None:
     assert (first.rate_ratio.median, last.rate_ratio.median) == (0.5, 1)
 
 
-def test_failures_and_batches_of_all_rounds_are_told() -> None:
+def test_failures_and_batch_sizes_of_all_rounds_are_summarized() -> None:
     (one,) = compare(["a"], LOAD, 2, lambda number, load: level(load=load, errors={"INTERNAL": 3}))
     assert (one.failed, one.mean_batch_size) == (6, 4)
     (mute,) = compare(["a"], LOAD, 2, lambda number, load: level(load=load, server=None))
     assert mute.mean_batch_size is None
+
+
+class Answering(Client):
+    """Answers with arrays instead of asking a server."""
+
+    def __init__(self, *answers: dict[str, np.ndarray[Any, Any]]) -> None:
+        self._answers = iter(answers)
+
+    def infer_message(self, request: pb.ModelInferRequest, **_: Any) -> pb.ModelInferResponse:
+        response = pb.ModelInferResponse()
+        for name, array in next(self._answers).items():
+            response.outputs.add(name=name, datatype=WIRES[array.dtype.name], shape=array.shape)
+            response.raw_output_contents.append(
+                serialize_byte_tensor(array).item() if array.dtype.hasobject else array.tobytes()
+            )
+        return response
+
+
+def test_the_largest_error_over_the_largest_value_of_the_same_answer() -> None:
+    ours = Answering({"y": np.array([[1.0, 2.5]], np.float16)}, {"y": np.array([[100.0, 90.0]], np.float16)})
+    theirs = Answering({"y": np.array([[1.0, 2.0]], np.float32)}, {"y": np.array([[99.0, 100.0]], np.float32)})
+    (found,), alone = differences(ours, REQUESTS, theirs, REQUESTS)
+    assert (found.output, found.max_abs, found.scaled, found.mismatched) == ("y", 10.0, 0.25, 0)
+    assert (found.agreement, alone) == (0.5, [])
+
+
+def test_elements_finite_on_one_side_count_as_mismatched() -> None:
+    ours = Answering({"y": np.array([np.inf, 1.0, np.nan], np.float16)})
+    theirs = Answering({"y": np.array([70000.0, 1.0, np.nan], np.float32)})
+    (found,), _ = differences(ours, REQUESTS[:1], theirs, REQUESTS[:1])
+    assert (found.max_abs, found.mismatched, found.agreement) == (0.0, 1, None)
+
+
+def test_bf16_is_compared_by_value() -> None:
+    bits = (np.array([[1.5, -2.0]], np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    ours, theirs = Answering({"y": bits}), Answering({"y": np.array([[1.5, -4.0]], np.float32)})
+    (found,), _ = differences(ours, REQUESTS[:1], theirs, REQUESTS[:1])
+    assert (found.max_abs, found.scaled) == (2.0, 0.5)
+
+
+def test_outputs_of_one_side_or_another_shape_are_named() -> None:
+    ours = Answering({"y": np.zeros((1, 2), np.float32), "z": np.zeros(1, np.int64), "s": np.zeros(3, np.float32)})
+    theirs = Answering({"y": np.zeros((1, 2), np.float32), "t": np.zeros(1, np.int64), "s": np.zeros(4, np.float32)})
+    found, alone = differences(ours, REQUESTS[:1], theirs, REQUESTS[:1])
+    assert [one.output for one in found] == ["y"]
+    assert alone == ["s", "t", "z"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_equal_answers_differ_by_nothing(scale: float) -> None:
+    answer = {"y": np.arange(6, dtype=np.float32).reshape(2, 3) * scale}
+    (found,), _ = differences(Answering(answer), REQUESTS[:1], Answering(answer), REQUESTS[:1])
+    assert found.to_json() == {"output": "y", "max_abs": 0, "scaled": 0, "mismatched": 0, "agreement": 1.0}
+
+
+def test_texts_are_equal_or_not_and_a_number_is_no_text() -> None:
+    words, numbers = np.array([[b"a", b"b"]], np.object_), np.zeros((1, 2), np.float32)
+    ours = Answering({"y": words, "n": numbers}, {"y": words, "n": numbers})
+    theirs = Answering({"y": np.array([[b"a", b"c"]], np.object_), "n": words}, {"y": numbers, "n": numbers})
+    mixed, texts = differences(ours, REQUESTS, theirs, REQUESTS)[0]
+    assert (texts.mismatched, texts.max_abs, texts.agreement) == (1 + 2, 0.0, None)
+    assert (mixed.mismatched, mixed.max_abs, mixed.agreement) == (2, 0.0, 1.0)
+
+
+def test_an_answer_without_rows_agrees_in_none() -> None:
+    rows, none = np.eye(2, 5, dtype=np.float32), np.zeros((0, 5), np.float32)
+    (found,), _ = differences(Answering({"y": none}), REQUESTS[:1], Answering({"y": none}), REQUESTS[:1])
+    assert found.to_json() == {"output": "y", "max_abs": 0, "scaled": 0, "mismatched": 0, "agreement": None}
+    (found,), _ = differences(Answering({"y": rows}, {"y": none}), REQUESTS, Answering({"y": rows}, {"y": none}), REQUESTS)
+    assert found.agreement == 1.0

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
 from protos.datatypes import BY_WIRE, DATATYPES
-from serve.benchmark import request_inputs
-from serve.benchmark.errors import BenchmarkArgumentError
+from serve.benchmark import BenchmarkArgumentError, request_inputs
 from serve.benchmark.request_inputs import RequestPlan, parse_parameters, parse_shapes, random_values, zero_values
 from serve.protocol.raw_tensors import from_raw
 
@@ -73,7 +72,7 @@ def test_another_datatype_gets_the_same_values(monkeypatch: pytest.MonkeyPatch) 
     assert not np.array_equal(wide[0][0], wide[0][1])
 
 
-def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_distinct_requests_if_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_inputs, "MAX_BYTES", 3 * 8)  # one row of two fp32 has 8 bytes
     assert len(plan().requests()) == 3
     monkeypatch.setattr(request_inputs, "MAX_BYTES", 1)
@@ -92,7 +91,7 @@ def test_large_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"batch_size": 2, "max_batch_size": 0}, "model 'm' has no batch dimension: leave --batch-size at 1, not 2"),
     ],
 )
-def test_what_does_not_fit_the_model(changes: dict[str, Any], text: str) -> None:
+def test_options_that_do_not_fit_the_model_are_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(BenchmarkArgumentError, match=text):
         plan(**changes).requests()
 
@@ -118,7 +117,7 @@ def test_shapes_are_parsed() -> None:
 
 
 @pytest.mark.parametrize("argument", ["x", "x:", ":1", "x:0", "x:1,-2", "x:1;2", "x:1,", "x:²", f"x:{'9' * 5000}"])
-def test_what_is_no_shape(argument: str) -> None:
+def test_malformed_shapes_are_refused(argument: str) -> None:
     with pytest.raises(BenchmarkArgumentError, match=f"--shape {argument}: expected NAME:SIZE,... without the batch size"):
         parse_shapes([argument])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protos import inference_pb2 as pb
-from serve.client.exchanges.calls import Exchange, Pause
+from serve.client.exchange import Exchange, Pause
 
 
 def metadata(datatype: str) -> pb.ModelMetadataResponse:

@@ -52,9 +52,15 @@ def test_infer_prints_a_table(server: RunningServer, run: Run, digits: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", ["models", "models mlp", "infer mlp --input FILE", "bench mlp --seconds 0.1 --concurrency 1"]
+    "arguments",
+    [
+        "models",
+        pytest.param("models mlp", marks=pytest.mark.long),
+        pytest.param("infer mlp --input FILE", marks=pytest.mark.long),
+        "bench mlp --seconds 0.1 --concurrency 1",
+    ],
 )
-def test_a_reader_may_go(server: RunningServer, digits: Path, arguments: str) -> None:
+def test_a_closed_output_pipe_is_no_error(server: RunningServer, digits: Path, arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     words = arguments.replace("FILE", f"x={digits}").split()
@@ -83,7 +89,7 @@ def test_infer_answers_machines_with_one_object(server: RunningServer, run: Run,
         np.testing.assert_array_equal(arrays["y"], np.array(y["data"], np.float16), strict=True)
 
 
-def test_json_has_no_word_for_nan_so_strings_say_it(server: RunningServer, run: Run) -> None:
+def test_nan_and_infinity_become_json_strings(server: RunningServer, run: Run) -> None:
     others = [
         f"in_{wire}=[[1]]"
         for wire in ["UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32"]
@@ -120,10 +126,10 @@ def test_json_has_no_word_for_nan_so_strings_say_it(server: RunningServer, run: 
         (["models", "nope"], 1, "the server's repository has no model 'nope'"),
         (["models", "--config", "c.json"], 2, "--config is for one --load; give both, once"),
         (["models", "--load", "mlp", "--config", "no.json"], 2, "--config no.json: cannot be read: "),
-        (["models", "--load", "\udcff"], 1, "a model's name must be text that UTF-8 can say, not '\\udcff'"),
+        (["models", "--load", "\udcff"], 1, "a model's name must be text that UTF-8 can encode, not '\\udcff'"),
         (["models", "--unload", "m", "--load", "m"], 2, "--load and --unload both name 'm'; --load alone loads a model anew"),
-        (["models", "--unload", "\udcff"], 1, "a model's name must be text that UTF-8 can say, not '\\udcff'"),
-        (["models", "--address", "\udcff:1"], 2, "the address must be text that UTF-8 can say, not '\\udcff:1'"),
+        (["models", "--unload", "\udcff"], 1, "a model's name must be text that UTF-8 can encode, not '\\udcff'"),
+        (["models", "--address", "\udcff:1"], 2, "the address must be text that UTF-8 can encode, not '\\udcff:1'"),
         (["models", "nope", "--wait", "0.05"], 1, "model 'nope' was not ready within"),
         (["models", "--address", "nonsense"], 2, "the address must be HOST:PORT"),
         (["models", "--address", "127.0.0.1:1"], 1, "no server answers at 127.0.0.1:1 (connection refused)"),
@@ -226,7 +232,7 @@ def test_a_line_that_is_no_text_ends_the_stream(server: RunningServer, run: Run,
 
 
 @pytest.mark.parametrize("seconds", ["inf", "1e12", "0"])
-def test_looks_follow_each_other_within_a_day(server: RunningServer, run: Run, seconds: str) -> None:
+def test_watch_intervals_are_finite(server: RunningServer, run: Run, seconds: str) -> None:
     code, out, err = run("models", "mlp", "--address", server.address, "--watch", "--every", seconds)
     assert (code, out) == (2, "")
     assert "Invalid value for '--every'" in err

@@ -1,4 +1,4 @@
-"""How calls reach a server: certificates, tokens, metadata, compression, several servers, threads, forks, restarts."""
+"""How calls reach a server: addresses, certificates, tokens, metadata, compression, replicas, threads, forks, restarts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ import trustme
 from protos import inference_pb2 as pb
 from serve.client import (
     AccessDenied,
+    Client,
+    ClientError,
+    ClientTls,
     DeadlineExceeded,
-    InferenceClient,
-    InferenceClientError,
     InvalidRequest,
     Overloaded,
     RetryPolicy,
     ServerUnavailable,
-    Tls,
 )
-from serve.client.connection.tls import GRPC_ROOTS
+from serve.client.connection import GRPC_ROOTS, bearer, checked_balancing, headers_of, parse_address
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer
@@ -37,6 +37,89 @@ from tests.serve.running_server import RunningServer
 TOKEN = "t0ken"  # noqa: S105  (opens nothing)
 LIVE: dict[str, list[Any]] = {"ServerLive": [pb.ServerLiveResponse(live=True)]}
 NAME: dict[str, list[Any]] = {"ServerMetadata": [pb.ServerMetadataResponse(name="s")]}
+
+
+@pytest.mark.parametrize(
+    ("address", "uri", "is_local"),
+    [
+        ("127.0.0.1:8001", "127.0.0.1:8001", True),
+        ("localhost:1", "localhost:1", True),
+        ("[::1]:8001", "[::1]:8001", True),
+        ("models.example:8001", "models.example:8001", False),
+        ("10.0.0.1:8001", "10.0.0.1:8001", False),
+        ("unix:/run/h.sock", "unix:/run/h.sock", True),
+        (["10.0.0.1:1"], "10.0.0.1:1", False),
+        (["10.0.0.1:1", "10.0.0.2:2"], "ipv4:10.0.0.1:1,10.0.0.2:2", False),
+        (["localhost:1", "127.0.0.2:2"], "ipv4:127.0.0.1:1,127.0.0.2:2", True),
+        (["[::1]:1", "[fd00::1]:2"], "ipv6:[::1]:1,[fd00::1]:2", False),
+    ],
+)
+def test_addresses_are_parsed(address: str | Sequence[str], uri: str, is_local: bool) -> None:
+    target = parse_address(address)
+    assert (target.uri, target.is_local) == (uri, is_local)
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ([], "must be HOST:PORT, at least one of them"),
+        (["a.example:1", "10.0.0.1:1"], "'a.example:1' among several addresses must be IP:PORT; or give one name"),
+        (["[::1]:1", "10.0.0.1:1"], "must be all IPv4 or all IPv6, not both"),
+        (["10.0.0.1:1", "10.0.0.2"], "must be HOST:PORT, such as 127.0.0.1:8001, not '10.0.0.2'"),
+        ("grpc://h:1", "must be HOST:PORT"),
+        ("h:²", "must be HOST:PORT"),
+        ("::1:8001", r"an IPv6 address needs brackets, such as \[::1\]:8001, not '::1:8001'"),
+        ("\udcff:1", r"the address must be text that UTF-8 can encode, not '\\udcff:1'"),
+        (["\udcff:1", "h:1"], r"the address must be text that UTF-8 can encode, not '\\udcff:1'"),
+        ("unix:/\udcff", r"the address must be text that UTF-8 can encode, not 'unix:/\\udcff'"),
+    ],
+)
+def test_malformed_addresses_are_refused(address: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        parse_address(address)
+
+
+def test_an_unknown_balancing_policy_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="must be one of pick_first, round_robin, not 'random'"):
+        checked_balancing("random")  # type: ignore[arg-type]  # (that is the point)
+
+
+def test_names_are_put_into_lower_case() -> None:
+    assert headers_of({"X-Tenant": "a b", "trace-bin": b"\0\xff"}) == (("x-tenant", "a b"), ("trace-bin", b"\0\xff"))
+    assert headers_of(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("a b", "v", "expected a name of a-z"),
+        ("", "v", "expected a name of a-z"),
+        ("grpc-timeout", "1S", "that does not begin with grpc-"),
+        ("a", b"v", "bytes need a name that ends in -bin"),
+        ("a-bin", "v", "bytes need a name that ends in -bin"),
+        ("a", "é", "expected printable ASCII text"),
+        ("a", "b\nc", "expected printable ASCII text"),
+        ("a", 3, "expected printable ASCII text"),
+    ],
+)
+def test_headers_that_grpc_cannot_send_are_refused(name: str, value: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        headers_of({name: value})
+
+
+def test_a_token_may_be_renewed() -> None:
+    tokens = iter(["one", "two"])
+    assert [bearer(lambda: next(tokens)) for _ in range(2)] == [
+        (("authorization", "Bearer one"),),
+        (("authorization", "Bearer two"),),
+    ]
+
+
+@pytest.mark.parametrize("token", ["", "secret\n", "a b", "é"])
+def test_malformed_tokens_are_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be printable ASCII without spaces") as refused:
+        bearer(token)
+    assert not token.strip() or token.strip() not in str(refused.value)
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +149,7 @@ def secure(certificates: Callable[[str], Path]) -> Iterator[ScriptedServer]:
 def test_both_sides_show_their_certificates(
     secure: ScriptedServer, connect: Connect, certificates: Callable[[str], Path]
 ) -> None:
-    tls = Tls(
+    tls = ClientTls(
         authorities=certificates("authority.pem"),
         certificate=certificates("client.pem"),
         key=certificates("client.key"),
@@ -77,14 +160,14 @@ def test_both_sides_show_their_certificates(
 
 
 @pytest.mark.parametrize("variable", ["SSL_CERT_FILE", GRPC_ROOTS])
-def test_whom_the_system_trusts_is_trusted(certificates: Callable[[str], Path], variable: str) -> None:
+def test_the_systems_authorities_are_trusted(certificates: Callable[[str], Path], variable: str) -> None:
     pair = (certificates("server.key").read_bytes(), certificates("server.pem").read_bytes())
     server = ScriptedServer(grpc.ssl_server_credentials([pair]))
     server.answers |= NAME
     # Another process: gRPC reads its own variable once.
     program = f"""
-from serve.client import InferenceClient, Tls
-print(InferenceClient("{server.address}", tls=Tls(server_name="localhost"), timeout_s=20).server_metadata().name)
+from serve.client import Client, ClientTls
+print(Client("{server.address}", tls=ClientTls(server_name="localhost"), timeout_s=20).server_metadata().name)
 """
     environment = {name: value for name, value in os.environ.items() if name not in {"SSL_CERT_FILE", GRPC_ROOTS}}
     environment[variable] = str(certificates("authority.pem"))
@@ -100,7 +183,7 @@ print(InferenceClient("{server.address}", tls=Tls(server_name="localhost"), time
         ({"authorities": "authority.pem"}, "example.org", "was made for another name; give the name that stands in it"),
     ],
 )
-def test_a_server_that_is_not_trusted(
+def test_an_untrusted_server_is_refused(
     secure: ScriptedServer,
     connect: Connect,
     certificates: Callable[[str], Path],
@@ -108,7 +191,7 @@ def test_a_server_that_is_not_trusted(
     server_name: str,
     text: str,
 ) -> None:
-    tls = Tls(**{name: certificates(file) for name, file in files.items()}, server_name=server_name)
+    tls = ClientTls(**{name: certificates(file) for name, file in files.items()}, server_name=server_name)
     with pytest.raises(ServerUnavailable, match=text):
         connect(secure.address, tls=tls, retries=0).server_metadata()
 
@@ -122,7 +205,7 @@ def test_a_server_that_does_not_greet_at_once_is_waited_for(connect: Connect) ->
 
 def test_tls_to_a_server_without_it(scripted: ScriptedServer, connect: Connect, certificates: Callable[[str], Path]) -> None:
     with pytest.raises(ServerUnavailable, match="does not speak TLS; connect without it"):
-        connect(scripted.address, tls=Tls(authorities=certificates("authority.pem"))).server_metadata()
+        connect(scripted.address, tls=ClientTls(authorities=certificates("authority.pem"))).server_metadata()
 
 
 @pytest.mark.parametrize(
@@ -134,15 +217,15 @@ def test_tls_to_a_server_without_it(scripted: ScriptedServer, connect: Connect, 
         ({"authorities": "../"}, "cannot be read: Is a directory"),
     ],
 )
-def test_certificates_that_are_none(certificates: Callable[[str], Path], files: dict[str, str], text: str) -> None:
+def test_incomplete_certificates_are_refused(certificates: Callable[[str], Path], files: dict[str, str], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        Tls(**{name: certificates(file) for name, file in files.items()})  # type: ignore[arg-type]  # (never server_name)
+        ClientTls(**{name: certificates(file) for name, file in files.items()})  # type: ignore[arg-type]  # (never server_name)
 
 
-def test_a_certificate_that_is_no_pem_file(tmp_path: Path) -> None:
+def test_a_certificate_file_without_pem_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pem").write_text("hello")
     with pytest.raises(InvalidRequest, match="a.pem is no PEM file; expected a line that begins with -----BEGIN"):
-        Tls(authorities=tmp_path / "a.pem")
+        ClientTls(authorities=tmp_path / "a.pem")
 
 
 def test_metadata_and_token_go_with_each_call(scripted: ScriptedServer, connect: Connect) -> None:
@@ -160,7 +243,7 @@ def test_a_token_stays_on_this_machine_or_goes_encrypted(connect: Connect) -> No
 
 
 @pytest.mark.parametrize("code", ["UNAUTHENTICATED", "PERMISSION_DENIED"])
-def test_who_is_not_let_in(scripted: ScriptedServer, connect: Connect, code: str) -> None:
+def test_refused_credentials_are_access_denied(scripted: ScriptedServer, connect: Connect, code: str) -> None:
     scripted.answers["ServerMetadata"] = [Failure(code, "who are you?")]
     with pytest.raises(AccessDenied, match="who are you") as denied:
         connect(scripted.address).server_metadata()
@@ -184,7 +267,7 @@ def test_compressed_requests(server: RunningServer, connect: Connect, compressio
         ({"retries": 1.5}, "retries must be 0 to 10, not 1.5"),
     ],
 )
-def test_options_that_there_are_not(connect: Connect, options: dict[str, Any], text: str) -> None:
+def test_unknown_options_are_refused(connect: Connect, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         connect("127.0.0.1:1", **options)
 
@@ -219,7 +302,7 @@ def test_a_socket_file(tmp_path: Path, connect: Connect) -> None:
 def test_many_threads_share_a_client(server: RunningServer) -> None:
     x = np.random.default_rng(2).standard_normal((16, 64)).astype(np.float16)
     together = threading.Barrier(16)
-    with InferenceClient(server.address) as client, ThreadPoolExecutor(16) as threads:
+    with Client(server.address) as client, ThreadPoolExecutor(16) as threads:
 
         def ask(row: int) -> list[Any]:
             together.wait(20)
@@ -234,23 +317,25 @@ def test_many_threads_share_a_client(server: RunningServer) -> None:
 def test_closing_while_others_ask(scripted: ScriptedServer) -> None:
     scripted.answers["ModelInfer"] = [pb.ModelInferResponse()]
     scripted.held.add("ModelInfer")
-    client = InferenceClient(scripted.address)
+    client = Client(scripted.address)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(client.infer_message, pb.ModelInferRequest())
         assert scripted.arrived.wait(20)
         client.close()
-        with pytest.raises(InferenceClientError, match="was given up before .* answered") as closed:
+        with pytest.raises(ClientError, match="was cancelled before .* answered") as closed:
             asked.result(20)
     assert closed.value.code == "CANCELLED"
 
 
-def test_after_a_fork_it_says_so(scripted: ScriptedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_refuses_calls_after_a_fork(
+    scripted: ScriptedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scripted.answers |= LIVE
     client = connect(scripted.address)
     assert client.is_live()
     process = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process + 1)
-    with pytest.raises(InferenceClientError, match="has connected in another process; gRPC does not survive a fork"):
+    with pytest.raises(ClientError, match="has connected in another process; gRPC does not survive a fork"):
         client.server_metadata()
 
 
@@ -270,7 +355,7 @@ def test_an_overload_without_a_hint_is_not_made_worse(scripted: ScriptedServer, 
     assert scripted.count("ServerMetadata") == 1
 
 
-def test_what_is_not_idempotent_is_not_repeated(scripted: ScriptedServer, connect: Connect) -> None:
+def test_calls_that_are_not_idempotent_are_not_repeated(scripted: ScriptedServer, connect: Connect) -> None:
     scripted.serve_model()
     scripted.answers["ModelInfer"] = [Failure("UNAVAILABLE", "lost half-way")]
     policy = RetryPolicy(retries=1, initial_backoff_s=0.001, max_backoff_s=0.001)
@@ -283,7 +368,7 @@ def test_what_is_not_idempotent_is_not_repeated(scripted: ScriptedServer, connec
 
 
 @pytest.mark.parametrize("balancing", ["pick_first", "round_robin"])
-def test_a_server_that_is_started_again_is_found(connect: Connect, balancing: str) -> None:
+def test_a_restarted_server_is_found(connect: Connect, balancing: str) -> None:
     first = ScriptedServer()
     first.answers |= NAME
     policy = RetryPolicy(retries=0, initial_backoff_s=0.01, max_backoff_s=0.01, wait_for_server=True)

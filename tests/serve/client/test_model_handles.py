@@ -9,7 +9,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from serve.client import InvalidRequest, ModelNotFound
-from serve.client.exchanges.model_description import ModelDescription, TensorInfo
+from serve.client.model_handles import ModelDescription, TensorInfo
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer
@@ -56,7 +56,7 @@ def test_an_unknown_model(server: RunningServer, connect: Connect) -> None:
         connect(server.address).model("nope")
 
 
-def test_nothing_wrong_is_sent(scripted: ScriptedServer, connect: Connect) -> None:
+def test_invalid_requests_are_not_sent(scripted: ScriptedServer, connect: Connect) -> None:
     scripted.serve_model()
     scripted.answers["ModelConfig"] = [pb.ModelConfigResponse()]
     model = connect(scripted.address).model("m")
@@ -69,7 +69,7 @@ def test_nothing_wrong_is_sent(scripted: ScriptedServer, connect: Connect) -> No
     assert scripted.count("ModelInfer") == 0
 
 
-def test_a_model_that_was_replaced_is_looked_at_again(scripted: ScriptedServer, connect: Connect) -> None:
+def test_a_replaced_model_is_described_again(scripted: ScriptedServer, connect: Connect) -> None:
     scripted.serve_model()
     scripted.answers["ModelConfig"] = [pb.ModelConfigResponse()]
     model = connect(scripted.address).model("m")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.client import InferenceClient
+from serve.client import Client
 from tests.models import save_counter, save_mlp, save_model, save_picky
 from tests.serve.faults.server_process import Load, ServerProcess, run_faulty_server, under_load
 
@@ -41,8 +41,8 @@ def load(faulty_server: ServerProcess) -> Iterator[Load]:
 
 
 @pytest.fixture
-def client(faulty_server: ServerProcess) -> Iterator[InferenceClient]:
-    with InferenceClient(faulty_server.address, timeout_s=30, retries=0) as one:
+def client(faulty_server: ServerProcess) -> Iterator[Client]:
+    with Client(faulty_server.address, timeout_s=30, retries=0) as one:
         yield one
 
 

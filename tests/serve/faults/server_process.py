@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 
-from serve.client import InferenceClient, InferenceClientError, RetryPolicy
+from serve.client import Client, ClientError, RetryPolicy
 from tests.models import Array, mlp_weights
 
 ROOT = Path(__file__).parents[3]
@@ -92,16 +92,16 @@ class Load:
         self._stop = threading.Event()
         self._changed = threading.Condition()
         self._answers = 0
-        self.refused: list[InferenceClientError] = []
+        self.refused: list[ClientError] = []
 
     def ask(self, seed: int) -> None:
         random, (first, second) = np.random.default_rng(seed), mlp_weights()
-        with InferenceClient(self._addresses, timeout_s=WAIT_S, retries=self._retry) as client:
+        with Client(self._addresses, timeout_s=WAIT_S, retries=self._retry) as client:
             while not self._stop.is_set():
                 x = random.standard_normal((int(random.integers(1, 4)), 64)).astype(np.float16)
                 try:
                     y = client.infer("mlp", {"x": x})["y"]
-                except InferenceClientError as error:
+                except ClientError as error:
                     with self._changed:
                         self.refused.append(error)
                         self._changed.notify_all()
@@ -111,7 +111,7 @@ class Load:
 
     def stream(self, seed: int) -> None:
         random, (first, second) = np.random.default_rng(seed), mlp_weights()
-        with InferenceClient(self._addresses, timeout_s=WAIT_S, retries=self._retry) as client:
+        with Client(self._addresses, timeout_s=WAIT_S, retries=self._retry) as client:
             while not self._stop.is_set():
                 inputs = [random.standard_normal((1, 64)).astype(np.float16) for _ in range(ON_ONE_STREAM)]
                 answered = []

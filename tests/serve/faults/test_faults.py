@@ -19,15 +19,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.client import (
-    DeadlineExceeded,
-    InferenceClient,
-    InferenceClientError,
-    InvalidRequest,
-    ModelNotFound,
-    RetryPolicy,
-    ServerUnavailable,
-)
+from serve.client import Client, ClientError, DeadlineExceeded, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable
 from serve.transports.grpc_framing import frame
 from tests.models import save_mlp, save_model
 from tests.serve.faults.conftest import ROW_MB, SPAN_S
@@ -38,20 +30,18 @@ FAR = 1_500_000  # about a microsecond a step
 MB = 2**20
 
 
-def count_to(client: InferenceClient, n: int) -> list[int]:
+def count_to(client: Client, n: int) -> list[int]:
     return [int(value) for value in client.infer("counter", {"n": np.array([n])})["y"]]
 
 
-def answers_again(client: InferenceClient) -> bool:
+def answers_again(client: Client) -> bool:
     try:
         return count_to(client, 5) == [5]
     except ServerUnavailable:
         return False
 
 
-def test_a_model_that_hangs_is_given_up_and_comes_back(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
-) -> None:
+def test_a_model_that_hangs_is_given_up_and_comes_back(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     assert count_to(client, 7) == [7]
     with pytest.raises(ServerUnavailable, match=f"did not answer within its {SPAN_S} s and is being restarted"):
         count_to(client, FAR)
@@ -60,7 +50,7 @@ def test_a_model_that_hangs_is_given_up_and_comes_back(
 
 
 def test_a_hung_model_without_its_file_comes_back_with_the_file(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
+    faulty_server: ServerProcess, load: Load, client: Client
 ) -> None:
     file = faulty_server.repository / "counter" / "1" / "model.onnx"
     elsewhere = file.with_name("elsewhere")
@@ -76,11 +66,11 @@ def test_a_hung_model_without_its_file_comes_back_with_the_file(
     faulty_server.until(lambda: answers_again(client), client.is_live)
 
 
-def test_only_the_poisoned_requests_of_a_batch_fail(load: Load, client: InferenceClient) -> None:
+def test_only_the_poisoned_requests_of_a_batch_fail(load: Load, client: Client) -> None:
     def pick(index: int) -> float | str:
         try:
             return float(client.infer("picky", {"i": np.array([[index]])})["y"][0, 0])
-        except InferenceClientError as error:
+        except ClientError as error:
             return error.code
 
     indices = [0, 1, 9, 1, 0, 9, 0, 1] * 5
@@ -89,7 +79,7 @@ def test_only_the_poisoned_requests_of_a_batch_fail(load: Load, client: Inferenc
 
 
 def test_a_copy_with_a_lost_device_is_reloaded_and_costs_others_nothing(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
+    faulty_server: ServerProcess, load: Load, client: Client
 ) -> None:
     assert client.infer("fragile", {"i": np.array([[1]])})["y"].tolist() == [[20]]
     with pytest.raises(ServerUnavailable, match="the device failed while it computed this request"):
@@ -98,9 +88,7 @@ def test_a_copy_with_a_lost_device_is_reloaded_and_costs_others_nothing(
     assert "fragile/1 instance 0: is up again" in faulty_server.error_text()
 
 
-def test_a_batch_beyond_the_memory_is_computed_in_pieces(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
-) -> None:
+def test_a_batch_beyond_the_memory_is_computed_in_pieces(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     pid = faulty_server.process.pid
     x = np.arange(16, dtype=np.float32).reshape(16, 1)
     load.wait_for_more()
@@ -124,7 +112,7 @@ SIDE = 2048  # 8 MiB of weights
 
 
 @contextmanager
-def full_disk(server: ServerProcess, client: InferenceClient, spare_bytes: int) -> Iterator[None]:
+def full_disk(server: ServerProcess, client: Client, spare_bytes: int) -> Iterator[None]:
     """No file of the server's gets longer than the access log is now, but for some bytes."""
     server.until(server.access_log.exists, client.is_live)
     pid = server.process.pid
@@ -136,9 +124,7 @@ def full_disk(server: ServerProcess, client: InferenceClient, spare_bytes: int) 
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_log_lines_and_nothing_else(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
-) -> None:
+def test_a_full_disk_costs_log_lines_and_nothing_else(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     with full_disk(faulty_server, client, spare_bytes=100):  # less than a line: one is torn
         faulty_server.until(lambda: "access log" in faulty_server.error_text(), client.is_live)
         load.wait_for_more()
@@ -152,9 +138,7 @@ def test_a_full_disk_costs_log_lines_and_nothing_else(
     assert json.loads(written[full:].lstrip(b"\n").split(b"\n")[0])["model"]
 
 
-def test_a_model_can_be_loaded_while_the_disk_is_full(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
-) -> None:
+def test_a_model_can_be_loaded_while_the_disk_is_full(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     load.wait_for_more()
     second = faulty_server.repository / "picky" / "2"
     shutil.copytree(faulty_server.repository / "picky" / "1", second)
@@ -168,7 +152,7 @@ def test_a_model_can_be_loaded_while_the_disk_is_full(
 
 
 def test_a_model_beyond_the_disks_space_is_refused_and_the_old_one_serves(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
+    faulty_server: ServerProcess, load: Load, client: Client
 ) -> None:
     load.wait_for_more()
     version = faulty_server.repository / "picky" / "2"
@@ -187,9 +171,7 @@ def test_a_model_beyond_the_disks_space_is_refused_and_the_old_one_serves(
         client.load_model("picky")
 
 
-def test_a_model_folder_that_is_deleted_goes_on_serving(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
-) -> None:
+def test_a_model_folder_that_is_deleted_goes_on_serving(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     folder = faulty_server.repository / "mlp"
     shutil.rmtree(folder)
     try:
@@ -208,9 +190,9 @@ RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 CLIENTS = 20
 
 
-def test_a_stopped_server_continues_where_it_was(faulty_server: ServerProcess, load: Load, client: InferenceClient) -> None:
+def test_a_stopped_server_continues_where_it_was(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     counter = {"n": np.array([20_000])}
-    with InferenceClient(faulty_server.address, timeout_s=0.6, retries=0) as impatient, ThreadPoolExecutor(1) as pool:
+    with Client(faulty_server.address, timeout_s=0.6, retries=0) as impatient, ThreadPoolExecutor(1) as pool:
         begun = pool.submit(client.infer, "counter", counter)
         faulty_server.process.send_signal(signal.SIGSTOP)
         try:
@@ -222,9 +204,7 @@ def test_a_stopped_server_continues_where_it_was(faulty_server: ServerProcess, l
     load.wait_for_more()
 
 
-def test_clients_that_die_during_a_message_leak_nothing(
-    faulty_server: ServerProcess, load: Load, client: InferenceClient
-) -> None:
+def test_clients_that_die_during_a_message_leak_nothing(faulty_server: ServerProcess, load: Load, client: Client) -> None:
     client.is_live()
     before = faulty_server.open_files()
     for number in range(CLIENTS):

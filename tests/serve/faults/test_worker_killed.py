@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from halfserve import main
-from serve.client import InferenceClient, InferenceClientError, RetryPolicy, ServerUnavailable
+from serve.client import Client, ClientError, RetryPolicy, ServerUnavailable
 from tests.models import save_mlp, save_picky
 from tests.serve.faults.server_process import ROOT, WAIT_S, under_load
 
@@ -86,7 +86,7 @@ def test_workers_that_are_killed_under_load_cost_patient_clients_nothing(reposit
                 others.wait_for_more(50)
         assert {type(error) for error in others.refused} <= {ServerUnavailable}
         assert f"halfserve_worker_restarts_total {KILLS}" in page(ready["metrics_port"], "/metrics")
-        with InferenceClient(f"unix:{admin}", timeout_s=WAIT_S) as client:
+        with Client(f"unix:{admin}", timeout_s=WAIT_S) as client:
             assert client.is_live()
         process.terminate()
         told, errors = process.communicate(timeout=WAIT_S)
@@ -103,7 +103,7 @@ def test_workers_that_are_killed_under_load_cost_patient_clients_nothing(reposit
 def test_the_supervisors_end_ends_its_worker_and_frees_the_ports(repository: Path) -> None:
     with started(*HALFSERVE, str(repository), *SMALL, "--json", "--no-http") as (process, line):
         port = json.loads(line)["grpc_port"]
-        with InferenceClient(f"127.0.0.1:{port}", timeout_s=WAIT_S, retries=0) as client:
+        with Client(f"127.0.0.1:{port}", timeout_s=WAIT_S, retries=0) as client:
             assert client.is_live()
             process.kill()
             process.wait(WAIT_S)
@@ -118,10 +118,10 @@ def test_the_supervisors_end_ends_its_worker_and_frees_the_ports(repository: Pat
 def test_a_process_that_has_lost_its_device_is_replaced(repository: Path) -> None:
     with started(sys.executable, "-m", "tests.serve.faults.supervised_program", str(repository)) as (process, line):
         address = f"127.0.0.1:{line.strip()}"
-        with InferenceClient(address, timeout_s=WAIT_S, retries=0) as client:
+        with Client(address, timeout_s=WAIT_S, retries=0) as client:
             assert pick(client, 1) == 20.0
             assert pick(client, -1) == "UNAVAILABLE"  # the model cannot be loaded anew
-        with InferenceClient(address, timeout_s=WAIT_S, retries=PATIENT) as client:
+        with Client(address, timeout_s=WAIT_S, retries=PATIENT) as client:
             assert pick(client, 0) == 10.0
         process.terminate()
         _, errors = process.communicate(timeout=WAIT_S)
@@ -130,10 +130,10 @@ def test_a_process_that_has_lost_its_device_is_replaced(repository: Path) -> Non
     assert "exit code 75: its device was lost; the next one starts now" in errors
 
 
-def pick(client: InferenceClient, index: int) -> float | str:
+def pick(client: Client, index: int) -> float | str:
     try:
         return float(client.infer("fragile", {"i": np.array([[index]])})["y"][0, 0])
-    except InferenceClientError as error:
+    except ClientError as error:
         return error.code
 
 

@@ -1,0 +1,251 @@
+"""Messages between the benchmark and its load processes: load specifications, and latency histograms back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+Nanoseconds: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+MANTISSA_BITS = 11
+NANOSECONDS_PER_MS = 1e6
+Arrivals = Literal["constant", "poisson"]
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatencyHistogram:
+    """Latencies as an HDR histogram: each within 0.05 %, in a few thousand numbers for any number of requests.
+
+    The buckets are those of Gil Tene's HdrHistogram (http://hdrhistogram.org), 1024 steps per doubling. They are kept sparse,
+    as two arrays, so that numpy merges them and they travel between processes cheaply.
+
+    Attributes:
+        values_ns: int64 [buckets], rising: the middle of each bucket that has something in it.
+        counts: int64 [buckets], above 0.
+        sum_ns: of all latencies, exactly.
+        min_ns: the smallest, exactly; 0 when there is none.
+        max_ns: the largest, exactly; 0 when there is none.
+    """
+
+    values_ns: Nanoseconds
+    counts: Nanoseconds
+    sum_ns: int
+    min_ns: int
+    max_ns: int
+
+    @classmethod
+    def of(cls, latencies_ns: Nanoseconds) -> LatencyHistogram:
+        """From int64 [requests] nanoseconds, none negative; there may be none."""
+        if not len(latencies_ns):
+            return EMPTY
+        values, counts = np.unique(_bucketed(latencies_ns), return_counts=True)
+        return cls(
+            values_ns=values,
+            counts=counts.astype(np.int64),
+            sum_ns=int(latencies_ns.sum()),
+            min_ns=int(latencies_ns.min()),
+            max_ns=int(latencies_ns.max()),
+        )
+
+    @classmethod
+    def merged(cls, histograms: Iterable[LatencyHistogram]) -> LatencyHistogram:
+        parts = [histogram for histogram in histograms if histogram.total]
+        if not parts:
+            return EMPTY
+        values, where = np.unique(np.concatenate([part.values_ns for part in parts]), return_inverse=True)
+        counts = np.zeros(len(values), np.int64)
+        np.add.at(counts, where, np.concatenate([part.counts for part in parts]))
+        return cls(
+            values_ns=values,
+            counts=counts,
+            sum_ns=sum(part.sum_ns for part in parts),
+            min_ns=min(part.min_ns for part in parts),
+            max_ns=max(part.max_ns for part in parts),
+        )
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def mean_ms(self) -> float:
+        """Mean in milliseconds; the histogram must not be empty."""
+        return self.sum_ns / self.total / NANOSECONDS_PER_MS
+
+    def percentiles_ms(self, percents: Sequence[float]) -> list[float]:
+        """Percentiles in milliseconds by nearest rank; the histogram must not be empty."""
+        cumulated = np.cumsum(self.counts)
+        ranks = [max(1, math.ceil(percent / 100 * self.total - 1e-9)) for percent in percents]
+        values = self.values_ns[np.searchsorted(cumulated, ranks)].clip(self.min_ns, self.max_ns)
+        return [float(value) for value in values / NANOSECONDS_PER_MS]
+
+    def within(self, bound_ms: float) -> int:
+        """The number of latencies up to a bound."""
+        return int(self.counts[self.values_ns <= bound_ms * NANOSECONDS_PER_MS].sum())
+
+
+EMPTY = LatencyHistogram(values_ns=np.empty(0, np.int64), counts=np.empty(0, np.int64), sum_ns=0, min_ns=0, max_ns=0)
+
+
+def _bucketed(latencies_ns: Nanoseconds) -> Nanoseconds:
+    """The middle of each latency's bucket: all but the leading MANTISSA_BITS bits are dropped."""
+    _, bit_lengths = np.frexp(latencies_ns.astype(np.float64))
+    shifts = np.maximum(bit_lengths.astype(np.int64) - MANTISSA_BITS, 0)
+    bucketed: Nanoseconds = ((latencies_ns >> shifts) << shifts) + ((1 << shifts) >> 1)
+    return bucketed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsPaths:
+    """Names of the PEM files of an encrypted connection.
+
+    Attributes:
+        authorities: the certificates that may have signed the server's; None for the system's own list.
+        certificate: this side's, where the server asks for one.
+        key: the certificate's private key.
+        server_name: in the server's certificate, where it differs from the host.
+    """
+
+    authorities: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadEndpoint:
+    """The server and the RPC to load.
+
+    Attributes:
+        host: name or address of the server.
+        port: its gRPC port.
+        path: of the RPC.
+        streaming: whether the RPC takes many messages in one call.
+        tls: for an encrypted connection; None for a plain one.
+        headers: metadata of every call, names in lower case.
+    """
+
+    host: str
+    port: int
+    path: str
+    streaming: bool = False
+    tls: TlsPaths | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSpec:
+    """One load to generate: either `concurrency` or `rate` is given.
+
+    Attributes:
+        concurrency: requests in flight, each followed by the next when it is answered (closed loop).
+        rate: requests per second, sent whether the earlier ones are answered or not (open loop).
+        arrivals: how the requests of a rate follow each other: evenly, or at random as those of many users do.
+        seconds: no request is started after this time; None for no such limit.
+        requests: the largest number of requests to start; None for no such limit.
+        timeout_s: the deadline of each request, counted from when it was to be sent.
+        connections: of each process; more are opened where the server allows too few calls on one.
+        window_s: interval between two reports of a process.
+        share: this process's number and the number of processes.
+    """
+
+    concurrency: int | None = None
+    rate: float | None = None
+    arrivals: Arrivals = "poisson"
+    seconds: float | None = None
+    requests: int | None = None
+    timeout_s: float = 30.0
+    connections: int = 1
+    window_s: float = 0.25
+    share: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStatistics:
+    """Measurements over some time; those of several processes or windows add up.
+
+    Attributes:
+        latencies: of the requests that succeeded, by model: from the intended sending time (open loop) or the sending (closed
+            loop) to the whole answer.
+        errors: failed requests by gRPC status name.
+        messages: the first server message of each of these statuses.
+        sent: requests that were started.
+        lateness: delay between intended time and sending of each request of an open loop: the generator's own delay.
+        seconds: how long it took.
+        busy: the share of the time in which the busiest process did not wait.
+        held_back: requests that had to wait because every connection was full.
+    """
+
+    latencies: Sequence[LatencyHistogram] = ()
+    errors: Counter[str] = field(default_factory=Counter)
+    messages: dict[str, str] = field(default_factory=dict)
+    sent: int = 0
+    lateness: LatencyHistogram = EMPTY
+    seconds: float = 0.0
+    busy: float = 0.0
+    held_back: int = 0
+
+    @property
+    def latency(self) -> LatencyHistogram:
+        """Latencies of all models together."""
+        return LatencyHistogram.merged(self.latencies)
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed."""
+        return self.errors.total()
+
+    def beside(self, others: Sequence[LoadStatistics]) -> LoadStatistics:
+        """The sum over processes that ran at the same time; seconds and busy are their maximum."""
+        tallies = [self, *others]
+        return _sum(tallies, seconds=max(t.seconds for t in tallies), busy=max(t.busy for t in tallies))
+
+    def then(self, others: Sequence[LoadStatistics]) -> LoadStatistics:
+        """The sum over consecutive windows."""
+        tallies, seconds = [self, *others], self.seconds + sum(tally.seconds for tally in others)
+        busy = sum(tally.busy * tally.seconds for tally in tallies) / seconds if seconds else 0.0
+        return _sum(tallies, seconds=seconds, busy=busy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadResult:
+    """A finished load.
+
+    Attributes:
+        tally: of the whole of it.
+        windows: the same, window by window, for as long as requests were started.
+        ended_early: why the load stopped before its end (INTERRUPTED for Ctrl-C); None where it did not.
+    """
+
+    tally: LoadStatistics
+    windows: Sequence[LoadStatistics] = ()
+    ended_early: str | None = None
+
+
+def _sum(tallies: Sequence[LoadStatistics], *, seconds: float, busy: float) -> LoadStatistics:
+    models = max(len(tally.latencies) for tally in tallies)
+    messages: dict[str, str] = {}
+    for tally in tallies:
+        messages = tally.messages | messages
+    return LoadStatistics(
+        latencies=[
+            LatencyHistogram.merged(tally.latencies[model] for tally in tallies if model < len(tally.latencies))
+            for model in range(models)
+        ],
+        errors=sum((tally.errors for tally in tallies), Counter()),
+        messages=messages,
+        sent=sum(tally.sent for tally in tallies),
+        lateness=LatencyHistogram.merged(tally.lateness for tally in tallies),
+        seconds=seconds,
+        busy=busy,
+        held_back=sum(tally.held_back for tally in tallies),
+    )

@@ -1,0 +1,296 @@
+"""A server under test, with the requests for it and the processes that send them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from protos import inference_pb2 as pb
+from serve.benchmark import BenchmarkArgumentError
+from serve.benchmark.level import ServerTotals
+from serve.benchmark.load.load_generator import LoadGenerator
+from serve.benchmark.load.spec import LoadEndpoint, TlsPaths
+from serve.benchmark.measurement import Bench
+from serve.benchmark.request_inputs import RequestPlan
+from serve.client import Client, ClientError
+from serve.client.cli.display import provider_of
+from serve.client.cli.inputs import fitted_inputs
+from serve.client.connection import ClientTls, bearer, method_path
+from serve.client.messages import Parameter, SharedSlice
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+
+ALIGNMENT = 64  # of a tensor's first byte; the width of a vector register
+
+
+class _Places:
+    """Allocates parts of a region; `end` bytes are taken."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def take(self, size: int) -> int:
+        """The offset of a new part."""
+        offset = -(-self.end // ALIGNMENT) * ALIGNMENT
+        self.end = offset + size
+        return offset
+
+
+def shared_requests(
+    client: Client,
+    requests: Sequence[pb.ModelInferRequest],
+    answers: Sequence[pb.ModelInferResponse],
+    stack: ExitStack,
+) -> list[pb.ModelInferRequest]:
+    """Requests whose tensors lie in shared memory, inputs and outputs.
+
+    Inputs and outputs have a place per distinct request. Requests in flight at the same time may share a place for outputs: the
+    answers are not read.
+
+    Args:
+        client: of the server, which must be on this machine.
+        requests: with raw inputs.
+        answers: to each of them; they give the outputs and their sizes.
+        stack: keeps the memory open.
+
+    Raises:
+        ClientError: the server does not take shared memory, is not on this machine, or there is not enough of it.
+    """
+    places = _Places()
+    plans = [[places.take(len(content)) for content in request.raw_input_contents] for request in requests]
+    results = [[places.take(len(content)) for content in answer.raw_output_contents] for answer in answers]
+    region = stack.enter_context(client.shared_region(max(places.end, 1)))
+    memory = region.array(max(places.end, 1), np.uint8)
+    rewritten = []
+    for request, answer, offsets, outputs in zip(requests, answers, plans, results, strict=True):
+        for offset, content in zip(offsets, request.raw_input_contents, strict=True):
+            memory[offset : offset + len(content)] = np.frombuffer(content, np.uint8)
+        rewritten.append(_rewritten(request, answer, region.name, offsets, outputs))
+    return rewritten
+
+
+def _rewritten(
+    request: pb.ModelInferRequest, answer: pb.ModelInferResponse, region: str, offsets: Sequence[int], outputs: Sequence[int]
+) -> pb.ModelInferRequest:
+    changed = pb.ModelInferRequest()
+    changed.CopyFrom(request)
+    del changed.raw_input_contents[:]
+    for tensor, content, offset in zip(changed.inputs, request.raw_input_contents, offsets, strict=True):
+        SharedSlice(region=region, offset=offset, byte_size=len(content)).write_to(tensor.parameters)
+    for output, content, offset in zip(answer.outputs, answer.raw_output_contents, outputs, strict=True):
+        place = SharedSlice(region=region, offset=offset, byte_size=len(content))
+        place.write_to(changed.outputs.add(name=output.name).parameters)
+    return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSettings:
+    """Contents and transport of the requests.
+
+    Attributes:
+        batch_size: rows per request.
+        shapes: of inputs with variable sizes, by name, without the batch dimension; requests use them in turn.
+        given: by input, arrays or parsed JSON.
+        zeros: other inputs are zeros instead of random.
+        parameters: of every request.
+        version: of the model; empty for the server's choice.
+        streaming: over ModelStreamInfer instead of ModelInfer.
+        shared_memory: tensors travel in system shared memory.
+        processes: that send them.
+        timeout_s: of the calls that prepare the load.
+        tls: for an encrypted connection; None for a plain one.
+        token: of every call; only over TLS, or to this machine.
+        metadata: of every call.
+    """
+
+    batch_size: int = 1
+    shapes: Sequence[Mapping[str, Sequence[int]]] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    zeros: bool = False
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    version: str = ""
+    streaming: bool = False
+    shared_memory: bool = False
+    processes: int = 1
+    timeout_s: float = 30.0
+    tls: ClientTls | None = None
+    token: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+class LoadTarget:
+    """A server, ready to be loaded: it has answered one request for each model.
+
+    Args:
+        address: HOST:PORT of its gRPC port.
+        models: the requests are for these, in turn.
+        options: of the requests.
+
+    Attributes:
+        models: their names.
+        versions: the versions that answered, by model.
+        provider: the execution provider of the first model; None if the server does not say.
+        requests: (number of the model, request) for every distinct request, the models in turn.
+        plain_requests: those of the first model with their tensors inside.
+        notes: what was changed about the given inputs, a line each.
+
+    Raises:
+        BenchmarkArgumentError: the options do not fit a model.
+        ClientError: the server does not answer, has no such model or refuses the request.
+    """
+
+    def __init__(self, address: str, models: Sequence[str], options: RequestSettings) -> None:
+        self.models = tuple(models)
+        self.versions: dict[str, str] = {}
+        self.provider: str | None = None
+        self.notes: list[str] = []
+        self.plain_requests: list[ModelInferRequest] = []
+        self._names: set[str] = set()  # of the models, by request and by the server's own metadata
+        self._options = options
+        self._stack = ExitStack()
+        try:
+            host, port = host_and_port(address)
+            self.client = self._stack.enter_context(
+                Client(address, timeout_s=options.timeout_s, tls=options.tls, token=options.token, metadata=options.metadata)
+            )
+            self.requests = self._all_requests()
+            self.generator = self._stack.enter_context(self._generator(host, port))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @property
+    def bench(self) -> Bench:
+        return Bench(
+            generator=self.generator,
+            read_totals=self.totals,
+            batch_size=self._options.batch_size,
+            models=self.models,
+        )
+
+    def totals(self) -> ServerTotals | None:
+        """The server's counters for these models; None from a server that keeps none."""
+        try:
+            found = [one for model in self.models for one in self.client.statistics(model, self._options.version)]
+        except ClientError as error:
+            if error.code == "UNIMPLEMENTED":
+                return None
+            raise
+        # Some servers return the statistics of all models for every request.
+        counted = {(one.name, one.version): one for one in found if one.name in self._names}
+        return ServerTotals.of(counted.values())
+
+    def close(self) -> None:
+        """End the processes and close the connection."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _all_requests(self) -> list[tuple[int, ModelInferRequest]]:
+        self._check_given()
+        found = [self._model_requests(model) for model in self.models]
+        longest = max(len(requests) for requests in found)
+        return [(n, requests[i % len(requests)]) for i in range(longest) for n, requests in enumerate(found)]
+
+    def _check_given(self) -> None:
+        inputs = {
+            tensor.name for model in self.models for tensor in self.client.model_metadata(model, self._options.version).inputs
+        }
+        for wrong in {*self._options.given, *(name for shapes in self._options.shapes for name in shapes)} - inputs:
+            names = " or ".join(map(repr, self.models))
+            raise BenchmarkArgumentError(f"model {names} has no input {wrong!r}; expected one of {', '.join(sorted(inputs))}")
+
+    def _model_requests(self, model: str) -> list[ModelInferRequest]:
+        options = self._options
+        metadata = self.client.model_metadata(model, options.version)
+        self._names |= {model, metadata.name}
+        metadata.name = model  # requests carry the requested name, not the server's
+        config = self.client.model_config(model, options.version)
+        names = {tensor.name for tensor in metadata.inputs}
+        fitted, notes = fitted_inputs({k: v for k, v in options.given.items() if k in names}, metadata)
+        self.notes += notes
+        plan = RequestPlan(
+            metadata=metadata,
+            max_batch_size=config.max_batch_size,
+            batch_size=options.batch_size,
+            shapes={},
+            given=fitted,
+            version=options.version,
+            zeros=options.zeros,
+            parameters=options.parameters,
+        )
+        self.provider = self.provider or provider_of(config)
+        variants = [{k: v for k, v in shapes.items() if k in names} for shapes in options.shapes or [{}]]
+        found = [self._tried(model, replace(plan, shapes=shapes)) for shapes in variants]
+        return [requests[i % len(requests)] for i in range(max(map(len, found))) for requests in found]
+
+    def _tried(self, model: str, plan: RequestPlan) -> list[ModelInferRequest]:
+        """The plan's requests; the server's error about one of them is raised before any load."""
+        requests = plan.requests()
+        self.plain_requests = self.plain_requests or requests
+        answer = self.client.infer_message(requests[0])
+        self.versions[model] = answer.model_version
+        if not self._options.shared_memory:
+            return requests
+        # Other requests may have longer answers than the first.
+        sizes = slice(1 if plan.max_batch_size else 0, None)  # without the batch size, which is equal in all requests
+        varies = any(output.datatype == "BYTES" or -1 in output.shape[sizes] for output in plan.metadata.outputs)
+        others = [self.client.infer_message(request) if varies else answer for request in requests[1:]]
+        return self._shared(requests, [answer, *others])
+
+    def _shared(self, requests: list[ModelInferRequest], answers: list[ModelInferResponse]) -> list[ModelInferRequest]:
+        shared = shared_requests(self.client, requests, answers, self._stack)
+        self.client.infer_message(shared[0])
+        return shared
+
+    def _generator(self, host: str, port: int) -> LoadGenerator:
+        method = "ModelStreamInfer" if self._options.streaming else "ModelInfer"
+        token = self._options.token
+        target = LoadEndpoint(
+            host=host,
+            port=port,
+            path=method_path(method),
+            streaming=self._options.streaming,
+            tls=None if self._options.tls is None else _files(self._options.tls),
+            headers=tuple((name.lower(), value) for name, value in self._options.metadata.items())
+            + (() if token is None else bearer(token)),
+        )
+        messages = [request.SerializeToString() for _, request in self.requests]
+        numbers = [number for number, _ in self.requests]
+        return LoadGenerator(target, messages, models=numbers, processes=self._options.processes)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT.
+
+    Raises:
+        BenchmarkArgumentError: it is not HOST:PORT.
+    """
+    host, _, port = address.rpartition(":")
+    if "/" in host or not host or not (port.isdecimal() and port.isascii()) or not 0 < int(port) < 2**16:
+        raise BenchmarkArgumentError(f"the address must be HOST:PORT, such as 127.0.0.1:8001, not {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _files(tls: ClientTls) -> TlsPaths:
+    def text(path: Path | str | None) -> str | None:
+        return None if path is None else str(path)
+
+    return TlsPaths(
+        authorities=text(tls.authorities),
+        certificate=text(tls.certificate),
+        key=text(tls.key),
+        server_name=tls.server_name,
+    )

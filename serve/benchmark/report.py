@@ -1,0 +1,151 @@
+"""A measurement as one object, as a table in a terminal and as bench.json.
+
+bench.json holds one object:
+
+- "model", "version", "address"; "provider": the execution provider, null if the server does not say
+- "batch_size": rows per request of the first level; "date": ISO 8601, UTC; "command"
+- "machine": {"platform", "cpus", "python"} of the load generator
+- "goal", "best": of a search: the latency limit, and the index in "levels" of the highest load that kept it; else null
+- "levels": one per load, in the order measured:
+    - "concurrency": requests in flight, or "rate": requests per second; the other is null. "batch_size": rows per request
+    - "requests": answered with success; "errors": failed; "errors_by_status": {gRPC status: count}; "error_messages": one each
+    - "seconds", "requests_per_second", "rows_per_second"
+    - "goodput_per_second": answered with success within the bound given, null without one
+    - "latency_ms": {"min", "mean", "p50", "p90", "p95", "p99", "p99.9", "max"} of the answered ones; at a rate it counts from
+      when a request was to be sent, whether or not it could be
+    - "mean_batch_size": rows per batch in the server
+    - "server_ms": {"queue", "compute", "compute_input", "compute_infer", "compute_output"}: means per request; "compute" is
+      the sum of the last three
+    - "models": [{"model", "requests", "latency_ms"}]
+    - "generator": {"sent", "busy": share of its time, "late_p99_ms": its own delay at a rate, "held_back"}
+    - "windows": [{"seconds", "requests", "errors", "p99_ms"}]: slices of the time, in their order
+    - "stable": whether the last windows agreed, null if not required; "ended_early": why, or null
+- "comparison": one object per load and target: "name", "concurrency" or "rate", "requests_per_second", "p50_ms", "p99_ms",
+  "rate_ratio", "p99_ratio" (each {"median", "low", "high"} over the rounds; the ratios are to the first target),
+  "mean_batch_size", "errors", "rounds": [level]
+- "differences": one object per target after the first: "name", "outputs": [{"output", "max_abs", "scaled", "mismatched",
+  "agreement"}], "not_compared": outputs that only one side has
+
+Where the server keeps no statistics, or was restarted during a load, its figures are null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from serve.benchmark.comparison import ComparedLevel, Difference
+from serve.benchmark.level import Level
+from serve.benchmark.measurement import Goal, best_of
+from serve.client.commands.atomic_file import written_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """Differences between the answers of one load target and those of the first.
+
+    Attributes:
+        name: the target's.
+        outputs: one difference per output that both have.
+        not_compared: outputs that only one has, or in another shape.
+    """
+
+    name: str
+    outputs: Sequence[Difference]
+    not_compared: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        outputs = [difference.to_json() for difference in self.outputs]
+        return {"name": self.name, "outputs": outputs, "not_compared": list(self.not_compared)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkReport:
+    """What was measured, where and how.
+
+    Attributes:
+        model: the model's name, or several with "+" between.
+        version: the version that answered, or several.
+        address: the server's.
+        provider: the model's execution provider, such as "CUDAExecutionProvider"; None if the server does not say.
+        command: the command line.
+        levels: one per load, in the order measured; of a comparison those of the first target's first round.
+        goal: of a search; None without one.
+        comparison: of the load targets; empty without one.
+        differences: between their answers.
+        date: of the measurement.
+    """
+
+    model: str
+    version: str
+    address: str
+    provider: str | None
+    command: str
+    levels: Sequence[Level] = ()
+    goal: Goal | None = None
+    comparison: Sequence[ComparedLevel] = ()
+    differences: Sequence[Differences] = ()
+    date: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def best(self) -> Level | None:
+        """Of a search: the highest load that keeps the goal."""
+        return None if self.goal is None else best_of(self.levels, self.goal)
+
+    @property
+    def title(self) -> str:
+        sizes = sorted({level.batch_size for level in self.levels})
+        rows = "" if sizes in ([], [1]) else f", {'/'.join(map(str, sizes))} rows a request"
+        return f"{self.model} version {self.version} on {self.provider or self.address}{rows}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of bench.json, as this module's docstring describes it."""
+        best = self.best
+        return {
+            "model": self.model,
+            "version": self.version,
+            "address": self.address,
+            "provider": self.provider,
+            "batch_size": self.levels[0].batch_size if self.levels else None,
+            "date": self.date.isoformat(timespec="seconds"),
+            "command": self.command,
+            "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+            "goal": self.goal and {"percent": self.goal.percent, "max_ms": self.goal.max_ms},
+            "best": None if best is None else list(self.levels).index(best),
+            "levels": [level.to_json() for level in self.levels],
+            "comparison": [compared.to_json() for compared in self.comparison],
+            "differences": [difference.to_json() for difference in self.differences],
+        }
+
+    @property
+    def measured(self) -> list[Level]:
+        """All levels, with those of every round of a comparison."""
+        return [level for compared in self.comparison for level in compared.rounds] or list(self.levels)
+
+    def doubts(self) -> list[str]:
+        """Reasons to doubt figures of this report, a line each with the loads that they concern."""
+        loads: dict[str, dict[str, None]] = {}
+        for level in self.measured:
+            for doubt in level.doubts():
+                loads.setdefault(doubt, {})[level.load.text] = None
+        return [f"warning: at {', '.join(texts)}: {doubt}" for doubt, texts in loads.items()]
+
+    def failures(self) -> list[str]:
+        """A line per load and gRPC status of failed requests."""
+        return list(dict.fromkeys(line for level in self.measured for line in level.failures()))
+
+
+def write_json(path: Path, report: BenchmarkReport) -> None:
+    """Write bench.json.
+
+    Raises:
+        OSError: the file cannot be written; an existing file stays unchanged.
+    """
+    with written_whole(path) as file:
+        file.write(json.dumps(report.to_json(), indent=2, allow_nan=False).encode() + b"\n")

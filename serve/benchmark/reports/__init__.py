@@ -1,1 +1,0 @@
-"""What is shown and written of a measurement."""

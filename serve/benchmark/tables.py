@@ -1,0 +1,167 @@
+"""A report as terminal tables, and the progress bar while it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Self
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from serve.benchmark.comparison import Spread
+from serve.benchmark.level import Level, Load, ServerTotals
+from serve.benchmark.load.spec import LoadStatistics
+from serve.benchmark.report import BenchmarkReport
+from serve.client.cli.display import printable
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+LATENCY_HEADINGS = ("p50\nms", "p99\nms", "max\nms")
+SERVER_HEADINGS = ("mean\nbatch", "queue\nms", "compute\nms")
+
+
+def tables(report: BenchmarkReport) -> Iterator[Table]:
+    """The tables of a report."""
+    if report.comparison:
+        yield comparison_table(report)
+        if report.differences:
+            yield differences_table(report)
+    else:
+        yield levels_table(report)
+    if any(len(level.models) > 1 for level in report.levels):
+        yield models_table(report.levels)
+
+
+def levels_table(report: BenchmarkReport) -> Table:
+    """One line per load."""
+    levels = report.levels
+    per_row = any(level.batch_size > 1 for level in levels)
+    sizes, goodput = len({level.batch_size for level in levels}) > 1, any(level.goodput_ms for level in levels)
+    rates = any(level.load.rate is not None for level in levels)
+    table = Table(title=report.title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    headings = [*(["rows"] if sizes else []), "asked\n/s" if rates else "in\nflight", "requests\n/s"]
+    headings += [*(["rows/s"] if per_row else []), *(["goodput\n/s"] if goodput else [])]
+    for heading in (*headings, *LATENCY_HEADINGS, *SERVER_HEADINGS, "errors"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for level in levels:
+        cells = [str(level.batch_size)] if sizes else []
+        cells += [f"{level.load.amount:g}", f"{level.requests_per_second:.0f}"]
+        cells += [f"{level.requests_per_second * level.batch_size:.0f}"] if per_row else []
+        cells += ["-" if level.goodput_per_second is None else f"{level.goodput_per_second:.0f}"] if goodput else []
+        table.add_row(*cells, *_shared_cells(level), style="bold" if level is report.best else None)
+    return table
+
+
+def percentiles_table(name: str, levels: Sequence[Level]) -> Table:
+    table = Table(title=f"{name}: latency in milliseconds", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("load")
+    for figure in levels[0].latency.to_json():
+        table.add_column(figure, justify="right")
+    for level in levels:
+        table.add_row(level.load.text, *(f"{value:.3f}" for value in level.latency.to_json().values()))
+    return table
+
+
+def models_table(levels: Sequence[Level]) -> Table:
+    """Figures of each model of a mixed load."""
+    table = Table(title="by model", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("load")
+    for heading in ("model", "requests\n/s", "p50\nms", "p99\nms"):
+        table.add_column(heading, justify="right")
+    for level in levels:
+        for name, latencies in zip(level.models, level.tally.latencies, strict=False):
+            if latencies.total:
+                p50, p99 = latencies.percentiles_ms([50, 99])
+                rate = latencies.total / level.tally.seconds
+                table.add_row(level.load.text, name, f"{rate:.0f}", _ms(p50), _ms(p99))
+    return table
+
+
+def comparison_table(report: BenchmarkReport) -> Table:
+    """Each target under each load: medians over the rounds, ratios with their spread."""
+    rounds = len(report.comparison[0].rounds)
+    base = report.comparison[0].name
+    title = f"medians of {rounds} interleaved rounds; ratios to {base}: median, smallest-largest"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    rates = report.comparison[0].load.rate is not None
+    table.add_column("asked\n/s" if rates else "in\nflight", justify="right")
+    table.add_column("target", overflow="fold", min_width=12)
+    for heading in ("requests\n/s", "p50\nms", "p99\nms", "mean\nbatch", "rate\nratio", "p99\nratio", "errors"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for line in report.comparison:
+        batch = "-" if line.mean_batch_size is None else f"{line.mean_batch_size:.1f}"
+        figures = (f"{line.per_second.median:.0f}", _ms(line.p50_ms.median), _ms(line.p99_ms.median), batch)
+        ratios = ("", "") if line.name == base else (_ratio(line.rate_ratio), _ratio(line.p99_ratio))
+        table.add_row(f"{line.load.amount:g}", line.name, *figures, *ratios, str(line.failed))
+    return table
+
+
+def _ratio(spread: Spread) -> str:
+    return f"{spread.median:.2f}\n{spread.low:.2f}-{spread.high:.2f}"
+
+
+def differences_table(report: BenchmarkReport) -> Table:
+    """How far the targets' answers differ."""
+    table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in ("target", "output", "largest\nerror", "of the\nlargest value", "argmax\nagrees", "mismatched"):
+        table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
+    for one in report.differences:
+        for d in one.outputs:
+            agreement = "-" if d.agreement is None else f"{d.agreement:.2%}"
+            table.add_row(one.name, d.output, f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
+        for output in one.not_compared:
+            table.add_row(one.name, output, "not in both", "", "", "")
+    return table
+
+
+def _shared_cells(level: Level) -> list[str]:
+    latency, server = level.latency, level.server or ServerTotals()
+    return [
+        *(_ms(value) for value in (latency.p50, latency.p99, latency.max)),
+        *("-" if value is None else _ms(value) for value in (server.mean_batch_size, server.queue_ms, server.compute_ms)),
+        str(level.failed),
+    ]
+
+
+def _ms(value: float) -> str:
+    """Two digits after the point below 100, none above."""
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+class ProgressBar:
+    """A line on standard error from `begin` on: the load, the last window's figures, and the number of loads done."""
+
+    def __init__(self) -> None:
+        what = TextColumn("{task.description}", markup=False)  # a model may be named "[/a]"
+        columns = (SpinnerColumn(), what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task("connecting", total=None)
+
+    def begin(self, what: str, measurements: int | None) -> None:
+        self._progress.update(self._task, description=what, total=measurements)
+        self._progress.start()
+
+    def window(self, load: Load, tally: LoadStatistics) -> None:
+        latency = tally.latency
+        if latency.total and tally.seconds:
+            p50 = latency.percentiles_ms([50])[0]
+            text = f"{load.text}: {latency.total / tally.seconds:,.0f} requests/s, p50 {p50:.2f} ms"
+            self._progress.update(self._task, description=text)
+
+    def done(self, level: Level) -> None:
+        text = f"{level.load.text}: {level.requests_per_second:,.0f} requests/s, p99 {level.latency.p99:.2f} ms"
+        self._progress.update(self._task, advance=1, description=text)
+
+    def note(self, line: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()

@@ -1,0 +1,428 @@
+"""What both clients share: settings, and every operation that is one exchange, declared once.
+
+`Client` returns what an operation answers; `AsyncClient` returns a coroutine of it (see `ClientMethod`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+
+from protos import inference_pb2 as pb
+from serve.client import management
+from serve.client.connection import (
+    Balancing,
+    ChannelSettings,
+    ClientTls,
+    Compression,
+    Headers,
+    HeaderValue,
+    Token,
+    bearer,
+    checked_balancing,
+    compression_named,
+    headers_of,
+    method_path,
+    parse_address,
+)
+from serve.client.errors import Cancelled, ClientError, InvalidRequest, from_rpc_error
+from serve.client.exchange import (
+    DEFAULT_TIMEOUT_S,
+    Answer,
+    Deadline,
+    Exchange,
+    RetryBudget,
+    RetryPolicy,
+    UnaryRpc,
+    checked_timeout,
+    retried,
+)
+from serve.client.inference import (
+    SEND_OPTIONS,
+    InferOptions,
+    InferState,
+    SendOptions,
+    infer,
+    infer_message,
+    unregister_everything,
+    without_sending,
+)
+from serve.client.management import LogSetting, TraceSetting
+from serve.client.messages import InferAnswer
+from serve.client.tensors import Array
+
+if TYPE_CHECKING:
+    from protos.model_config_pb2 import ModelConfig
+
+CLOSING_S = 5.0  # time limit for unregistering shared memory when a client closes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSettings:
+    """What the RPCs of one operation are sent with.
+
+    Attributes:
+        deadline: of all of them together.
+        headers: gRPC metadata.
+        compression: grpc's value; None for the channel's.
+        closing: whether the client is being closed, which other operations refuse.
+    """
+
+    deadline: Deadline
+    headers: Headers
+    compression: Any
+    closing: bool = False
+
+
+@dataclass(frozen=True)
+class ClientOperation(Generic[Answer]):
+    """An exchange, with the client's retries, and what its RPCs are sent with."""
+
+    exchange: Exchange[Answer]
+    settings: CallSettings
+
+
+class SyncRunner(ABC):
+    """Carries operations out and returns their answers."""
+
+    @abstractmethod
+    def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer: ...
+
+
+class AsyncRunner(ABC):
+    """Carries operations out on an event loop."""
+
+    @abstractmethod
+    async def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer: ...
+
+
+class ClientMethod(Generic[P, R]):
+    """A method that returns a `ClientOperation[R]`; called, it returns R on a SyncRunner and a coroutine on an AsyncRunner."""
+
+    def __init__(self, prepare: Callable[Concatenate[Any, P], ClientOperation[R]]) -> None:
+        self._prepare = prepare
+        update_wrapper(self, prepare)
+
+    @overload
+    def __get__(self, runner: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, runner: SyncRunner, owner: type) -> Callable[P, R]: ...
+
+    @overload
+    def __get__(self, runner: AsyncRunner, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+    def __get__(self, runner: Any, owner: type) -> Any:
+        return self if runner is None else MethodType(self, runner)
+
+    def __call__(self, runner: Any, *arguments: P.args, **options: P.kwargs) -> Any:
+        return runner._run(partial(self._prepare, runner, *arguments, **options))  # noqa: SLF001  (see SyncRunner)
+
+
+class ClientBase(ABC):
+    """Settings of a client, and its operations.
+
+    Args:
+        address: HOST:PORT of the server's gRPC port, where a name may stand for several replicas; "unix:/path" of a socket; or
+            several IP:PORT.
+        timeout_s: seconds that each call may take when it does not say otherwise, repetitions included, sent to the server as
+            the gRPC deadline; None for no limit.
+        retries: how many times a call is made again where that is safe, 0 to 10, or a RetryPolicy.
+        tls: certificates, for an encrypted connection.
+        token: sent as "authorization: Bearer ..." with each call, or a callable that gives it. Only over TLS, or to this
+            machine.
+        metadata: gRPC metadata for each call.
+        compression: of requests, "gzip" or "deflate": for slow networks; it costs much CPU.
+        balancing: over several replicas: "pick_first" asks the first that answers, "round_robin" all in turn.
+        shared_memory: put large tensors into shared memory instead of messages, where the server is on this machine and takes
+            them; where not, they are sent. See also `shared_region`.
+        keepalive_s: ping a silent server while calls wait for it. Servers may close connections that ping too often (gRPC's
+            own do below 300).
+
+    Raises:
+        InvalidRequest: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retries: int | RetryPolicy = 0,
+        tls: ClientTls | None = None,
+        token: Token | None = None,
+        metadata: Mapping[str, HeaderValue] | None = None,
+        compression: Compression | None = None,
+        balancing: Balancing = "pick_first",
+        shared_memory: bool = False,
+        keepalive_s: float | None = None,
+    ) -> None:
+        server = parse_address(address)
+        self.address = server.shown
+        self.timeout_s = checked_timeout(timeout_s)
+        if keepalive_s is not None and not keepalive_s > 0:
+            raise InvalidRequest(f"keepalive_s must be seconds above 0, or None for no pings, not {keepalive_s!r}")
+        if token is not None and tls is None and not server.is_local:
+            raise InvalidRequest(
+                f"a token would go unencrypted to {server.shown}, for all on the way to read; encrypt with tls= (--tls)"
+            )
+        compression_named(compression)
+        self._channel_settings = ChannelSettings(
+            target=server, tls=tls, balancing=checked_balancing(balancing), compression=compression, keepalive_s=keepalive_s
+        )
+        self._retry = retries if isinstance(retries, RetryPolicy) else RetryPolicy(retries=retries)
+        self._budget = RetryBudget()
+        self._token = token
+        self._headers = headers_of(metadata)
+        self._state = InferState(shared_memory=shared_memory)
+        self._closed = self._unregistered = False
+        self._process: int | None = None
+        self._channel: Any = None
+        self._rpcs: dict[str, Any] = {}
+        self._opening, self._ended = threading.Lock(), threading.Event()
+
+    @ClientMethod
+    def infer(
+        self, model: str, inputs: Mapping[str, Any], **options: Unpack[InferOptions]
+    ) -> ClientOperation[dict[str, Array]]:
+        """Run a model.
+
+        Args:
+            model: its name.
+            inputs: name -> array, with the batch dimension where the model has one. An array must have the model's dtype or one
+                that casts to it without loss (or pass cast=True); lists and numbers are converted if they fit. Tensors of torch
+                and everything that numpy reads as an array are accepted. BF16 is given as `ml_dtypes.bfloat16` or as uint16 bit
+                patterns, BYTES as `bytes` or `str`.
+            options: version, outputs, timeout_s and more; see `serve.client.inference.InferOptions`.
+
+        Returns:
+            name -> array, in the server's order. The arrays are the caller's own, and writeable.
+
+        Raises:
+            InvalidRequest: an input is unknown, or its dtype, shape or values do not fit the model.
+            ModelNotFound: the server has no such model.
+            Overloaded: the server's queue is full.
+            DeadlineExceeded: no answer in time.
+            ServerUnavailable: no server answers at the address.
+        """
+        return self._inference(_outputs_of(infer(self._state, model, inputs, **without_sending(options))), options)
+
+    @ClientMethod
+    def infer_detailed(
+        self, model: str, inputs: Mapping[str, Any], **options: Unpack[InferOptions]
+    ) -> ClientOperation[InferAnswer]:
+        """Run a model; return its outputs with the version that answered and the response's parameters."""
+        return self._inference(infer(self._state, model, inputs, **without_sending(options)), options)
+
+    @ClientMethod
+    def infer_message(
+        self, request: pb.ModelInferRequest, **options: Unpack[SendOptions]
+    ) -> ClientOperation[pb.ModelInferResponse]:
+        """Send a request that the caller has built and return the response as it comes."""
+        return self._operation(infer_message(request), self._sent_with(options))
+
+    @ClientMethod
+    def shared_regions(self) -> ClientOperation[dict[str, pb.SystemSharedMemoryStatusResponse.RegionStatus]]:
+        """The shared memory that is registered at the server, by name."""
+        return self._operation(management.regions())
+
+    @ClientMethod
+    def models(self, *, only_ready: bool = False) -> ClientOperation[list[pb.RepositoryIndexResponse.ModelIndex]]:
+        """The models of the repository, loaded or not: entries with name, version, state and reason."""
+        return self._operation(management.models(only_ready=only_ready))
+
+    @ClientMethod
+    def model_metadata(self, name: str, version: str = "") -> ClientOperation[pb.ModelMetadataResponse]:
+        """Versions, platform, and name, datatype and shape of each input and output (-1: any size)."""
+        return self._operation(management.model_metadata(name, version))
+
+    @ClientMethod
+    def model_config(self, name: str, version: str = "") -> ClientOperation[ModelConfig]:
+        """The configuration that the model is served with, completed by the server."""
+        return self._operation(management.model_config(name, version))
+
+    @ClientMethod
+    def statistics(self, name: str = "", version: str = "") -> ClientOperation[list[pb.ModelStatistics]]:
+        """Counters and times since each model was loaded, in nanoseconds; of all models when the name is empty."""
+        return self._operation(management.statistics(name, version))
+
+    @ClientMethod
+    def load_model(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        timeout_s: float | None = None,
+    ) -> ClientOperation[None]:
+        """Load or reload a model from the server's repository; returns when it serves.
+
+        Args:
+            name: the model's.
+            config: overrides its config.pbtxt: ModelConfig's JSON form, as text or as a mapping.
+            files: override its files: path in the model's folder, such as "1/model.onnx" -> content. They need a config.
+            timeout_s: seconds; None for the client's own.
+        """
+        return self._operation(management.load_model(name, config, files), self._call_settings(timeout_s))
+
+    @ClientMethod
+    def unload_model(self, name: str, *, dependents: bool = False, timeout_s: float | None = None) -> ClientOperation[None]:
+        """Stop serving a model once its accepted requests are answered; `dependents`: also the models that compose it."""
+        return self._operation(management.unload_model(name, dependents=dependents), self._call_settings(timeout_s))
+
+    @ClientMethod
+    def log_settings(self, /, **changes: LogSetting) -> ClientOperation[dict[str, LogSetting]]:
+        """Change settings of the server's log, such as log_verbose_level=1, and return all of them."""
+        return self._operation(management.log_settings(changes))
+
+    @ClientMethod
+    def trace_settings(self, /, model: str = "", **changes: TraceSetting) -> ClientOperation[dict[str, list[str]]]:
+        """Change settings of the server's tracing, such as trace_rate=100, and return all; None clears one.
+
+        Args:
+            model: whose; empty for all models'.
+            changes: name -> value or values.
+        """
+        return self._operation(management.trace_settings(model, changes))
+
+    @ClientMethod
+    def is_live(self) -> ClientOperation[bool]:
+        """Whether a server answers at the address."""
+        return self._operation(management.server_live(), retry=False)
+
+    @ClientMethod
+    def is_ready(self, model: str | None = None, version: str = "") -> ClientOperation[bool]:
+        """Whether the server, or one model, takes requests now; an unknown model is not ready."""
+        return self._operation(management.ready(model, version), retry=False)
+
+    @ClientMethod
+    def wait_until_ready(
+        self, model: str | None = None, version: str = "", *, timeout_s: float | None = None
+    ) -> ClientOperation[None]:
+        """Wait until the server, or one model, takes requests.
+
+        Raises:
+            DeadlineExceeded: it does not within `timeout_s` (None for the client's own); the text says what it lacks.
+        """
+        settings = self._call_settings(timeout_s)
+        return self._operation(management.wait_until_ready(model, version, settings.deadline), settings, retry=False)
+
+    @ClientMethod
+    def server_metadata(self) -> ClientOperation[pb.ServerMetadataResponse]:
+        """The server's name, version and protocol extensions."""
+        return self._operation(management.server_metadata())
+
+    @abstractmethod
+    def _open_channel(self) -> Any: ...
+
+    def _operation(
+        self, exchange: Exchange[Answer], settings: CallSettings | None = None, *, retry: bool = True
+    ) -> ClientOperation[Answer]:
+        settings = settings or self._call_settings()
+        if retry and (self._retry.retries or self._retry.wait_for_server):
+            exchange = retried(exchange, self._retry, self._budget, settings.deadline)
+        return ClientOperation(exchange, settings)
+
+    def _inference(self, exchange: Exchange[Answer], options: Mapping[str, Any]) -> ClientOperation[Answer]:
+        self._check_usable()  # before the exchange takes shared memory, which a forked child has in common with its parent
+        return self._operation(exchange, self._sent_with(options))
+
+    def _closing(self, exchange: Exchange[None]) -> ClientOperation[None]:
+        return self._operation(exchange, self._call_settings(CLOSING_S), retry=False)
+
+    def _unregistering(self) -> ClientOperation[None]:
+        """Unregister all shared memory, from a client that is closed already: other threads may register no more."""
+        return ClientOperation(unregister_everything(self._state), replace(self._call_settings(CLOSING_S), closing=True))
+
+    @property
+    def _must_unregister(self) -> bool:
+        """Whether a server may have shared memory of this client registered."""
+        shares = self._state.pool is not None or bool(self._state.left or self._state.regions)
+        return shares and not self._unregistered and self._channel is not None
+
+    def _streaming(self, timeout_s: float | None) -> tuple[CallSettings, float | None]:
+        """What a stream is sent with, which has no deadline as a whole, and the seconds that an answer may take."""
+        self._check_usable()
+        settings = self._call_settings(timeout_s)
+        return replace(settings, deadline=Deadline.after(None)), settings.deadline.limit_s
+
+    def _sent_with(self, options: Mapping[str, Any]) -> CallSettings:
+        return self._call_settings(**{name: options[name] for name in SEND_OPTIONS if name in options})
+
+    def _call_settings(
+        self,
+        timeout_s: float | None = None,
+        compression: Compression | None = None,
+        metadata: Mapping[str, HeaderValue] | None = None,
+    ) -> CallSettings:
+        headers = self._headers if metadata is None else self._headers + headers_of(metadata)
+        return CallSettings(
+            deadline=Deadline.after(self.timeout_s if timeout_s is None else checked_timeout(timeout_s)),
+            headers=headers if self._token is None else headers + bearer(self._token),
+            compression=compression_named(compression),
+        )
+
+    def _unary(self, rpc: UnaryRpc) -> Any:
+        if rpc.method not in self._rpcs:
+            self._rpcs[rpc.method] = self._open_channel().unary_unary(
+                method_path(rpc.method), type(rpc.request).SerializeToString, rpc.answer.FromString
+            )
+        return self._rpcs[rpc.method]
+
+    def _stream(self) -> Any:
+        return self._open_channel().stream_stream(
+            method_path("ModelStreamInfer"), pb.ModelInferRequest.SerializeToString, pb.ModelStreamInferResponse.FromString
+        )
+
+    def _check_usable(self, *, closing: bool = False) -> None:
+        """Refuse what would hang.
+
+        Raises:
+            Cancelled: the client is closed.
+            ClientError: this process is a fork of the one that has connected, or this event loop is another.
+        """
+        if self._closed and not closing:
+            raise Cancelled("this client is closed; make a new one")
+        if self._process is None:
+            self._process = os.getpid()
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise ClientError(
+                "this client has connected in another process; gRPC does not survive a fork: make clients in the children, "
+                'or start them with the "spawn" method',
+                code="FAILED_PRECONDITION",
+            )
+
+    def _closed_meanwhile(self, error: Exception | str) -> Cancelled:
+        return Cancelled(f"this client was closed during the call ({error}); make a new one")
+
+    def _whole(self, answer: Any, method: str) -> Any:
+        """The answer; grpc has None for a call that ends with OK without a message, or with part of one.
+
+        Raises:
+            ClientError: the answer is None (code "INTERNAL").
+        """
+        if answer is None:
+            raise ClientError(
+                f"{self.address} ended {method} with OK, but with no message, or none that can be read; is a proxy on the way?",
+                code="INTERNAL",
+            )
+        return answer
+
+    def _failure(self, error: Any, method: str, settings: CallSettings) -> ClientError:
+        return from_rpc_error(error, method=method, address=self.address, timeout_s=settings.deadline.limit_s)
+
+
+def _outputs_of(exchange: Exchange[InferAnswer]) -> Exchange[dict[str, Array]]:
+    return (yield from exchange).outputs

@@ -1,0 +1,149 @@
+"""Output of `halfserve infer` and `halfserve models`: tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from protos.datatypes import DATATYPES
+from serve.client.messages import InferAnswer
+from serve.client.tensors import Array
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from protos.inference_pb2 import ModelMetadataResponse
+    from protos.model_config_pb2 import ModelConfig
+
+# A terminal would obey them: overwrite its contents, rename its window, type an answer.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+PROVIDER_PARAMETER = "halfserve.provider"
+SHOWN_VALUES = 8
+SHOWN_ROWS = 8
+
+
+def printable(text: str) -> str:
+    """A text whose control characters are escaped."""
+    return text.translate(CONTROLS)
+
+
+class PipedConsole(Console):
+    """A console for texts from servers, whose output may be a closed pipe.
+
+    Names and values are printed as they are: rich would read "[/INST]" as markup and ":fire:" as an emoji. Control characters
+    are escaped. BrokenPipeError comes out of `print`, where rich would end the program with code 1.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Called by rich for each text that it prints, table cells included."""
+        return super().render_str(printable(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich while it handles the error."""
+        raise  # noqa: PLE0704  (the error that is being handled)
+
+
+def outputs_table(answer: InferAnswer) -> Table:
+    """One line per output: name, datatype, shape, first values, and for [rows, classes] each row's largest class."""
+    table = Table(Column("output", no_wrap=True), "datatype", "shape", "values", "argmax", box=box.SIMPLE_HEAD)
+    for name, array in answer.outputs.items():
+        largest = _argmax(array)
+        shown = "" if largest is None else _shortened(largest, SHOWN_ROWS)
+        table.add_row(name, datatype_of(array), str(list(array.shape)), _values(array), shown)
+    return table
+
+
+def answer_json(answer: InferAnswer) -> dict[str, Any]:
+    """The whole answer: {"model", "version", "outputs": {name: {"datatype", "shape", "data"[, "argmax"]}}[, "parameters"]}.
+
+    Numbers that JSON lacks become the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON; in bytes that are not
+    UTF-8, invalid bytes are escaped.
+    """
+    shown: dict[str, Any] = {"model": answer.model, "version": answer.version, "outputs": outputs_json(answer.outputs)}
+    parameters = {name: _plain(value) for name, value in answer.parameters.items()}
+    return shown | ({"parameters": parameters} if parameters else {})
+
+
+def outputs_json(outputs: Mapping[str, Array]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for name, array in outputs.items():
+        data = _plain(_as_float32(array).tolist())
+        shown[name] = {"datatype": datatype_of(array), "shape": list(array.shape), "data": data}
+        largest = _argmax(array)
+        if largest is not None:
+            shown[name]["argmax"] = largest
+    return shown
+
+
+def datatype_of(array: Array) -> str:
+    """The wire's name for the dtype of an output."""
+    return next(row.wire for row in DATATYPES if row.array_dtype == array.dtype)
+
+
+def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """One line per model version, from the rows of `halfserve models --json`."""
+    table = Table(Column("model", no_wrap=True), "version", Column("state", overflow="fold"), box=box.SIMPLE_HEAD)
+    for heading in ("inputs", "outputs"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("provider", no_wrap=True)
+    for row in rows:
+        state = row["state"] + (f" ({row['reason']})" if row["reason"] else "")
+        tensors = (
+            "\n".join(f"{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]) for key in ("inputs", "outputs")
+        )
+        table.add_row(row["name"], row["version"], state, *tensors, row["provider"] or row["platform"])
+    return table
+
+
+def tensors_json(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> list[dict[str, Any]]:
+    return [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
+
+
+def provider_of(config: ModelConfig) -> str | None:
+    """The execution provider of a model, such as "CUDAExecutionProvider"; None if the server does not say."""
+    return config.parameters[PROVIDER_PARAMETER].string_value if PROVIDER_PARAMETER in config.parameters else None
+
+
+def _compact(shape: Iterable[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _argmax(array: Array) -> list[int] | None:
+    numbers = _as_float32(array)
+    if numbers.ndim != 2 or numbers.shape[1] < 2 or numbers.dtype.kind not in "fiu":
+        return None
+    return [int(i) for i in numbers.argmax(axis=1)]
+
+
+def _values(array: Array) -> str:
+    flat = _as_float32(array).ravel()[: SHOWN_VALUES + 1].tolist()
+    return _shortened([f"{v:.4g}" if isinstance(v, float) else _text(v) for v in flat], SHOWN_VALUES)
+
+
+def _shortened(values: list[Any], limit: int) -> str:
+    return " ".join(map(str, values[:limit])) + (" ..." if len(values) > limit else "")
+
+
+def _as_float32(array: Array) -> Array:
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return _text(value) if isinstance(value, bytes) else value

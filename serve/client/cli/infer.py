@@ -1,0 +1,237 @@
+"""`halfserve infer`: one request, or a stream of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from zipfile import ZipFile
+
+import numpy as np
+import typer
+
+from serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
+from serve.client.cli.inputs import STDIN, InputArgumentError, fitted_inputs, parsed_json, read_inputs, tensors_of_json
+from serve.client.cli.options import AsJson, Connection, takes_option_groups
+from serve.client.client import Client
+from serve.client.commands.atomic_file import checked_output, written_whole
+from serve.client.errors import ClientError, InvalidRequest
+from serve.client.inference import RequestOptions
+from serve.client.messages import InferAnswer
+from serve.client.tensors import Array
+
+if TYPE_CHECKING:
+    from protos.inference_pb2 import ModelMetadataResponse
+
+LINES = ".jsonl"
+SUFFIXES = (".npz", ".json")
+FAILED_EXIT_CODE = 1  # a request of a stream failed
+_streaming = partial(typer.Option, rich_help_panel="Many requests over one call")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferArguments:
+    """Options of `halfserve infer` beside those of the connection."""
+
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            help="NAME=FILE.npy, .npz or .json; NAME=JSON; NAME=@FILE for bytes as they are; NAME=- for standard input; or "
+            "FILE.npz, FILE.json or - for several inputs at once. Once per input.",
+        ),
+    ]
+    version: Annotated[str, typer.Option(help="The model's version; without it, the server's choice.")] = ""
+    outputs: Annotated[list[str] | None, typer.Option("--output", help="An output wanted; without it, all.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Name the K best classes instead of the numbers.", min=1)] = None
+    priority: Annotated[int, typer.Option(help="1 is the most urgent; 0 leaves it to the model.", min=0)] = 0
+    parameters: Annotated[
+        list[str] | None, typer.Option("--parameter", help="NAME=VALUE for the model: JSON, or else text.")
+    ] = None
+    output_file: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz or .json file.")] = None
+    stream: Annotated[
+        bool,
+        _streaming(
+            "--stream",
+            help="Send one request per line of --input FILE.jsonl or -, or one per --rows rows of the inputs. Prints a "
+            "line of JSON per answer.",
+        ),
+    ] = False
+    rows: Annotated[int, _streaming(help="Rows of one request, with --stream.", min=1)] = 1
+    in_flight: Annotated[int, _streaming(help="Requests under way at once, with --stream.", min=1, max=65536)] = 32
+    shared_memory: Annotated[
+        bool,
+        typer.Option(
+            "--shared-memory", help="Leave large tensors in shared memory; without --stream, of a server on this machine."
+        ),
+    ] = False
+    compression: Annotated[Literal["gzip", "deflate"] | None, typer.Option(help="Compress what is sent.")] = None
+    as_json: AsJson = False
+
+    def request_options(self) -> RequestOptions:
+        """Raises InputArgumentError for a malformed --parameter."""
+        options: RequestOptions = {"outputs": self.outputs or None, "top_k": self.top_k, "priority": self.priority}
+        if self.parameters:
+            options["parameters"] = dict(_parameter(text) for text in self.parameters)
+        return options
+
+
+@takes_option_groups
+def infer(
+    model: Annotated[str, typer.Argument(help="The model's name.")], *, connection: Connection, arguments: InferArguments
+) -> None:
+    """Ask a running server for a prediction.
+
+    Inputs are converted to the model's datatype, if their values fit it, and get the batch dimension if only that is missing.
+
+    Example: halfserve infer digits --input image=digit.npy
+    """
+    options = arguments.request_options()
+    if arguments.stream and arguments.output_file is not None:
+        raise InputArgumentError("--output-file holds one answer; with --stream, send standard output to a file instead")
+    if arguments.stream and arguments.shared_memory:
+        raise InputArgumentError("--shared-memory is for single requests; with --stream, the tensors travel in the messages")
+    with connection.client(compression=arguments.compression, shared_memory=arguments.shared_memory) as client:
+        (_infer_stream if arguments.stream else _infer_once)(client, model, arguments, options)
+
+
+def _infer_once(client: Client, model: str, arguments: InferArguments, options: RequestOptions) -> None:
+    if arguments.output_file is not None:
+        _check_output_file(arguments.output_file)
+    given = read_inputs(arguments.inputs)
+    fitted, notes = fitted_inputs(given, client.model_metadata(model, arguments.version))
+    for note in notes:
+        typer.echo(note, err=True)
+    answer = client.infer_detailed(model, fitted, version=arguments.version, **options)
+    if arguments.output_file is not None:
+        _write_answer(arguments.output_file, answer)
+    if arguments.as_json:
+        typer.echo(json.dumps(answer_json(answer), allow_nan=False))
+        return
+    PipedConsole().print(outputs_table(answer))
+    for name, value in answer.parameters.items():
+        typer.echo(printable(f"{name}: {value}"))
+
+
+def _infer_stream(client: Client, model: str, arguments: InferArguments, options: RequestOptions) -> None:
+    requests = _requests(arguments, client.model_metadata(model, arguments.version))
+    answers: list[dict[str, Any]] = []
+    failed = 0
+    for answer in client.stream_infer(model, requests, version=arguments.version, in_flight=arguments.in_flight, **options):
+        shown: dict[str, Any] = {"index": answer.index}
+        if answer.error is None:
+            shown["outputs"] = outputs_json(answer.outputs)
+        else:
+            failed += 1
+            shown |= {"error": str(answer.error), "code": answer.error.code}
+        if arguments.as_json:
+            answers.append(shown)
+        else:
+            typer.echo(json.dumps(shown, allow_nan=False))
+            sys.stdout.flush()
+    if arguments.as_json:
+        typer.echo(json.dumps({"model": model, "answers": answers, "failed": failed}, allow_nan=False))
+    if failed:
+        raise typer.Exit(FAILED_EXIT_CODE)
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InputArgumentError(f"--parameter {text}: expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
+
+
+def _requests(arguments: InferArguments, metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
+    """The inputs of each request of a stream: one per line of JSON, or one per `rows` rows of the given arrays.
+
+    Raises:
+        InputArgumentError: an input cannot be read.
+        InvalidRequest: arrays do not fit the model. A line that does not fit is sent, and fails alone.
+    """
+    given, rows = arguments.inputs, arguments.rows
+    if len(given) == 1 and (given[0] == STDIN or given[0].endswith(LINES)):
+        return _of_lines(given[0], metadata)
+    if any(argument == STDIN or argument.endswith(LINES) for argument in given):
+        raise InputArgumentError("--stream: lines of JSON hold all inputs of a request; give them as the only --input")
+    fitted, notes = fitted_inputs(read_inputs(given), metadata)
+    for note in notes:
+        typer.echo(note, err=True)
+    counts = {name: array.shape[0] if array.ndim else 0 for name, array in fitted.items()}
+    if len(set(counts.values())) != 1:
+        raise InvalidRequest(f"--stream: the inputs have different numbers of rows: {counts}; expected one")
+    total = next(iter(counts.values()))
+    return ({name: array[at : at + rows] for name, array in fitted.items()} for at in range(0, total, rows))
+
+
+def _of_lines(path: str, metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
+    if path == STDIN:
+        yield from _of_open_file("standard input", sys.stdin.buffer, metadata)
+        return
+    if not Path(path).is_file():
+        raise InputArgumentError(f"--input {path}: there is no file {path}")
+    with Path(path).open("rb") as file:
+        yield from _of_open_file(path, file, metadata)
+
+
+def _of_open_file(name: str, file: IO[bytes], metadata: ModelMetadataResponse) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        where = f"--input {name}, line {number}"
+        tensors = tensors_of_json(parsed_json(line, where), where)
+        if "" in tensors:
+            raise InputArgumentError(f"{where}: expected a JSON object such as {{{metadata.inputs[0].name!r}: [...]}}")
+        try:
+            yield fitted_inputs(tensors, metadata)[0]
+        except InvalidRequest:
+            yield tensors  # the stream answers it with its error
+
+
+def _check_output_file(path: Path) -> None:
+    """Check that outputs can be written there, before the server is asked for them.
+
+    Raises:
+        InputArgumentError: its name does not end in .npz or .json.
+        OSError: the file cannot be written.
+    """
+    if path.suffix not in SUFFIXES:
+        raise InputArgumentError(f"--output-file {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
+    checked_output(path, "--output-file")
+
+
+def _write_answer(path: Path, answer: InferAnswer) -> None:
+    """Write the outputs atomically.
+
+    Raises:
+        ClientError: a .npz file cannot keep an output.
+        OSError: the file cannot be written.
+    """
+    if path.suffix == ".json":
+        with written_whole(path) as file:
+            file.write(json.dumps(answer_json(answer), allow_nan=False).encode())
+        return
+    plain = {name: _storable(name, array) for name, array in answer.outputs.items()}
+    # np.savez takes the arrays as keywords, which excludes an output named "file".
+    with written_whole(path) as file, ZipFile(file, "w") as archive:
+        for name, array in plain.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def _storable(name: str, array: Array) -> Array:
+    if array.dtype.name == "bfloat16":
+        return array.astype(np.float32)  # numpy's files lack the dtype; float32 has all its values
+    if array.dtype != object:
+        return array
+    # Objects can only be stored as pickles, which are unsafe to load; numpy's fixed-width bytes store BYTES instead.
+    if any(element.endswith(b"\0") for element in array.ravel()):
+        raise ClientError(f"output {name!r} has bytes that end in zero, which a .npz file cannot keep; write .json")
+    return array.astype(bytes)

@@ -1,0 +1,159 @@
+"""Options that commands share, and how a dataclass of options becomes the options of a command."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from serve.client.cli.inputs import InputArgumentError
+from serve.client.client import Client
+from serve.client.connection import ClientTls, headers_of
+from serve.client.errors import InvalidRequest
+
+_connection = partial(typer.Option, rich_help_panel="Connection")
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+ADDRESS = "127.0.0.1:8001"
+
+
+def takes_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer see a command's dataclass parameters as the options that their fields declare, dataclass fields included."""
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        command(**{name: _value(name, parameter.annotation, given) for name, parameter in signature.parameters.items()})
+
+    signature = inspect.signature(command, eval_str=True)
+    shown = [option for parameter in signature.parameters.values() for option in _options(parameter)]
+    with_options.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return with_options
+
+
+def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    if not is_dataclass(parameter.annotation):
+        yield parameter
+        return
+    types = get_type_hints(parameter.annotation, include_extras=True)
+    for field in fields(parameter.annotation):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield from _options(
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
+        )
+
+
+def _value(name: str, annotation: Any, given: dict[str, Any]) -> Any:
+    if not is_dataclass(annotation):
+        return given[name]
+    types = get_type_hints(annotation)
+    make: Any = annotation
+    return make(**{field.name: _value(field.name, types[field.name], given) for field in fields(annotation)})
+
+
+@contextmanager
+def _reading_options() -> Iterator[None]:
+    """Report an argument that the client refuses as an error of an option."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InputArgumentError(str(error)) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """Options of TLS, the token and gRPC metadata."""
+
+    use_tls: Annotated[bool, _connection("--tls", help="Encrypt; every other option of TLS does so too.")] = False
+    tls_ca: Annotated[
+        Path | None,
+        _connection(help="PEM file of who may have signed the server's certificate, if not whom the system trusts."),
+    ] = None
+    tls_cert: Annotated[Path | None, _connection(help="PEM file of this client's certificate, for mTLS.")] = None
+    tls_key: Annotated[Path | None, _connection(help="PEM file of its private key.")] = None
+    tls_name: Annotated[str | None, _connection(help="The name in the server's certificate, if it is not the address's.")] = (
+        None
+    )
+    token_file: Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")] = None
+    headers: Annotated[list[str] | None, _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.")] = None
+
+    def tls(self) -> ClientTls | None:
+        """Certificates for an encrypted connection; None for a plain one.
+
+        Raises:
+            InputArgumentError: a file is missing or is no PEM file; the text names it.
+        """
+        if not any((self.use_tls, self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
+            return None
+        with _reading_options():
+            return ClientTls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
+
+    def token(self) -> str | None:
+        """The bearer token.
+
+        Raises:
+            InputArgumentError: the file does not hold one token; the text names it.
+        """
+        return None if self.token_file is None else _token(self.token_file)
+
+    def metadata(self) -> dict[str, str]:
+        """GRPC metadata of each call, beside the token.
+
+        Raises:
+            InputArgumentError: a header is malformed; the text shows it.
+        """
+        given = dict(_header(text) for text in self.headers or ())
+        with _reading_options():
+            headers_of(given)
+        return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Options of a client's connection."""
+
+    address: Annotated[str, _connection(help="HOST:PORT of the server's gRPC port, or unix:/path of its socket.")] = ADDRESS
+    timeout: Annotated[float, _connection(help="Seconds to wait for an answer.", min=0.001)] = 10.0
+    retries: Annotated[int, _connection(help="Ask again, where that is safe, so many times.", min=0, max=10)] = 0
+    credentials: Credentials
+
+    def client(self, **options: Any) -> Client:
+        """A client; it connects at its first call.
+
+        Raises:
+            InputArgumentError: an option is malformed; the text names it.
+        """
+        tls, token, metadata = self.credentials.tls(), self.credentials.token(), self.credentials.metadata()
+        with _reading_options():
+            return Client(
+                self.address,
+                timeout_s=self.timeout,
+                retries=self.retries,
+                tls=tls,
+                token=token,
+                metadata=metadata,
+                **options,
+            )
+
+
+def _token(path: Path) -> str:
+    try:
+        words = path.read_text(encoding="ascii").split()
+    except OSError as error:
+        raise InputArgumentError(f"--token-file {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputArgumentError(f"--token-file {path}: expected a token of ASCII characters") from None
+    if len(words) != 1:
+        raise InputArgumentError(f"--token-file {path}: expected one token and nothing else, found {len(words)} words")
+    return words[0]
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon:
+        raise InputArgumentError(f"--header {text}: expected NAME:VALUE")
+    return name.strip(), value.strip()

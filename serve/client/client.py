@@ -1,0 +1,172 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import grpc
+
+from serve.client.base import CallSettings, ClientBase, ClientOperation, SyncRunner
+from serve.client.errors import ClientError
+from serve.client.exchange import Answer, Pause, UnaryRpc, advance
+from serve.client.inference import RequestOptions, close_region, open_region
+from serve.client.model_handles import BoundModel, bind
+from serve.client.shared_regions import SharedRegion
+from serve.client.stream_drivers import SyncStream
+from serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Client(ClientBase, SyncRunner):
+    """A connection to one server: `Client("127.0.0.1:8001").infer("mlp", {"x": array})["y"]`.
+
+    It connects at the first call, may be used by many threads at once, and reconnects to a server that restarts. After a fork,
+    each call in the child raises an error that says so. Every error of the server or the request is raised as a ClientError or
+    a subclass of it. Arguments: see `serve.client.base.ClientBase`.
+    """
+
+    def close(self) -> None:
+        """Close the connection; calls under way end as Cancelled. Closing twice does no harm."""
+        self._closed = True  # first: other threads would register again what is unregistered here
+        self._ended.set()
+        if self._must_unregister:
+            self._run(self._unregistering)
+            self._unregistered = True
+        if self._channel is not None:
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def stream_infer(
+        self,
+        model: str,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        version: str = "",
+        in_flight: int = DEFAULT_IN_FLIGHT,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[StreamAnswer]:
+        """Run a model on many requests over one call, and yield the answers in the requests' order.
+
+        A request that fails gets an answer that has its error; the others go on. Leaving the loop early ends the call.
+
+        Args:
+            model: its name.
+            requests: the inputs of each request, as `infer` takes them. Another thread iterates over it, as fast as answers are
+                taken; an exception that it raises is raised here, after the answers to the requests before.
+            version: empty for the one that the model's policy chooses.
+            in_flight: how many requests may be under way at once.
+            timeout_s: seconds that the server may keep requests waiting without answering any, or leave the stream open when
+                all are answered; None for the client's own. The stream as a whole has no limit.
+            options: for all requests; see `serve.client.inference.RequestOptions`. The stream sets `request_id` itself.
+
+        Raises:
+            ServerUnavailable: the connection broke; requests without an answer must be sent again.
+            DeadlineExceeded: no answer in time.
+            ClientError: as for `infer`, where the error concerns the stream and not one request.
+        """
+        prepared = prepare_stream(self._state, model, version, in_flight, options, self.address)
+        session = self._run(lambda: self._operation(prepared))
+        settings, patience_s = self._streaming(timeout_s)
+        call = self._stream()
+        stream = SyncStream(session, requests, in_flight)
+        try:
+            for answer in stream.answers(lambda sent: call(sent, metadata=settings.headers), patience_s):
+                yield answer
+                self._check_process()
+        except grpc.RpcError as error:
+            raise self._failure(error, METHOD, settings) from None
+
+    def model(self, name: str, version: str = "") -> ModelHandle:
+        """A handle on one model, which knows its inputs and outputs."""
+        return ModelHandle(self, self._run(lambda: self._operation(bind(self._state, name, version))))
+
+    @contextmanager
+    def shared_region(self, byte_size: int) -> Iterator[SharedRegion]:
+        """Shared memory for arrays that a server on this machine reads and writes in place.
+
+        Inputs that lie in it are not sent, and `infer(..., into={"y": region.array(shape, dtype)})` has outputs written there.
+        At the end of the block it is unregistered and its name removed; arrays in it stay usable.
+
+        Raises:
+            Unsupported: the server does not take shared memory.
+            InvalidRequest: the server cannot open it, as it runs on another machine or as another user.
+        """
+        region = self._run(lambda: self._operation(open_region(self._state, byte_size)))
+        try:
+            yield region
+        finally:
+            self._run(lambda: self._closing(close_region(self._state, region)))
+
+    def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer:
+        operation = prepare()
+        outcome: Any = None
+        with closing(operation.exchange) as steps:
+            try:
+                while True:
+                    outcome = self._perform(advance(steps, outcome), operation.settings)
+            except StopIteration as finished:
+                result: Answer = finished.value
+                return result
+
+    def _perform(self, step: UnaryRpc | Pause, settings: CallSettings) -> Any:
+        """Carry out one step; return its answer, or the ClientError that it ended with."""
+        if isinstance(step, Pause):
+            self._ended.wait(step.seconds)  # returns early where another thread closes the client
+            return None
+        try:
+            return self._ask(step, settings)
+        except ClientError as error:
+            return error
+
+    def _ask(self, rpc: UnaryRpc, settings: CallSettings) -> Any:
+        self._check_usable(closing=settings.closing)
+        call = self._unary(rpc)
+        timeout_s = settings.deadline.remaining_s(method=rpc.method, address=self.address)
+        try:
+            answer = call(rpc.request, timeout=timeout_s, metadata=settings.headers, compression=settings.compression)
+        except grpc.RpcError as error:
+            raise self._failure(error, rpc.method, settings) from None
+        except ValueError as error:  # raised by grpc for a channel that another thread has closed meanwhile
+            raise self._closed_meanwhile(error) from None
+        return self._whole(answer, rpc.method)
+
+    def _open_channel(self) -> Any:
+        # Not in the constructor: a client that has not connected may be taken into a forked process.
+        with self._opening:
+            if self._channel is None:
+                self._channel = self._channel_settings.open(grpc)
+                if self._closed:  # by another thread, which may have found nothing to close
+                    self._channel.close()
+            return self._channel
+
+
+class ModelHandle(BoundModel, SyncRunner):
+    """A model of a Client: `client.model("mlp").infer(array)["y"]`. Made by `Client.model`."""
+
+    _client: Client
+
+    def stream_infer(
+        self,
+        requests: Iterable[Mapping[str, Any]],
+        *,
+        in_flight: int = DEFAULT_IN_FLIGHT,
+        timeout_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[StreamAnswer]:
+        """See `Client.stream_infer`."""
+        return self._client.stream_infer(
+            self.name, requests, version=self.version, in_flight=in_flight, timeout_s=timeout_s, **options
+        )
+
+    def _run(self, prepare: Callable[[], ClientOperation[Answer]]) -> Answer:
+        return self._client._run(prepare)  # noqa: SLF001  (the handle is a part of its client)

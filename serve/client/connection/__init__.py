@@ -1,1 +1,0 @@
-"""How a server is reached: where it is, who both are, what its errors mean."""

@@ -1,0 +1,232 @@
+"""An exchange with a server as a generator of RPCs and pauses, without input or output.
+
+An exchange yields steps, is sent each RPC's answer (or has its ClientError thrown in) and returns the result. The synchronous
+and the asyncio client only carry out the steps, so both behave alike. Deadlines and retries wrap exchanges. The retries of
+gRPC's service config cannot replace them: they know no idempotence per call, no waiting for a server, and at most 5 attempts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from protos import inference_pb2 as pb
+from serve.client.errors import ClientError, InvalidRequest, Repeat, ServerUnavailable, deadline_exceeded, is_above_0
+
+DEFAULT_TIMEOUT_S = 30.0
+LONGEST_S = 1e8  # three years; the protocol has eight digits for it, and longer ones overflow on the way
+MAX_RETRIES = 10
+BUDGET_TOKENS = 100.0
+TOKENS_PER_SUCCESS = 0.1
+
+
+@dataclass(frozen=True)
+class UnaryRpc:
+    """One unary RPC to make.
+
+    Attributes:
+        request: the message to send; the RPC and its answer are named after it.
+        idempotent: whether making it twice does no more than making it once; then it may be repeated when it is unknown whether
+            the server has received it.
+    """
+
+    request: Message
+    idempotent: bool = True
+
+    @property
+    def method(self) -> str:
+        """The RPC's name, such as "ModelInfer"."""
+        return type(self.request).__name__.removesuffix("Request")
+
+    @property
+    def answer(self) -> type[Message]:
+        """The class of the answer, such as ModelInferResponse."""
+        answer: type[Message] = getattr(pb, f"{self.method}Response")
+        return answer
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Time to wait before the next step."""
+
+    seconds: float
+
+
+Answer = TypeVar("Answer")
+Exchange = Generator[UnaryRpc | Pause, Any, Answer]
+
+
+def advance(exchange: Exchange[Answer], outcome: Any) -> UnaryRpc | Pause:
+    """The next step, given the last one's outcome: an answer, a ClientError to throw in, or None (at the start, after a pause).
+
+    Raises:
+        StopIteration: the exchange is over; its value is the result.
+    """
+    return exchange.throw(outcome) if isinstance(outcome, ClientError) else exchange.send(outcome)
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """The limit in seconds, at most what gRPC can count; None for no limit, which infinity means too.
+
+    Raises:
+        InvalidRequest: it is neither None nor a number above 0.
+    """
+    if timeout_s is None or timeout_s == math.inf:
+        return None
+    if not is_above_0(timeout_s):
+        raise InvalidRequest(f"timeout_s must be seconds above 0, or None for no limit, not {timeout_s!r}")
+    return min(float(timeout_s), LONGEST_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """When an exchange must be over: `limit_s` after its start, which is `end_s` on the monotonic clock; None for no limit."""
+
+    limit_s: float | None
+    end_s: float | None
+
+    @classmethod
+    def after(cls, limit_s: float | None) -> Deadline:
+        return cls(limit_s=limit_s, end_s=None if limit_s is None else time.monotonic() + limit_s)
+
+    def remaining_s(self, *, method: str, address: str) -> float | None:
+        """Seconds left for the next call; None for no limit.
+
+        Raises:
+            DeadlineExceeded: none are left. grpc rounds to milliseconds and would send the call all the same.
+        """
+        if self.end_s is None:
+            return None
+        remaining_s = self.end_s - time.monotonic()
+        if remaining_s <= 0:
+            raise deadline_exceeded(method=method, address=address, limit_s=self.limit_s)
+        return remaining_s
+
+    def allows(self, pause_s: float) -> bool:
+        """Whether there is time left after a pause."""
+        return self.end_s is None or time.monotonic() + pause_s < self.end_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """How a failed call is repeated, always within its deadline.
+
+    A call is repeated only where that is safe: when the server was not reached or refused the call before it began; when the
+    server is overloaded and says when to come back; and, if the call is idempotent, when the connection broke and it is unknown
+    how far the server got. The pause before the n-th repetition is drawn evenly between 0 and `initial_backoff_s` *
+    `multiplier`^n, at most `max_backoff_s` (full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/);
+    the server's own hint is waited for in addition.
+
+    Attributes:
+        retries: repetitions of one call, 0 to 10; waiting for a server takes none of them.
+        initial_backoff_s: bound of the first pause, in seconds.
+        max_backoff_s: bound of every pause, in seconds.
+        multiplier: growth of the bound from one pause to the next, 1 or more.
+        wait_for_server: repeat beyond `retries`, until the deadline, while no server answers at the address: for clients that
+            must survive restarts of any length.
+
+    Raises:
+        InvalidRequest: a value is out of its range.
+    """
+
+    retries: int = 3
+    initial_backoff_s: float = 0.1
+    max_backoff_s: float = 2.0
+    multiplier: float = 2.0
+    wait_for_server: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.retries, bool) or not isinstance(self.retries, int) or not 0 <= self.retries <= MAX_RETRIES:
+            raise InvalidRequest(f"retries must be 0 to {MAX_RETRIES}, not {self.retries!r}")
+        if not 0 < self.initial_backoff_s <= self.max_backoff_s or not self.multiplier >= 1:
+            raise InvalidRequest(
+                "a RetryPolicy needs 0 < initial_backoff_s <= max_backoff_s and multiplier >= 1, not "
+                f"{self.initial_backoff_s!r}, {self.max_backoff_s!r} and {self.multiplier!r}"
+            )
+
+    def spends(self, error: ClientError) -> int:
+        """How many of the `retries` a repetition after this error takes: 0 or 1."""
+        return 0 if self.wait_for_server and _not_reached(error) else 1
+
+    def pause_s(self, attempt: int, hint_s: float | None) -> float:
+        """Seconds before repetition `attempt`, counted from 0."""
+        bound_s = min(self.max_backoff_s, self.initial_backoff_s * self.multiplier ** min(attempt, MAX_RETRIES))
+        return (hint_s or 0.0) + random.uniform(0.0, bound_s)  # noqa: S311  (spreads clients over time; nothing secret)
+
+
+class RetryBudget:
+    """Token bucket that keeps a client's repetitions below a tenth of its calls, so that retries cannot overload a server.
+
+    It starts with a hundred tokens, so that all calls under way can be repeated when a server is lost. A repetition takes one
+    token, a successful call gives a tenth of one. Attempts that reach no server are not counted. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = BUDGET_TOKENS
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
+
+    def give(self) -> None:
+        with self._lock:
+            self._tokens = min(BUDGET_TOKENS, self._tokens + TOKENS_PER_SUCCESS)
+
+
+def retried(exchange: Exchange[Answer], policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> Exchange[Answer]:
+    """The exchange with each of its calls repeated where that is safe; it sees the error of the last attempt."""
+    outcome: Any = None
+    try:
+        while True:
+            step = advance(exchange, outcome)
+            if isinstance(step, Pause):
+                outcome = yield step
+                continue
+            try:
+                outcome = yield from _attempts(step, policy, budget, deadline)
+            except ClientError as error:
+                outcome = error
+    except StopIteration as finished:
+        result: Answer = finished.value
+        return result
+    finally:
+        exchange.close()
+
+
+def is_safe(error: ClientError, *, idempotent: bool) -> bool:
+    """Whether the call that failed with this error may be repeated."""
+    return error.repeat is Repeat.SAFE or (error.repeat is Repeat.IF_IDEMPOTENT and idempotent)
+
+
+def _attempts(rpc: UnaryRpc, policy: RetryPolicy, budget: RetryBudget, deadline: Deadline) -> Exchange[object]:
+    attempt, spent = 0, 0
+    while True:
+        try:
+            answer: object = yield rpc
+        except ClientError as error:
+            pause_s = policy.pause_s(attempt, error.retry_after_s)
+            spent += policy.spends(error)
+            if spent > policy.retries or not is_safe(error, idempotent=rpc.idempotent) or not deadline.allows(pause_s):
+                raise
+            if not _not_reached(error) and not budget.take():
+                raise
+        else:
+            budget.give()
+            return answer
+        yield Pause(pause_s)
+        attempt += 1
+
+
+def _not_reached(error: ClientError) -> bool:
+    return isinstance(error, ServerUnavailable) and error.repeat is Repeat.SAFE and error.retry_after_s is None

@@ -1,1 +1,0 @@
-"""Tensors that a client on the server's machine leaves in shared memory."""

@@ -1,0 +1,212 @@
+"""State of one stream: request numbers, order of the answers, time limits. No threads, event loops or gRPC calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import grpc
+
+from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
+from serve.client.errors import (
+    RETRY_HINT_KEY,
+    ClientError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ServerUnavailable,
+    error_of_code,
+    hinted_s,
+)
+from serve.client.exchange import Exchange
+from serve.client.inference import InferState, fresh_metadata
+from serve.client.messages import check_answer, infer_request, output_arrays
+from serve.client.tensors import Array
+
+METHOD = "ModelStreamInfer"
+DEFAULT_IN_FLIGHT = 32
+MAX_IN_FLIGHT = 65536
+LONGEST_NUMBER = 20  # digits of a request's number; Python refuses to read 5,000
+# The protocol has only a text for a failed request; this project's server adds the status and the retry hint as parameters.
+STATUS = "grpc-status"
+CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class StreamAnswer:
+    """The answer to one request of a stream.
+
+    Attributes:
+        index: of the request, counted from 0.
+        error: why it was not answered; None if it was. The other requests of the stream are answered all the same.
+    """
+
+    __slots__ = ("_outputs", "error", "index")
+
+    def __init__(self, index: int, outputs: dict[str, Array], error: ClientError | None = None) -> None:
+        self.index = index
+        self.error = error
+        self._outputs = outputs
+
+    @property
+    def outputs(self) -> dict[str, Array]:
+        """Name -> array, as `Client.infer` returns it.
+
+        Raises:
+            ClientError: the request was not answered; see `error`.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._outputs
+
+    def __repr__(self) -> str:
+        what = f"outputs={list(self._outputs)}" if self.error is None else f"error={self.error!r}"
+        return f"StreamAnswer(index={self.index}, {what})"
+
+
+class StreamSession:
+    """The requests of one stream and their answers, in the requests' order.
+
+    One thread makes requests and another takes answers.
+
+    Args:
+        metadata: the model's.
+        options: those of `serve.client.messages.infer_request`.
+        address: for error texts.
+    """
+
+    def __init__(self, metadata: ModelMetadataResponse, options: Mapping[str, Any], *, address: str) -> None:
+        self._metadata = metadata
+        self._options = options
+        self._address = address
+        self._lock = threading.Lock()
+        self._made = 0
+        self._taken = 0
+        self._arrived: dict[int, StreamAnswer] = {}
+        self._complete = False
+        self._progress_s = time.monotonic()
+
+    @property
+    def unanswered(self) -> int:
+        return self._made - self._taken - len(self._arrived)
+
+    def request(self, inputs: Mapping[str, Any]) -> ModelInferRequest | None:
+        """The next request's message; None if it does not fit the model: its answer is then the error."""
+        index, request, misfit = self._made, None, None
+        try:
+            request = infer_request(self._metadata, inputs, **{**self._options, "request_id": str(index)})
+        except InvalidRequest as error:
+            misfit = error
+        with self._lock:
+            if not self.unanswered:
+                self._progress_s = time.monotonic()
+            if misfit is not None:
+                self._arrived[index] = StreamAnswer(index, {}, misfit)
+            self._made += 1
+        return request
+
+    def complete(self) -> None:
+        """Note that no further request follows."""
+        with self._lock:
+            self._complete = True
+            self._progress_s = time.monotonic()
+
+    def accept(self, response: ModelStreamInferResponse) -> None:
+        """Take an answer of the server.
+
+        Raises:
+            ClientError: it belongs to no request (code "INTERNAL").
+        """
+        infer = response.infer_response
+        with self._lock:
+            index = self._index(infer.id)
+            if not self._taken <= index < self._made or index in self._arrived:
+                raise ClientError(
+                    f"{self._address} answered request {infer.id!r} of a stream, which does not wait for an answer; models "
+                    "that answer a request several times (decoupled) are not supported",
+                    code="INTERNAL",
+                )
+            self._arrived[index] = _answer(index, response, self._options.get("outputs") or ())
+            self._progress_s = time.monotonic()
+
+    def _index(self, request_id: str) -> int:
+        """The number of the request that an answer is for; -1 for none of this stream."""
+        if not request_id:  # some servers answer an error without the request's id; they keep the order
+            return next(index for index in range(self._taken, self._made + 1) if index not in self._arrived)
+        is_number = request_id.isdecimal() and request_id.isascii() and len(request_id) < LONGEST_NUMBER
+        return int(request_id) if is_number else -1
+
+    def ready(self) -> Iterator[StreamAnswer]:
+        """The next answers in order that have arrived; each is given once."""
+        while (answer := self._arrived.get(self._taken)) is not None:
+            with self._lock:
+                del self._arrived[self._taken]
+                self._taken += 1
+            yield answer
+
+    def patience_s(self, timeout_s: float | None) -> float | None:
+        """Seconds to wait for an event before asking again; None for no limit.
+
+        Raises:
+            DeadlineExceeded: requests have waited for `timeout_s` without any answer.
+        """
+        if timeout_s is None:
+            return None
+        left_s = self._progress_s + timeout_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        if self.unanswered:
+            text = f"{self._address} answered none of {self.unanswered} requests of a stream within {timeout_s:g} s"
+            raise DeadlineExceeded(f"{text}; allow more time, or keep fewer in flight")
+        return timeout_s
+
+    def is_over(self, timeout_s: float | None) -> bool:
+        """Whether every request is answered, and the server has had `timeout_s` to end the stream."""
+        over = self._complete and not self.unanswered
+        return over and timeout_s is not None and time.monotonic() >= self._progress_s + timeout_s
+
+    def check_complete(self) -> None:
+        """Check, when the server has ended the stream, that nothing is missing.
+
+        Raises:
+            ServerUnavailable: requests are left without an answer.
+        """
+        if self.unanswered:
+            raise ServerUnavailable(
+                f"{self._address} ended a stream with {self.unanswered} requests unanswered; send them again"
+            )
+
+
+def prepare_stream(
+    state: InferState, model: str, version: str, in_flight: int, options: Mapping[str, Any], address: str
+) -> Exchange[StreamSession]:
+    """Ask for the model's metadata and check the arguments.
+
+    Raises:
+        InvalidRequest: in_flight is out of range.
+    """
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or not 0 < in_flight <= MAX_IN_FLIGHT:
+        raise InvalidRequest(f"in_flight must be 1 to {MAX_IN_FLIGHT} requests, not {in_flight!r}")
+    # Fresh metadata: a stream may last, and cannot ask again in between.
+    metadata = yield from fresh_metadata(state, (model, version))
+    return StreamSession(metadata, {**options, "version": version}, address=address)
+
+
+def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[str]) -> StreamAnswer:
+    infer = response.infer_response
+    try:
+        if not response.error_message:
+            return StreamAnswer(index, _outputs(response, wanted))
+    except ClientError as error:
+        return StreamAnswer(index, {}, error)
+    number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
+    hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
+    code = CODE_NAMES.get(number, "UNKNOWN")
+    return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=hinted_s(hint)))
+
+
+def _outputs(response: ModelStreamInferResponse, wanted: Collection[str]) -> dict[str, Array]:
+    if not response.HasField("infer_response"):
+        raise ClientError("the server's answer holds neither outputs nor an error", code="INTERNAL")
+    check_answer(response.infer_response, wanted)
+    return output_arrays(response.infer_response)

@@ -1,1 +1,0 @@
-"""Many requests over one call."""

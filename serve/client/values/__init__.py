@@ -1,1 +1,0 @@
-"""What goes out and comes back: arrays, parameters, classes, whole answers."""

@@ -1,0 +1,217 @@
+"""Tables, files and plots of a report, and the progress bar."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from serve.benchmark import BenchmarkArgumentError
+from serve.benchmark.comparison import Difference
+from serve.benchmark.level import Level, Load
+from serve.benchmark.load.spec import LoadStatistics
+from serve.benchmark.measurement import Goal
+from serve.benchmark.page import page, write_plot
+from serve.benchmark.report import BenchmarkReport, Differences, write_json
+from serve.benchmark.report_files import hdr_histogram, percentile_text, report_writers, write_csv, write_percentiles
+from serve.benchmark.tables import ProgressBar, tables
+from tests.serve.benchmark.levels import SERVER, comparison, histogram, level, report, tally
+
+
+def printed(made: BenchmarkReport, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    for table in tables(made):
+        console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def cells(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_a_sweep_fits_a_terminal() -> None:
+    text = printed(report(level(2), level(16)))
+    assert "…" not in text
+    assert ["2", "2", "4", "2.00", "4.00", "4.00", "4.00", "0.50", "1.50", "0"] in cells(text)
+
+
+def test_rates_goodput_and_errors_have_their_columns() -> None:
+    text = printed(report(level(load=Load(rate=7.0), errors={"INTERNAL": 5}, goodput_ms=2.5)))
+    assert ["7", "2", "4", "1", "2.00", "4.00", "4.00", "4.00", "0.50", "1.50", "5"] in cells(text)
+    assert "asked" in text
+
+
+def test_a_comparison_fits_a_terminal() -> None:
+    text = printed(report(level(1), comparison=comparison("digits", "digits_fp32")))
+    assert "…" not in text
+    assert ["1", "digits", "2", "2.00", "4.00", "4.0", "0"] in cells(text)
+    assert ["1", "digits_fp32", "2", "2.00", "4.00", "4.0", "1.00", "1.00", "0"] in cells(text)
+    assert ["1.00-1.00", "1.00-1.00"] in cells(text)
+
+
+def test_models_of_a_mixed_load_have_rows() -> None:
+    mixed = LoadStatistics(latencies=[histogram(1, 1), histogram(5)], seconds=1.0)
+    made = Level(tally=mixed, server=SERVER, load=Load(concurrency=1), batch_size=1, models=["a", "b"])
+    assert ["1", "in", "flight", "a", "2", "1.00", "1.00"] in cells(printed(report(made)))
+
+
+@pytest.mark.parametrize(("provider", "title"), [("CUDAExecutionProvider", "on CUDAExecutionProvider"), (None, "on 127.0.0.1")])
+def test_the_title_says_where(provider: str | None, title: str) -> None:
+    assert title in report(level(), provider=provider).title
+
+
+def test_doubts_of_all_rounds_appear_once() -> None:
+    doubted = level(8, server=SERVER + SERVER)
+    (line,) = report(doubted, level(1, server=SERVER + SERVER), doubted).doubts()
+    assert line.startswith("warning: at 8 in flight, 1 in flight: the server answered 8 requests")
+    assert report(level(1), goal=Goal(percent=99, max_ms=1)).best is None
+
+
+def test_slow_answers_take_no_more_room() -> None:
+    text = printed(report(level(latencies_ms=[12345.678], errors={"RESOURCE_EXHAUSTED": 123456})))
+    assert ["2", "0", "1", "12346", "12346", "12346", "4.00", "0.50", "1.50", "123456"] in cells(text)
+
+
+def compared() -> BenchmarkReport:
+    difference = Difference(output="y", max_abs=0.5, scaled=0.01, mismatched=0, agreement=1.0)
+    differences = [Differences(name="b<i>", outputs=[difference], not_compared=["z"])]
+    return report(level(1), comparison=comparison("a", "b<i>"), differences=differences)
+
+
+def test_the_json_says_what_was_measured_where_and_how(tmp_path: Path) -> None:
+    write_json(tmp_path / "bench.json", report(level()))
+    figures = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)
+    facts = ["model", "version", "address", "provider", "batch_size", "date", "command", "machine", "goal", "best"]
+    assert list(figures) == [*facts, "levels", "comparison", "differences"]
+    assert (figures["model"], figures["version"], figures["batch_size"]) == ("mlp", "3", 2)
+    assert abs(datetime.fromisoformat(figures["date"]) - datetime.now(UTC)) < timedelta(minutes=5)
+    assert figures["machine"].keys() == {"platform", "cpus", "python"}
+    assert [one["concurrency"] for one in figures["levels"]] == [2]
+
+
+def test_the_json_of_a_search_and_of_a_comparison() -> None:
+    found = report(level(1), level(8, latencies_ms=[99]), goal=Goal(percent=99, max_ms=5)).to_json()
+    assert (found["goal"], found["best"]) == ({"percent": 99, "max_ms": 5}, 0)
+    figures = compared().to_json()
+    assert [one["name"] for one in figures["comparison"]] == ["a", "b<i>"]
+    assert figures["differences"][0]["outputs"][0]["scaled"] == 0.01
+    json.dumps(figures, allow_nan=False)
+
+
+def test_the_csv_has_a_line_per_level(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", report(level(1), level(load=Load(rate=50.0), server=None)))
+    with (tmp_path / "a.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["concurrency"], first["rate"], first["requests"], first["server_queue_ms"]) == ("1", "", "4", "0.5")
+    assert (second["concurrency"], second["rate"], second["server_queue_ms"]) == ("", "50.0", "")
+    assert float(first["p99.9_ms"]) == pytest.approx(4, rel=1e-3)
+
+
+def test_the_csv_of_a_comparison_has_a_line_per_round(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a.csv", compared())
+    with (tmp_path / "a.csv").open(newline="") as file:
+        assert [(line["name"], line["round"]) for line in csv.DictReader(file)] == [
+            ("a", "1"),
+            ("a", "2"),
+            ("b<i>", "1"),
+            ("b<i>", "2"),
+        ]
+
+
+def test_the_distribution_is_hdrhistograms_text(tmp_path: Path) -> None:
+    lines = percentile_text(histogram(*range(1, 101))).decode().splitlines()
+    assert lines[0].split() == ["Value", "Percentile", "TotalCount", "1/(1-Percentile)"]
+    value, percentile, count, inverse = lines[2].split()
+    assert float(value) == pytest.approx(1, rel=1e-3)
+    assert (percentile, count, inverse) == ("0.000000000000", "1", "1.00")
+    whole = next(line.split() for line in lines if "1.000000000000" in line)
+    assert float(whole[0]) == pytest.approx(100, rel=1e-3)
+    assert whole[1:] == ["1.000000000000", "100"]
+    mean, deviation = map(float, re.findall(r"= +([\d.]+)", lines[-3]))
+    assert mean == pytest.approx(50.5, rel=1e-3)
+    assert deviation == pytest.approx(28.87, rel=1e-3)
+    assert hdr_histogram(histogram(*range(1, 101))).get_total_count() == 100
+
+
+def test_each_level_has_its_distribution(tmp_path: Path) -> None:
+    write_percentiles(tmp_path / "one.hgrm", report(level(1)))
+    write_percentiles(tmp_path / "all.hgrm", report(level(1), level(16)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all-1.hgrm", "all-16.hgrm", "one.hgrm"]
+
+
+def test_distributions_have_distinct_files(tmp_path: Path) -> None:
+    rates = [100.0, 1234567.0, 100.0, 1234568.0, 0.5]
+    write_percentiles(tmp_path / "a.hgrm", report(*(level(load=Load(rate=rate)) for rate in rates)))
+    names = ["a-0.5.hgrm", "a-100-1.hgrm", "a-100-2.hgrm", "a-1234567.hgrm", "a-1234568.hgrm"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_the_picture_shows_the_levels(tmp_path: Path) -> None:
+    write_plot(tmp_path / "a.png", report(level(1), level(16), level(4)))
+    write_plot(tmp_path / "b.png", report(level(1), level(16), level(64)))
+    first, second = (matplotlib.image.imread(tmp_path / name) for name in ("a.png", "b.png"))
+    assert first.shape == second.shape == (1050, 1200, 4)
+    assert 0.01 < (first[..., :3] < 0.9).any(axis=2).mean() < 0.5
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        report(level(load=Load(rate=5.0)), level(load=Load(rate=9.0), latencies_ms=[1.0])),
+        report(level(1, server=None, windows=[tally([1, 2])] * 4), provider=None),
+        compared(),
+    ],
+    ids=["sweep", "no statistics", "comparison"],
+)
+def test_the_page_stands_alone_and_is_well_formed(made: BenchmarkReport) -> None:
+    text = page(made)
+    assert "<script" not in text
+    assert "b<i>" not in text
+    tree = ET.fromstring(text.removeprefix("<!DOCTYPE html>\n").replace('<meta charset="utf-8">', ""))  # noqa: S314  (ours)
+    figures = [element for element in tree.iter() if element.tag.endswith("}svg")]
+    assert len(figures) == 3
+    assert not [element for element in tree.iter() if element.get("src")]
+
+
+def test_the_page_of_a_comparison_shows_ratios_and_differences() -> None:
+    text = page(compared())
+    assert "1.00\n1.00-1.00" in text
+    assert "1.00e-02" in text
+    assert "not in both" in text
+
+
+def test_doubts_are_on_the_page() -> None:
+    assert "ended early (gone &lt;away&gt;)" in page(report(level(ended_early="gone <away>")))
+
+
+@pytest.mark.parametrize("option", ["output", "csv", "html", "hgrm", "plot"])
+def test_unwritable_outputs_are_found_before_the_measurement(tmp_path: Path, option: str) -> None:
+    wrong = tmp_path / "nowhere" / "a.txt"
+    with pytest.raises(FileNotFoundError, match=f"--{option} {wrong}: there is no folder"):
+        report_writers({f"--{option}": wrong})
+    (write,) = report_writers({f"--{option}": tmp_path / "a.txt"})
+    write(report(level(1)))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_each_output_has_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a.json")
+    with pytest.raises(BenchmarkArgumentError, match="--output and --csv .*link: are one file; expected a file for each"):
+        report_writers({"--output": tmp_path / "a.json", "--csv": tmp_path / "link"})
+    assert len(report_writers({"--output": Path("/dev/null"), "--csv": Path("/dev/null")})) == 2
+
+
+def test_a_models_name_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar() as bar:
+        bar.begin("measuring a[/b]", 1)
+    assert "measuring a[/b]" in capsys.readouterr().err
