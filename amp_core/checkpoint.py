@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from amp_core.atomic_file import atomic_file
 from amp_core.factory import call_factory, one_line
+from protos.atomic_files import atomic_file
 
 # Raised by torch.load for bytes that are no archive, a truncated archive, or an archive with more than data in it.
 UNREADABLE = (

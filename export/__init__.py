@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from export.inheritance.inherit_dtype_mode import inherit_dtype
     from export.leaks.finder import find_dtype_leaks
     from export.module_pipeline import export_module
-    from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
-    from export.onnx_fp16.model_files import convert_file
+    from export.onnx_fp16.convert import convert_file, convert_float_to_float16
     from export.placement.audit import audit_placement
-    from export.placement.predict_cuda import predict_cuda
-    from export.repository.model_version_writer import write_model_version
+    from export.placement.cuda_kernels import predict_cuda
+    from export.repository.version_writer import write_model_version
     from export.search.smallest_fp32_set import find_fp32_nodes
     from export.to_onnx.export_onnx import export_onnx
     from export.verification.verify import verify
@@ -85,11 +84,11 @@ _HOMES = {
     "halving.to_half": {"to_half"},
     "inheritance.inherit_dtype_mode": {"inherit_dtype"},
     "leaks.finder": {"find_dtype_leaks"},
-    "onnx_fp16.convert_float_to_float16": {"convert_float_to_float16"},
-    "onnx_fp16.model_files": {"convert_file"},
+    "onnx_fp16.convert": {"convert_float_to_float16"},
+    "onnx_fp16.convert": {"convert_file"},
     "placement.audit": {"audit_placement"},
-    "placement.predict_cuda": {"predict_cuda"},
-    "repository.model_version_writer": {"write_model_version"},
+    "placement.cuda_kernels": {"predict_cuda"},
+    "repository.version_writer": {"write_model_version"},
     "search.smallest_fp32_set": {"find_fp32_nodes"},
     "to_onnx.export_onnx": {"export_onnx"},
     "verification.verify": {"verify"},

@@ -16,7 +16,7 @@ from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Certified
 from export.module_pipeline import EXAMPLES, Wishes, export_verified
-from export.repository.default_names import FACTORY
+from export.repository.version_writer import FACTORY
 from export.samples import Samples, take_samples
 from export.to_onnx.call import call_of
 from export.to_onnx.capture import run

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from export.errors import ExportError, telling_place
-from export.files.model_file import ModelFile, open_model
-from export.files.model_writer import StagedModel, superseded_files
-from export.onnx_fp16.model_files import require_free
-from export.repository.default_names import require_same_network
-from export.repository.model_version_writer import require_addable, write_model_version
+from export.onnx_files.model_file import ModelFile, open_model
+from export.onnx_files.model_writer import StagedModel, superseded_files
+from export.onnx_fp16.convert import require_free
+from export.repository.version_writer import require_addable, require_same_network, write_model_version
 
 if TYPE_CHECKING:
     from export.certificate.certificate import Certificate
@@ -97,7 +96,7 @@ class FileTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryTarget:
-    """A version in a model repository. See `export.repository.model_version_writer.write_model_version`.
+    """A version in a model repository. See `export.repository.version_writer.write_model_version`.
 
     Attributes:
         repository: The repository's folder; made if missing.

@@ -13,12 +13,11 @@ import onnx_ir
 from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from export.conversion_targets import Target
 from export.errors import ExportError
-from export.files.atomic_write import waiting_file
-from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
-from export.files.model_writer import ExternalData
-from export.onnx_fp16.model_files import StagedConversion, staged_conversion
+from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
+from export.onnx_files.model_writer import ExternalData, waiting_file
+from export.onnx_fp16.convert import StagedConversion, staged_conversion
+from export.onnx_fp16.prepare import upgrade_opset
 from export.onnx_fp16.report import ConversionReport
-from export.onnx_fp16.upgrade_opset import upgrade_opset
 from export.placement.audit import Placement, audit_placement
 from export.search.narrowing import SearchLimits
 
@@ -42,7 +41,7 @@ def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  #
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to convert. See `export.onnx_fp16.model_files.convert_file`."""
+    """How to convert. See `export.onnx_fp16.convert.convert_file`."""
 
     keep_io_types: bool | Collection[str] = True
     op_block_list: Collection[str] = ()

@@ -11,7 +11,7 @@ from export.errors import ExportError
 from export.verification.samples import Input, inputs_of
 
 if TYPE_CHECKING:
-    from export.files.model_file import ModelFile
+    from export.onnx_files.model_file import ModelFile
 
 Array = np.ndarray[Any, Any]
 UNNAMED = "arr_0"  # what numpy.savez calls an array that is given without a name

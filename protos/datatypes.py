@@ -21,7 +21,7 @@ class Datatype:
         itemsize: bytes of one element on the wire; None for BYTES, whose elements carry their own length.
         numpy: the dtype of an array of such elements, little-endian; object for BYTES (each element is `bytes`), and None for
             BF16, which numpy does not have (see `array_dtype`).
-        contents: the field of InferTensorContents that carries it; None for those that only travel raw.
+        contents: the field of InferTensorContents that carries it; None for types that only travel raw.
     """
 
     wire: str
@@ -33,7 +33,7 @@ class Datatype:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """The dtype of an array of such elements. BF16 has one here too: ml_dtypes', imported when it is first asked for."""
+        """The dtype of an array of such elements. BF16 has ml_dtypes' dtype, imported at first use."""
         if self.numpy is not None:
             return self.numpy
         import ml_dtypes  # noqa: PLC0415  (few models need it)

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_core.atomic_file import atomic_file
 from amp_core.autocast.autocast import autocast as region_of
 from amp_core.grad_scaler.grad_scaler import GradScaler
 from amp_core.integrations import not_installed
 from amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
 from amp_core.policy import Policy, PolicyError
+from protos.atomic_files import atomic_file
 
 try:
     from accelerate import Accelerator, DistributedType

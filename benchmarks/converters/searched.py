@@ -6,7 +6,7 @@ import onnx
 
 from benchmarks.converters.synthetic_inputs import trials
 from export.certificate.budget import Budget
-from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.onnx_fp16.convert import convert_float_to_float16
 from export.search.smallest_fp32_set import find_fp32_nodes
 
 MAX_RUNS = 60

@@ -33,7 +33,6 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from amp_core.atomic_file import atomic_file
 from examples.checkerboard.training import (
     SIZE_ON_ACCELERATOR,
     SIZE_ON_CPU,
@@ -44,6 +43,7 @@ from examples.checkerboard.training import (
     device_named,
     train,
 )
+from protos.atomic_files import atomic_file
 
 
 def table(outcomes: Sequence[CheckerboardResult]) -> Table:

@@ -152,7 +152,7 @@ class Certificate:
     Attributes:
         model: The model's name.
         onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
-            files, see `export.files.model_file.ModelFile.sha256`.
+            files, see `export.onnx_files.model_file.ModelFile.sha256`.
         onnx_bytes: Size of the file and its data files in bytes.
         graph_sha256: SHA-256 of the model's content, independent of its storage (see `export.certificate.embed.graph_sha256`).
         reference_bytes: Size of the float32 model as ONNX, where known.

@@ -18,9 +18,9 @@ import onnx
 
 from export.certificate.certificate import Certificate
 from export.errors import ExportError
-from export.files.atomic_write import sync_folder
-from export.files.model_file import ModelFile, ModelSource, open_model, serialize
-from export.files.tensor_outline import outlined
+from export.onnx_files.external_data import detached
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
+from protos.atomic_files import sync_folder
 
 PREFIX = "halfserve.certificate"
 KEY = "halfserve.certificate_sha256"
@@ -85,7 +85,7 @@ def graph_sha256(model: ModelSource | ModelFile) -> str:
     """
     opened = model if isinstance(model, ModelFile) else open_model(model)
     digest = hashlib.sha256()
-    with outlined(opened.to_ir()) as outline:
+    with detached(opened.to_ir()) as outline:
         message = outline.proto
         kept = [entry for entry in message.metadata_props if not entry.key.startswith(PREFIX)]
         del message.metadata_props[:]

@@ -13,7 +13,7 @@ from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.table import certificate_table
 from export.conversion_table import conversion_table
 from export.file_conversion import Beside, Converted, SearchFailed
-from export.placement.table import placement_lines, placement_table
+from export.placement.audit import placement_lines, placement_table
 
 if TYPE_CHECKING:
     from export.search.result import SearchResult

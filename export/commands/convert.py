@@ -20,12 +20,12 @@ from export.commands.progress import progress_on
 from export.conversion_targets import FileTarget, RepositoryTarget, Target
 from export.errors import ExportError, UsageError
 from export.file_conversion import Accumulators, Options, Verification, convert_verified
-from export.files.model_writer import ExternalData
+from export.onnx_files.model_writer import ExternalData
 from export.sample_files import load_samples
 from export.search.narrowing import MAX_RUNS, SearchLimits
 
 if TYPE_CHECKING:
-    from export.files.model_file import ModelFile
+    from export.onnx_files.model_file import ModelFile
     from export.verification.samples import Array
 
 MAX_BATCH_SIZE = 32

@@ -17,8 +17,8 @@ from export.certificate.table import certificate_table
 from export.commands.made_up import NOTE, sizes_of, way_out
 from export.commands.output_files import require_output
 from export.errors import ExportError, UsageError
-from export.files.atomic_write import write_atomically
-from export.files.model_file import ModelFile, open_model
+from export.onnx_files.model_file import ModelFile, open_model
+from export.onnx_files.model_writer import write_atomically
 from export.sample_files import load_samples
 from export.verification.generated_samples import synthesize
 from export.verification.samples import load_labels

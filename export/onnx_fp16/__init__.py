@@ -1,1 +1,1 @@
-"""A float32 ONNX model in float16: repaired first, kept in float32 where it must be, and told in a report."""
+"""The converter of ONNX models from float32 to float16: types, planning, repairs, casts and the report."""

@@ -1,29 +1,29 @@
-"""Carries a plan out: types, weights and attributes change, and casts come in where types meet."""
+"""Carries a plan out: changes types, weights and attributes, puts casts where types meet, and removes idle casts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
-from export.onnx_fp16.cleanup import may_be_renamed
-from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_graphs, all_nodes, is_float
-from export.onnx_fp16.half_tensors import halved
-from export.onnx_fp16.names import FreshNames
-from export.onnx_fp16.planning.node_places import TYPE_ATTRIBUTES
+from export.onnx_fp16.element_types import with_dtype
+from export.onnx_fp16.graph import FLOAT, FLOAT16, TYPE_ATTRIBUTES, FreshNames, all_graphs, all_nodes, is_float
 from export.onnx_fp16.planning.plan import Plan
-from export.onnx_fp16.planning.weight_range import WeightRange, weight_of
+from export.onnx_fp16.planning.weights import WeightRange, halved, weight_of
 
 _SUFFIX = {FLOAT: "float32", FLOAT16: "float16"}
+# These hold every float16 number, so a cast there and back changes nothing.
+_WIDER = frozenset({FLOAT, onnx_ir.DataType.DOUBLE})
 
 
 class Caster:
-    """Rewrites the model of a plan; `apply` is called once.
+    """Converts the model of a plan; `apply` is called once.
 
     Attributes:
-        added: How many Cast nodes were added.
+        added: The number of Cast nodes added.
         halved: The weights that were rounded.
     """
 
@@ -45,7 +45,7 @@ class Caster:
         flexible = self._flexible()
         self._choose(demands, flexible)
         for value in self._half:
-            value.type = _half_type(value.type)
+            value.type = with_dtype(value.type, FLOAT16)
         for node in list(all_nodes(self._plan.model)):
             if node.outputs and any(value in self._half for value in node.outputs):
                 self._set_attributes(node)
@@ -70,7 +70,7 @@ class Caster:
         return demands
 
     def _flexible(self) -> set[onnx_ir.Value]:
-        """Values that can be made in whichever type is wanted, or in both: weights and the results of casts."""
+        """The values that can have either type, or both: weights and results of casts."""
         plan, nodes = self._plan, list(all_nodes(self._plan.model))
         casts = {node.outputs[0] for node in nodes if _is_cast(node) and node not in plan.kept}
         made = [node.outputs[0] for node in nodes if node.op_type == "Constant" and node.outputs]
@@ -92,7 +92,7 @@ class Caster:
                     self._halve_weight(value)
 
     def _has_half_source(self, value: onnx_ir.Value) -> bool:
-        """Whether a value is a Cast's result whose input is float16, so that who wants float16 takes that instead."""
+        """Whether a value is cast from float16, so that readers in float16 can read that instead."""
         node = value.producer()
         source = node.inputs[0] if node is not None and _is_cast(node) else None
         return source is not None and (source in self._half or source.dtype == FLOAT16)
@@ -128,14 +128,14 @@ class Caster:
             attribute = node.attributes.get(name)
             stated = attribute.as_int() if attribute is not None else signature.attributes[name]
             if node.op_type == "SequenceEmpty" and attribute is None:
-                stated = FLOAT  # so the operator's text says; its signature is silent
+                stated = FLOAT  # by the operator's text; its signature states no default
             if stated == FLOAT:
                 node.attributes[name] = onnx_ir.AttrInt64(name, FLOAT16.value)
         stated_type = node.attributes.get("type")
         if stated_type is not None and stated_type.type == AttributeType.TYPE_PROTO:
             value = stated_type.value
             node.attributes["type"] = onnx_ir.AttrTypeProto(
-                "type", onnx_ir.TypeAndShape(_half_type(value.type), value.shape), stated_type.doc_string
+                "type", onnx_ir.TypeAndShape(with_dtype(value.type, FLOAT16), value.shape), stated_type.doc_string
             )
 
     def _connect(self) -> None:
@@ -168,7 +168,7 @@ class Caster:
         return self._cast(value, wanted, after=value, like=value)
 
     def _copied_weight(self, value: onnx_ir.Value) -> onnx_ir.Value:
-        """A float16 copy of a weight that is wanted in float32 too."""
+        """A float16 copy of a weight that is needed in float32 too."""
         tensor, graph, node = weight_of(self._plan, value), _home(value), value.producer()
         if tensor is None:
             raise ValueError(value.name)
@@ -180,7 +180,7 @@ class Caster:
             half.name = copy.name
             copy.const_value = half
             graph.initializers.add(copy)
-            if value.is_graph_input():  # the oldest format lists weights as inputs
+            if value.is_graph_input():  # formats before IR 4 list weights as inputs
                 graph.inputs.append(copy)
         else:
             name = self._names.node(f"{node.name}_float16")
@@ -208,29 +208,29 @@ class Caster:
         return result
 
     def _give_as_output(self, graph: onnx_ir.Graph, index: int, wanted: onnx_ir.DataType) -> None:
-        """Put a converted value in an output's place, under the name that the output had."""
+        """Replace a graph output by a converted value of the same name."""
         value = graph.outputs[index]
-        if _home(value) is not graph or value.is_graph_input():  # a body gives what it was given
+        if _home(value) is not graph or value.is_graph_input():  # a value of an outer graph, or an input
             graph.outputs[index] = self._in_place("Cast", value, graph, wanted)
             return
         name = value.name
         converted = self._as(value, wanted)
-        if not (converted in self._made or converted.producer() is not None) or not may_be_renamed(converted, graph):
+        if not (converted in self._made or converted.producer() is not None) or not _may_be_renamed(converted, graph):
             converted = self._in_place("Identity", converted, graph, wanted)
         for place, output in enumerate(graph.outputs):
             if output is value:
                 graph.outputs[place] = converted
         value.name = self._names.value(f"{name}_{_SUFFIX[_dtype(value)]}")
         converted.name = name
-        if value.shape is not None:  # a cast's own source may be known less well than what the interface declares
+        if value.shape is not None:  # the interface may declare more than is known of a cast's source
             converted.shape = value.shape.copy()
         converted.metadata_props.update(value.metadata_props)
-        converted.meta.update(value.meta)  # what quantization says about the tensor of this name
+        converted.meta.update(value.meta)  # quantization annotations of the tensor of this name
         value.meta.clear()
         converted.doc_string, value.doc_string = value.doc_string, None
 
     def _in_place(self, op_type: str, source: onnx_ir.Value, graph: onnx_ir.Graph, wanted: onnx_ir.DataType) -> onnx_ir.Value:
-        """A value of the graph itself, made at its end."""
+        """A new value at the graph's end."""
         result = self._value(source, wanted)
         attributes = [onnx_ir.AttrInt64("to", wanted.value)] if op_type == "Cast" else []
         self.added += op_type == "Cast"
@@ -261,9 +261,88 @@ def _dtype(value: onnx_ir.Value) -> onnx_ir.DataType:
     return value.dtype or onnx_ir.DataType.UNDEFINED
 
 
-def _half_type(known: onnx_ir.TypeProtocol | None) -> onnx_ir.TypeProtocol:
-    if isinstance(known, onnx_ir.SequenceType | onnx_ir.OptionalType):
-        return type(known)(_half_type(known.elem_type), denotation=known.denotation)
-    if isinstance(known, onnx_ir.SparseTensorType):
-        return onnx_ir.SparseTensorType(FLOAT16, denotation=known.denotation)
-    return onnx_ir.TensorType(FLOAT16, denotation=known.denotation if known is not None else None)
+def drop_idle_casts(model: onnx_ir.Model) -> int:
+    """Remove casts that change no number: between equal types, lossless pairs, duplicates, and unread ones.
+
+    Returns:
+        The number of casts removed.
+    """
+    removed = 0
+    for graph in all_graphs(model):
+        earlier: dict[tuple[onnx_ir.Value | None, frozenset[tuple[str, Any]]], onnx_ir.Value] = {}
+        for node in list(graph):
+            if node.op_type == "Cast" and not node.domain and _touches_half(node):
+                # All attributes, not the type alone: two casts to float8 may differ in whether they saturate.
+                key = node.inputs[0], frozenset((name, entry.value) for name, entry in node.attributes.items())
+                removed += _simplify(graph, node, earlier.get(key))
+                earlier.setdefault(key, node.outputs[0])
+    for graph in all_graphs(model):
+        for node in reversed(list(graph)):
+            if node.op_type == "Cast" and not node.domain and _touches_half(node) and _is_dead(node):
+                graph.remove(node, safe=True)
+                removed += 1
+    return removed
+
+
+def _simplify(graph: onnx_ir.Graph, node: onnx_ir.Node, duplicate: onnx_ir.Value | None) -> bool:
+    source, result = node.inputs[0], node.outputs[0]
+    if source is None or source.dtype is None:
+        return False
+    origin = _before_pair(source) if result.dtype == FLOAT16 else None
+    equal = source if source.dtype == result.dtype else origin or duplicate
+    if equal is None or equal is result:
+        return False
+    for user, index in list(result.uses()):
+        user.replace_input_with(index, equal)
+    if not result.is_graph_output():
+        graph.remove(node, safe=True)
+        return True
+    if source.dtype != result.dtype and origin is None:
+        return False  # a duplicate: the output needs a maker
+    if equal.producer() is not None and _may_be_renamed(equal, graph):
+        _replace_output(graph, result, equal)
+        graph.remove(node, safe=True)
+        return True
+    identity = onnx_ir.Node("", "Identity", [equal], name=node.name, metadata_props=dict(node.metadata_props))
+    graph.insert_after(node, identity)
+    made = identity.outputs[0]
+    made.type = result.type
+    _replace_output(graph, result, made)
+    graph.remove(node, safe=True)
+    return True
+
+
+def _may_be_renamed(value: onnx_ir.Value, graph: onnx_ir.Graph) -> bool:
+    """Whether a value may take an output's name: it is of the graph, and neither its input nor its output."""
+    return value.graph is graph and not value.is_graph_output() and not value.is_graph_input()
+
+
+def _replace_output(graph: onnx_ir.Graph, old: onnx_ir.Value, new: onnx_ir.Value) -> None:
+    name, old.name = old.name, f"{old.name}/replaced"
+    new.name, new.doc_string = name, old.doc_string
+    if old.shape is not None:
+        new.shape = old.shape
+    new.metadata_props.update(old.metadata_props)
+    new.meta.update(old.meta)
+    for place, output in enumerate(graph.outputs):
+        if output is old:
+            graph.outputs[place] = new
+
+
+def _before_pair(value: onnx_ir.Value) -> onnx_ir.Value | None:
+    """The float16 value from which a wider value was cast."""
+    node = value.producer()
+    if node is None or node.op_type != "Cast" or node.domain or value.dtype not in _WIDER:
+        return None
+    source = node.inputs[0]
+    return source if source is not None and source.dtype == FLOAT16 else None
+
+
+def _touches_half(node: onnx_ir.Node) -> bool:
+    source = node.inputs[0]
+    return FLOAT16 in (node.outputs[0].dtype, source.dtype if source is not None else None)
+
+
+def _is_dead(node: onnx_ir.Node) -> bool:
+    result = node.outputs[0]
+    return not result.uses() and not result.is_graph_output()

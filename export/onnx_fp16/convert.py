@@ -1,36 +1,43 @@
-"""The core converter: a float32 `onnx_ir.Model` becomes float16, in place."""
+"""Convert float32 models to float16: an `onnx_ir.Model` in place, an ONNX message, or a file of any size."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypedDict, Unpack
 
 import onnx
 import onnx_ir
 
 from export.errors import ExportError
-from export.files.format_opset import format_opset
-from export.onnx_fp16.casting import Caster
-from export.onnx_fp16.cleanup import drop_idle_casts
-from export.onnx_fp16.element_types.value_types import declared_values, forget_inferred
+from export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
+from export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
+from export.onnx_fp16.casting import Caster, drop_idle_casts
+from export.onnx_fp16.element_types import declared_values, forget_inferred
 from export.onnx_fp16.float64 import STAYING
-from export.onnx_fp16.graph_walk import all_nodes, bodies
-from export.onnx_fp16.mark import is_marked, mark
-from export.onnx_fp16.planning.block_lists import Known, require_known
-from export.onnx_fp16.planning.containers import settle_containers
-from export.onnx_fp16.planning.islands import close_islands
-from export.onnx_fp16.planning.op_sets import MOVERS
+from export.onnx_fp16.graph import MOVERS, all_nodes, bodies
+from export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
 from export.onnx_fp16.planning.plan import Plan, blank_plan
-from export.onnx_fp16.planning.reasons import keep_nodes
-from export.onnx_fp16.planning.weight_range import WeightRange
+from export.onnx_fp16.planning.weights import WeightRange
 from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.report import ConversionReport, Repair
-from export.onnx_fp16.reporting import count_casts, float_nodes, holds_half, report_of, report_unchanged
-from export.onnx_fp16.settings import settings_of
-from export.onnx_fp16.upgrade_opset import upgrade_opset as upgrade
+from export.onnx_fp16.prepare import upgrade_opset as upgrade
+from export.onnx_fp16.report import ConversionReport, Repair, count_casts, float_nodes, holds_half, report_of, report_unchanged
+from export.onnx_fp16.settings import ModelNames, is_marked, mark, require_known, settings_of
 
 FIRST_OPSET_WITH_CASTS = 6  # that say types by number
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
+_OF_CERTIFICATES = "halfserve.certificate"
+
+
+class ConversionOptions(TypedDict, total=False):
+    """Options of `convert`."""
+
+    keep_io_types: bool | Collection[str]
+    op_block_list: Collection[str]
+    node_block_list: Collection[str]
+    repair: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +45,8 @@ class Conversion:
     """A converted model.
 
     Attributes:
-        model: The model, the same object that was given.
-        report: What was done.
+        model: The model, the object that was given.
+        report: The report.
     """
 
     model: onnx_ir.Model
@@ -57,31 +64,31 @@ def convert(
     """Convert a float32 model to float16, in place.
 
     Every node whose operator has float16 at the model's opset computes in it, except where float16 would break the model; each
-    exception is in the report with its reason. What computes in float64 is converted through float32, and the report says so;
-    inputs and outputs that keep their types stay float64 then. Casts stand where the two types meet. Weights that lie in files
-    are rounded when they are read, the others at once. Names, metadata and opsets stay; values of which the model said nothing
-    carry no type in the end. A model that this function converted before, with the same settings, stays as it is.
+    exception is in the report with its reason. float64 nodes are converted through float32, and the report names them; inputs
+    and outputs that keep their types stay float64. Casts stand where two types meet. Weights in files are rounded when they
+    are read, others at once. Names, metadata and opsets stay; values without a type in the original have none in the result.
+    A model that this function converted before, with the same settings, is not changed.
 
     Args:
         model: The model. Its tensors may lie in files.
-        keep_io_types: True: inputs and outputs keep their types, with casts behind and before them; False: they become float16;
-            or names and shell patterns of those that keep theirs.
+        keep_io_types: True: inputs and outputs keep their types, with casts; False: they become float16; or names and shell
+            patterns of the inputs and outputs that keep their types.
         op_block_list: Operators that stay float32, by name ("Softmax", "com.microsoft:Attention") or shell pattern.
-        node_block_list: Nodes that stay float32, by name or shell pattern; with a node, all that is in its bodies.
-        repair: Whether to rewrite first what float16 could not hold (`export.onnx_fp16.repair`).
+        node_block_list: Nodes that stay float32, with their bodies, by name or shell pattern.
+        repair: Whether to rewrite first what float16 cannot hold (`export.onnx_fp16.repair`).
 
     Returns:
         The model and the report.
 
     Raises:
         ExportError: A list names something that the model does not have, functions cannot be inlined, a node computes in
-            bfloat16, nothing can be float16 because of nodes that take nothing but float64, a repair failed, or casts are
+            bfloat16, nothing can be float16 because of nodes that take only float64, a repair failed, or casts are
             needed in a model from before opset 6.
     """
     settings = settings_of(keep_io_types, op_block_list, node_block_list, repair)
     if is_marked(model, settings):
         return Conversion(model=model, report=report_unchanged(model))
-    known, casts, declared = Known(model), count_casts(model), declared_values(model)
+    known, casts, declared = ModelNames(model), count_casts(model), declared_values(model)
     repairs = repair_model(model, settings) if repair else prepare(model, settings)
     _refuse_bfloat16(model)
     known.add(model)
@@ -103,20 +110,10 @@ def convert(
     return Conversion(model=model, report=report)
 
 
-def convert_upgraded(
-    model: onnx_ir.Model,
-    *,
-    keep_io_types: bool | Collection[str],
-    op_block_list: Collection[str],
-    node_block_list: Collection[str],
-    repair: bool,
-    upgrade_opset: bool,
-) -> Conversion:
-    """As `convert`, with the model's opset raised first if that is asked for (see `export.onnx_fp16.upgrade_opset`)."""
+def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConversionOptions]) -> Conversion:
+    """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
     raised = upgrade(model) if upgrade_opset else ()
-    done = convert(
-        model, keep_io_types=keep_io_types, op_block_list=op_block_list, node_block_list=node_block_list, repair=repair
-    )
+    done = convert(model, **options)
     return replace(done, report=replace(done.report, repairs=(*raised, *done.report.repairs)))
 
 
@@ -131,7 +128,7 @@ def _decide(plan: Plan) -> WeightRange:
 
 
 def _refuse_bfloat16(model: onnx_ir.Model) -> None:
-    """Such nodes would stay as they are, in a model that is to be float16 and that is taken for one."""
+    """A bfloat16 node would stay as it is, in a model that users take for float16."""
     for node in all_nodes(model):
         if node.op_type in _COMPUTE_NOTHING or any(bodies(node)):
             continue
@@ -143,7 +140,7 @@ def _refuse_bfloat16(model: onnx_ir.Model) -> None:
 
 
 def _refuse_float64(repairs: tuple[Repair, ...]) -> None:
-    """A model without any float16 whose nodes stay in float64 would be written as it came, and be taken for float16."""
+    """A model whose nodes all stay in float64 would be written unchanged, and users would take it for float16."""
     staying = next((repair for repair in repairs if repair.pass_name == STAYING), None)
     if staying is not None:
         raise ExportError(
@@ -162,7 +159,163 @@ def _require_casts(model: onnx_ir.Model, caster: Caster) -> None:
 
 
 def _import_opset(model: onnx_ir.Model) -> None:
-    """Import ONNX's own operators where a model of another domain alone got casts."""
+    """Import ONNX's own operators into a model that used none of them before it got casts."""
     if "" in model.opset_imports or not any(node.domain == "" for node in all_nodes(model)):
         return
     model.opset_imports[""] = format_opset(model.ir_version or onnx.IR_VERSION)
+
+
+def convert_float_to_float16(
+    model: onnx.ModelProto | Path | str | bytes,
+    *,
+    keep_io_types: bool | Collection[str] = True,
+    op_block_list: Collection[str] | None = None,
+    node_block_list: Collection[str] | None = None,
+    repair: bool = True,
+    upgrade_opset: bool = False,
+) -> onnx.ModelProto:
+    """Convert a float32 ONNX model to float16; the model that is given stays as it is.
+
+    Args:
+        model: A message, the bytes of one, or the path of a file, whose external data is taken in.
+        keep_io_types: True: inputs and outputs keep their types; False: they become float16; or names and shell patterns of
+            the inputs and outputs that keep their types.
+        op_block_list: Operators that stay float32, by name or shell pattern.
+        node_block_list: Nodes that stay float32, by name or shell pattern.
+        repair: Whether to rewrite first what float16 cannot hold.
+        upgrade_opset: Whether to raise the model to opset 17, which has LayerNormalization; in parts it stays float32.
+
+    Returns:
+        A new model. For models over 2 GiB use `export.onnx_fp16.convert.convert_file`.
+
+    Raises:
+        ExportError: The model cannot be read or converted, or is over 2 GiB.
+    """
+    if not isinstance(model, onnx.ModelProto | bytes | Path | str):
+        raise ExportError(f"expected an onnx.ModelProto, the bytes of one or a path, not {type(model).__name__}")
+    opened = open_model(model)
+    source = onnx.ModelProto()
+    source.CopyFrom(opened.proto)
+    densify(source)
+    conversion = _convert_upgraded(
+        onnx_ir.from_proto(source),
+        keep_io_types=keep_io_types,
+        op_block_list=op_block_list or (),
+        node_block_list=node_block_list or (),
+        repair=repair,
+        upgrade_opset=upgrade_opset,
+    )
+    converted = onnx_ir.to_proto(conversion.model)
+    converted.training_info.extend(opened.proto.training_info)  # which onnx_ir does not carry
+    return converted
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedConversion:
+    """A conversion that is written, but not yet published.
+
+    Attributes:
+        source: The model that was converted.
+        conversion: The converted model and its report.
+        staged: Its files; `staged.publish()` puts them into place.
+    """
+
+    source: ModelFile
+    conversion: Conversion
+    staged: StagedModel
+
+
+def convert_file(
+    source: Path | str,
+    target: Path | str,
+    *,
+    keep_io_types: bool | Collection[str] = True,
+    op_block_list: Collection[str] = (),
+    node_block_list: Collection[str] = (),
+    repair: bool = True,
+    upgrade_opset: bool = False,
+    external_data: ExternalData = "auto",
+    overwrite: bool = False,
+) -> Conversion:
+    """Convert an ONNX file to float16 and write it, whole or not at all.
+
+    Weights are read, rounded and written one by one, so that memory holds the graph and about one tensor, whether they lie in
+    the model's file or in data files. A model with several data files gets as many. The source is only read.
+
+    Args:
+        source: The float32 model; its data files lie beside it.
+        target: The file to write; its data files go beside it.
+        keep_io_types: See `convert`.
+        op_block_list: Operators that stay float32.
+        node_block_list: Nodes that stay float32.
+        repair: Whether to rewrite first what float16 cannot hold.
+        upgrade_opset: Whether to raise an older model to opset 17, see `export.onnx_fp16.prepare.upgrade_opset`.
+        external_data: See `export.onnx_files.model_writer.staged_model`.
+        overwrite: Whether a model that is there already, the source itself included, may be replaced.
+
+    Returns:
+        The converted model, whose tensors are read lazily from the source, and the report.
+
+    Raises:
+        ExportError: The source cannot be read or converted, or the target exists or cannot be written; nothing was written.
+    """
+    with staged_conversion(
+        source,
+        target,
+        keep_io_types=keep_io_types,
+        op_block_list=op_block_list,
+        node_block_list=node_block_list,
+        repair=repair,
+        upgrade_opset=upgrade_opset,
+        external_data=external_data,
+        overwrite=overwrite,
+    ) as done:
+        done.staged.publish()
+        return done.conversion
+
+
+@contextmanager
+def staged_conversion(
+    source: Path | str | ModelFile,
+    target: Path | str,
+    *,
+    upgrade_opset: bool = False,
+    external_data: ExternalData = "auto",
+    overwrite: bool = False,
+    **options: Unpack[ConversionOptions],
+) -> Iterator[StagedConversion]:
+    """Convert an ONNX file into a hidden folder, where it can be verified before it is published; see `convert_file`.
+
+    Raises:
+        ExportError: See `convert_file`.
+    """
+    opened = source if isinstance(source, ModelFile) else open_model(Path(source))
+    require_free(target, opened, overwrite=overwrite)
+    conversion = _convert_upgraded(opened.to_ir(), upgrade_opset=upgrade_opset, **options)
+    for key in [key for key in conversion.model.metadata_props if key.startswith(_OF_CERTIFICATES)]:
+        del conversion.model.metadata_props[key]  # the source's certificate does not hold for this model
+    with staged_model(conversion.model, target, external_data=external_data, shards=opened.shards) as staged:
+        yield StagedConversion(source=opened, conversion=conversion, staged=staged)
+
+
+def require_free(target: Path | str, source: ModelFile, *, overwrite: bool) -> None:
+    """Check that a model may be written to `target`, before it is converted.
+
+    Raises:
+        ExportError: `target` is a folder or has none, is one of the source's data files, or exists and must not be replaced.
+    """
+    try:
+        place = Path(target).resolve()
+        if place.is_dir():
+            raise ExportError(f"{target} is a folder; give the file to write, such as {Path(target) / 'model.onnx'}")
+        if not place.parent.is_dir():
+            raise ExportError(f"cannot write {target}: there is no folder {place.parent}")
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        raise ExportError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
+    if any(place == file.resolve() for file in source.data_files):
+        raise ExportError(f"{target} holds weights of {source.name}; choose another name")
+    if overwrite or not place.exists():
+        return
+    if source.path is not None and place == source.path.resolve():
+        raise ExportError(f"{target} is the model to convert itself; give another name, or --overwrite to replace it")
+    raise ExportError(f"{target} exists; give another name, or --overwrite to replace it")

@@ -1,4 +1,4 @@
-"""What computes in float64 computes in float32 first: no runtime has float16 and float64 in one operator."""
+"""Narrow float64 to float32 before the conversion: no runtime has an operator with float16 and float64."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ import onnx_ir
 from onnx_ir import AttributeType
 
 from export.errors import ExportError
-from export.onnx_fp16.element_types.control_flow import OPERATORS, slots_of
-from export.onnx_fp16.element_types.schema_types import type_text
-from export.onnx_fp16.element_types.signatures import signature_of
-from export.onnx_fp16.graph_walk import FLOAT, all_graphs, all_nodes, constant_of, is_container
-from export.onnx_fp16.half_tensors import narrowed
-from export.onnx_fp16.names import FreshNames
-from export.onnx_fp16.planning.node_places import TYPE_ATTRIBUTES
+from export.onnx_fp16.element_types import signature_of, type_text, with_dtype
+from export.onnx_fp16.graph import (
+    FLOAT,
+    OPERATORS,
+    TYPE_ATTRIBUTES,
+    FreshNames,
+    all_graphs,
+    all_nodes,
+    constant_of,
+    is_container,
+    slots_of,
+)
+from export.onnx_fp16.planning.weights import narrowed
 from export.onnx_fp16.report import Repair
 from export.onnx_fp16.settings import Settings
 
 DOUBLE = onnx_ir.DataType.DOUBLE
 NARROWED, STAYING = "narrow-float64", "keep-float64"
 FIRST_OPSET_WITH_CASTS = 6  # that say types by number
-_FEW = 8  # elements of a constant that sizes and indices are computed with
+_FEW = 8  # elements in constants of size and index arithmetic
 _WIDTHS = (FLOAT, onnx_ir.DataType.FLOAT16, onnx_ir.DataType.BFLOAT16)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Group:
-    """Values in float64 that flow into each other.
+    """Connected float64 values.
 
     Attributes:
-        values: All of them.
-        nodes: Nodes that compute with them; casts and constants are left out.
-        data: They are the model's numbers: they come from its inputs, from weights or other floats, or go there. What is made
-            of integers and becomes integers again computes sizes and indices, and float64 makes those exact.
+        values: The values.
+        nodes: The nodes that compute with them, without casts and constants.
+        data: Whether they are the model's data, from or to inputs, outputs, weights or other floats. Values between integers
+            are sizes and indices, which float64 keeps exact.
     """
 
     values: list[onnx_ir.Value] = field(default_factory=list)
@@ -43,13 +49,13 @@ class _Group:
 
 
 def narrow_float64(model: onnx_ir.Model, settings: Settings) -> tuple[Repair, ...]:
-    """Let float32 compute what float64 computes, in place, where operators take float32; types must be known.
+    """Narrow float64 to float32 in place, where operators take float32; types must be known.
 
-    Inputs and outputs that keep their types stay float64, with casts; the others become float32 too. Nodes that take nothing
-    but float64 stay, with casts around them, and so do sizes and indices that are computed in it.
+    Inputs and outputs that keep their types stay float64, with casts; the others become float32 too. Nodes that take only
+    float64 stay, with casts around them, and so do sizes and indices that are computed in float64.
 
     Returns:
-        What was done; empty where nothing computes in float64.
+        The changes; empty where nothing computes in float64.
 
     Raises:
         ExportError: The model is from before opset 6, where Cast has another form.
@@ -103,7 +109,7 @@ def _groups(model: onnx_ir.Model) -> list[_Group]:
 
 
 def _ties(model: onnx_ir.Model) -> Iterator[list[onnx_ir.Value]]:
-    """Values in float64 that have one type; each value at least once alone."""
+    """Float64 values that must have one type, by group; each value at least once."""
     for graph in all_graphs(model):
         for value in (*graph.inputs, *graph.initializers.values()):
             yield from ([one] for one in _doubles([value]))
@@ -122,7 +128,7 @@ def _doubles(values: Iterable[onnx_ir.Value | None]) -> list[onnx_ir.Value]:
 
 
 def _moves_data(node: onnx_ir.Node) -> bool:
-    """Whether numbers that are no sizes or indices enter float64 here, or leave it."""
+    """Whether data, rather than sizes and indices, enters or leaves float64 here."""
     takes, gives = _doubles(node.inputs), _doubles(node.outputs)
     if node.op_type in ("Cast", "CastLike"):
         other = node.outputs[0] if takes and not gives else node.inputs[0]
@@ -131,14 +137,14 @@ def _moves_data(node: onnx_ir.Node) -> bool:
 
 
 def _bound_by_container(model: onnx_ir.Model, group: _Group, settings: Settings) -> str:
-    """Why a group must stay because a sequence or optional is an input or output that keeps its type; empty where none is."""
+    """The reason why a group must stay: a sequence or optional in the interface keeps its type; else empty."""
     sides = {*model.graph.inputs, *model.graph.outputs}
     bound = next((v for v in group.values if v in sides and is_container(v) and settings.keeps(v.name)), None)
     return "" if bound is None else f"{bound.name!r} keeps its type, and no Cast converts a sequence or an optional"
 
 
 def _only_float64(node: onnx_ir.Node, model: onnx_ir.Model) -> str:
-    """Why a node takes nothing else; empty where it takes float32."""
+    """The reason why a node takes only float64; empty where it takes float32."""
     operator = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
     if node.op_type in OPERATORS and not node.domain:
         return ""
@@ -146,7 +152,7 @@ def _only_float64(node: onnx_ir.Node, model: onnx_ir.Model) -> str:
         return "BitCast reads or makes the bits of float64"
     signature = signature_of(node, model.opset_imports)
     if signature is None:
-        return f"nobody knows the types that {operator} takes"
+        return f"the types that {operator} takes are unknown"
     if node.op_type != "ConstantOfShape" and any(
         entry.type == AttributeType.TENSOR and not entry.is_ref() and entry.as_tensor().dtype == DOUBLE
         for entry in node.attributes.values()
@@ -157,7 +163,7 @@ def _only_float64(node: onnx_ir.Node, model: onnx_ir.Model) -> str:
             formal = formal_at(index)
             if value is None or value.dtype != DOUBLE or formal is None:
                 continue
-            text = "tensor(double)" if type(value.type) is onnx_ir.TensorType else type_text(value)
+            text = "tensor(double)" if type(value.type) is onnx_ir.TensorType else type_text(value.type)
             if text.replace("(double)", "(float)") not in formal.types:
                 return f"{operator} takes no float32"
     return ""
@@ -186,7 +192,7 @@ def _narrow(
 
 
 def _set_apart(node: onnx_ir.Node, narrowed_values: set[onnx_ir.Value], names: FreshNames, main: onnx_ir.Graph) -> None:
-    """Put casts around a node that takes nothing but float64."""
+    """Put casts around a node that takes only float64."""
     for index, value in enumerate(node.inputs):
         if value is not None and value in narrowed_values and value.dtype == FLOAT:
             node.replace_input_with(index, _cast(value, DOUBLE, names, node))
@@ -196,7 +202,7 @@ def _set_apart(node: onnx_ir.Node, narrowed_values: set[onnx_ir.Value], names: F
 
 
 def _retype(value: onnx_ir.Value) -> None:
-    value.type = _single(value.type)
+    value.type = with_dtype(value.type, FLOAT)
     if value.const_value is not None and value.const_value.dtype == DOUBLE:
         value.const_value = narrowed(value.const_value)
     node = value.producer()
@@ -211,14 +217,8 @@ def _retype(value: onnx_ir.Value) -> None:
             node.attributes[name] = onnx_ir.AttrInt64(name, FLOAT.value)
     stated = node.attributes.get("type")
     if stated is not None and stated.type == AttributeType.TYPE_PROTO:
-        entry = onnx_ir.TypeAndShape(_single(stated.value.type), stated.value.shape)
+        entry = onnx_ir.TypeAndShape(with_dtype(stated.value.type, FLOAT), stated.value.shape)
         node.attributes["type"] = onnx_ir.AttrTypeProto("type", entry, stated.doc_string)
-
-
-def _single(known: onnx_ir.TypeProtocol | None) -> onnx_ir.TypeProtocol:
-    if isinstance(known, onnx_ir.SequenceType | onnx_ir.OptionalType):
-        return type(known)(_single(known.elem_type), denotation=known.denotation)
-    return onnx_ir.TensorType(FLOAT, denotation=known.denotation if known is not None else None)
 
 
 def _cast(value: onnx_ir.Value, to: onnx_ir.DataType, names: FreshNames, before: onnx_ir.Node | None = None) -> onnx_ir.Value:
@@ -232,7 +232,7 @@ def _cast(value: onnx_ir.Value, to: onnx_ir.DataType, names: FreshNames, before:
 
 
 def _cast_behind(value: onnx_ir.Value, to: onnx_ir.DataType, names: FreshNames, main: onnx_ir.Graph) -> None:
-    """Let all that read a value read a cast of it; outputs of graphs stay what they are."""
+    """Let all nodes that read a value read a cast of it; graph outputs stay."""
     uses = list(value.uses())
     if not uses:
         return
@@ -250,7 +250,7 @@ def _cast_behind(value: onnx_ir.Value, to: onnx_ir.DataType, names: FreshNames, 
 
 
 def _give_double(graph: onnx_ir.Graph, value: onnx_ir.Value, names: FreshNames) -> None:
-    """Put a cast in an output's place, under its name."""
+    """Replace a graph output by a cast of the same name."""
     name = value.name
     made = _cast(value, DOUBLE, names)
     node = made.producer()

@@ -1,24 +1,33 @@
-"""What a conversion did: how much is float16, what stayed float32 and why, what was repaired, what rounding did to weights."""
+"""The report of a conversion: what is float16, what stayed float32 and why, what was repaired, what rounding did to weights."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import onnx_ir
+
+from export.onnx_fp16.element_types import infer_types
+from export.onnx_fp16.graph import FLOAT, FLOAT16, RANDOM, all_nodes, constant_of
+from export.onnx_fp16.planning.plan import Plan, computes_on_floats
+from export.onnx_fp16.planning.weights import WeightRange
 from export.weight_ledger import Ledger
 
 Action = Literal["halved", "saturated", "kept"]
+# They compute nothing.
+_UNCOUNTED = frozenset({"Cast", "CastLike", "Constant", "Identity"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """One rewrite of the float32 graph before it was converted.
+    """One rewrite of the float32 graph before its conversion.
 
     Attributes:
         pass_name: The pass that made it.
-        nodes: Names of the nodes that it concerns.
-        text: What was done and why, in one line.
+        nodes: Names of the nodes concerned.
+        text: The change and its reason, in one line.
     """
 
     pass_name: str
@@ -33,7 +42,7 @@ class KeptNode:
     Attributes:
         name: Its name in the converted model.
         op_type: Its operator.
-        reason: Why, in a few words.
+        reason: The reason, in a few words.
         module: The torch module that it comes from, where the model says so.
         source: "package/file.py:42" of the line that it comes from, where the model says so.
     """
@@ -47,11 +56,11 @@ class KeptNode:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLedger:
-    """What rounding did to one tensor of weights, or would have done where it was kept.
+    """What rounding did to one tensor of weights, or would have done to a tensor that was kept.
 
     Attributes:
-        name: The initializer's name, or that of the value which a constant node gives.
-        elements: How many numbers it holds.
+        name: The name of the initializer, or of a constant node's result.
+        elements: The number of elements.
         ledger: The counts.
         action: "halved" (rounded), "saturated" (a mask: what is beyond float16's range became its nearest number) or "kept"
             (stays float32).
@@ -65,22 +74,22 @@ class TensorLedger:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """Everything that one conversion decided.
+    """The result of one conversion.
 
     Attributes:
-        float_nodes: Nodes that compute on floats, bodies of control flow included, and for which there is float16; casts,
-            constants and identities are not counted.
-        fp16_nodes: How many of them compute in float16 now.
-        unsupported_nodes: Float nodes beyond those: ONNX, or ONNX Runtime's CPU, has no float16 for them. They are in `kept`.
-        casts_added: Cast nodes that the converted model has more than the original had; negative where it has fewer.
+        float_nodes: The number of nodes, bodies included, that compute on floats and have a float16 version, without casts,
+            constants and identities.
+        fp16_nodes: The number of these that compute in float16 now.
+        unsupported_nodes: The number of other float nodes: ONNX, or ONNX Runtime's CPU, has no float16 for them. They are in
+            `kept`.
+        casts_added: Cast nodes of the converted model less those of the original; may be negative.
         repairs: In the order in which they were made.
         kept: The nodes that stayed float32, in the graph's order.
-        weights: Tensors that rounding did something to, and those to which it would have and that were kept. Others are only
-            counted.
-        rounded: How many tensors were rounded in all.
-        random_nodes: What draws random numbers, as "RandomNormalLike 'noise'"; a seed that the operator states is added. What
-            depends on them differs from run to run, so that a comparison proves little of it.
-        converted_before: The model was this converter's own work with these settings, and was left as it is.
+        weights: The tensors that rounding changed by more than its usual error, or would have changed where they were kept.
+        rounded: The number of all tensors that were rounded.
+        random_nodes: The nodes that draw random numbers, as "RandomNormalLike 'noise'", with the seed if one is stated. Results
+            that depend on them differ from run to run, so that a comparison proves little.
+        converted_before: Whether this converter made the model with these settings before; the model is unchanged then.
     """
 
     float_nodes: int
@@ -106,7 +115,7 @@ class ConversionReport:
 
     @property
     def actions(self) -> dict[str, int]:
-        """How many tensors met each action."""
+        """The number of tensors by action."""
         counts = Counter(tensor.action for tensor in self.weights if tensor.action != "halved")
         return {"halved": self.rounded - counts["saturated"], **dict(sorted(counts.items()))}
 
@@ -126,3 +135,110 @@ class ConversionReport:
             "actions": self.actions,
             "tensors": [asdict(tensor) for tensor in self.weights],
         }
+
+
+def float_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
+    """The nodes that compute on float32 or float16; types must be known."""
+    return [node for node in all_nodes(model) if node.op_type not in _UNCOUNTED and computes_on_floats(node)]
+
+
+def holds_half(model: onnx_ir.Model) -> bool:
+    """Whether any node has a float16 input or output."""
+    return any(FLOAT16 in _types(node) for node in all_nodes(model))
+
+
+def _random_nodes(model: onnx_ir.Model) -> tuple[str, ...]:
+    drawing = (node for node in all_nodes(model) if not node.domain and (node.op_type in RANDOM or _drops(node)))
+    return tuple(f"{node.op_type} {node.name!r}{_seed(node)}" for node in drawing)
+
+
+def _drops(node: onnx_ir.Node) -> bool:
+    """Whether a Dropout may be in training mode."""
+    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    stated = constant_of(training)
+    return training is not None and (stated is None or bool(stated.numpy().any()))
+
+
+def _seed(node: onnx_ir.Node) -> str:
+    seed = node.attributes.get("seed")
+    return "" if seed is None else f" (seed {seed.value:g})"
+
+
+def count_casts(model: onnx_ir.Model) -> int:
+    return sum(node.op_type == "Cast" and not node.domain for node in all_nodes(model))
+
+
+def report_of(
+    plan: Plan,
+    counted: Sequence[onnx_ir.Node],
+    repairs: tuple[Repair, ...],
+    ranges: WeightRange,
+    halved: Sequence[onnx_ir.Value],
+    *,
+    casts_before: int,
+) -> ConversionReport:
+    """The report of a plan after its conversion.
+
+    Args:
+        plan: The decisions.
+        counted: The float nodes before the conversion.
+        repairs: The repairs before it.
+        ranges: The scans of the weights.
+        halved: The weights that were rounded.
+        casts_before: The number of Cast nodes in the original.
+    """
+    kept = [node for node in counted if node in plan.kept]
+    unsupported = sum(node in plan.unsupported for node in counted)
+    return ConversionReport(
+        float_nodes=len(counted) - unsupported,
+        fp16_nodes=len(counted) - len(kept),
+        unsupported_nodes=unsupported,
+        casts_added=count_casts(plan.model) - casts_before,
+        repairs=repairs,
+        kept=tuple(_kept(node, plan.kept[node]) for node in kept),
+        weights=tuple(_remarkable(plan, ranges, halved)),
+        rounded=len(halved),
+        random_nodes=_random_nodes(plan.model),
+    )
+
+
+def report_unchanged(model: onnx_ir.Model) -> ConversionReport:
+    """The report of a model that was converted before."""
+    model = model.clone()
+    infer_types(model)
+    counted = float_nodes(model)
+    single = [node for node in counted if FLOAT16 not in _types(node)]
+    return ConversionReport(
+        float_nodes=len(counted),
+        fp16_nodes=len(counted) - len(single),
+        kept=tuple(_kept(node, "the earlier conversion kept it") for node in single),
+        random_nodes=_random_nodes(model),
+        converted_before=True,
+    )
+
+
+def _types(node: onnx_ir.Node) -> set[onnx_ir.DataType | None]:
+    return {value.dtype for value in (*node.inputs, *node.outputs) if value is not None} & {FLOAT, FLOAT16}
+
+
+def _kept(node: onnx_ir.Node, reason: str) -> KeptNode:
+    return KeptNode(
+        name=node.name or "",
+        op_type=f"{node.domain}:{node.op_type}" if node.domain else node.op_type,
+        reason=reason,
+        module=node.metadata_props.get("halfserve.module"),
+        source=node.metadata_props.get("halfserve.source"),
+    )
+
+
+def _remarkable(plan: Plan, ranges: WeightRange, halved: Sequence[onnx_ir.Value]) -> Iterator[TensorLedger]:
+    rounded = set(halved)
+    for value, known in ranges.scans.items():
+        if known.ledger == Ledger():
+            continue
+        maker = value.producer()
+        filled = maker is not None and maker.op_type == "ConstantOfShape" and maker not in plan.kept
+        action: Action = "saturated" if value in plan.saturated else "halved"
+        if value not in rounded and not filled:
+            action = "kept"
+        yield TensorLedger(name=value.name or "", elements=known.elements, ledger=known.ledger, action=action)

@@ -1,10 +1,25 @@
-"""What the user asked for."""
+"""The user's settings, their block lists, and the mark by which the converter recognizes its own work."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import difflib
+import hashlib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+
+import onnx
+import onnx_ir
+from onnx_ir import AttributeType
+
+from export.errors import ExportError
+from export.onnx_fp16.graph import all_graphs, all_nodes, nodes_within
+
+_WILDCARDS = frozenset("*?[")
+CONVERTED = "halfserve.converted"
+_BY, _SETTINGS, _GRAPH = f"{CONVERTED}.by", f"{CONVERTED}.settings", f"{CONVERTED}.graph"
+_SIMPLE_ATTRIBUTES = frozenset(AttributeType[name] for name in ("FLOAT", "FLOATS", "INT", "INTS", "STRING", "STRINGS"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +46,7 @@ class Settings:
         return any(fnmatchcase(name or "", pattern) for pattern in self.keep_io_types)
 
     def summary(self) -> str:
-        """All settings in one line, the same for equal settings."""
+        """All settings in one line, the same line for equal settings."""
         kept = self.keep_io_types if isinstance(self.keep_io_types, bool) else ",".join(self.keep_io_types)
         return (
             f"keep_io_types={kept} op_block_list={','.join(self.op_block_list)} "
@@ -45,7 +60,7 @@ def settings_of(
     node_block_list: Collection[str] | None,
     repair: bool,
 ) -> Settings:
-    """The settings, in an order that does not depend on the caller's."""
+    """The settings with sorted lists, so that equal settings compare equal."""
     return Settings(
         keep_io_types=keep_io_types if isinstance(keep_io_types, bool) else _sorted(keep_io_types),
         op_block_list=_sorted(op_block_list),
@@ -56,3 +71,129 @@ def settings_of(
 
 def _sorted(names: Collection[str] | None) -> tuple[str, ...]:
     return tuple(sorted({names} if isinstance(names, str) else set(names or ())))
+
+
+class ModelNames:
+    """The names in a model, before and after it is prepared: a list may name what inlining or a repair removes."""
+
+    def __init__(self, model: onnx_ir.Model) -> None:
+        self.operators: set[str] = set()
+        self.nodes: set[str] = set()
+        self.interface = {value.name or "" for value in (*model.graph.inputs, *model.graph.outputs)}
+        self.add(model)
+
+    def add(self, model: onnx_ir.Model) -> None:
+        """Add a model's names, those in its functions included."""
+        functions = (node for function in model.functions.values() for node in nodes_within(function.graph))
+        for node in (*all_nodes(model), *functions):
+            self.operators |= {node.op_type, _qualified(node)}
+            self.nodes.add(node.name or "")
+
+
+def require_known(known: ModelNames, settings: Settings) -> None:
+    """Check that every entry of the lists matches a name, so that a typing error is noticed.
+
+    An operator that ONNX has and this model does not use is accepted: one list may serve several models.
+
+    Raises:
+        ExportError: An entry matches nothing; the text suggests the nearest name.
+    """
+    existing = {schema.name for schema in onnx.defs.get_all_schemas()} if settings.op_block_list else set()
+    _require(settings.op_block_list, known.operators, known.operators | existing, "op_block_list", "operator")
+    _require(settings.node_block_list, known.nodes, known.nodes, "node_block_list", "node")
+    if not isinstance(settings.keep_io_types, bool):
+        _require(settings.keep_io_types, known.interface, known.interface, "keep_io_types", "input or output")
+
+
+def block_reason(node: onnx_ir.Node, settings: Settings) -> str | None:
+    """The reason for which a node is blocked; None where it is not."""
+    for pattern in settings.node_block_list:
+        if _matches(pattern, node.name or ""):
+            return "in node_block_list" if pattern == node.name else f"matches {pattern!r} in node_block_list"
+    for pattern in settings.op_block_list:
+        if _matches(pattern, node.op_type) or _matches(pattern, _qualified(node)):
+            return f"{node.op_type} is in op_block_list"
+    return None
+
+
+def _qualified(node: onnx_ir.Node) -> str:
+    return f"{node.domain}:{node.op_type}" if node.domain else node.op_type
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return pattern == name or fnmatchcase(name, pattern)
+
+
+def _require(patterns: Collection[str], present: Collection[str], allowed: Collection[str], where: str, what: str) -> None:
+    for pattern in patterns:
+        if pattern in allowed or any(_matches(pattern, name) for name in present):
+            continue
+        kind = "pattern" if _WILDCARDS & set(pattern) else what
+        near = difflib.get_close_matches(pattern, sorted(allowed), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else "; the model has none" if not present else ""
+        raise ExportError(f"{where}: the {kind} {pattern!r} matches no {what} of the model{hint}")
+
+
+def mark(model: onnx_ir.Model, settings: Settings) -> None:
+    """Write version, settings and the graph's fingerprint into the metadata of a converted model."""
+    model.metadata_props[CONVERTED] = "float16"
+    model.metadata_props[_BY] = f"halfserve {_version()}"
+    model.metadata_props[_SETTINGS] = settings.summary()
+    model.metadata_props[_GRAPH] = fingerprint(model)
+
+
+def is_marked(model: onnx_ir.Model, settings: Settings) -> bool:
+    """Whether a conversion with these settings made the model, and its graph has not changed since."""
+    props = model.metadata_props
+    return (
+        props.get(CONVERTED) == "float16"
+        and props.get(_SETTINGS) == settings.summary()
+        and props.get(_GRAPH) == fingerprint(model)
+    )
+
+
+def fingerprint(model: onnx_ir.Model) -> str:
+    """SHA-256 of the graph's structure and types, without names of nodes, metadata and weights' numbers."""
+    digest = hashlib.sha256()
+    for domain, number in sorted(model.opset_imports.items()):
+        digest.update(f"{domain}={number};".encode())
+    for graph in all_graphs(model):
+        for line in _lines(graph):
+            digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _lines(graph: onnx_ir.Graph) -> Iterator[str]:
+    for value in (*graph.inputs, *graph.outputs):
+        yield f"{value.name}:{value.type}"
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        yield f"{value.name}={_tensor(tensor) if tensor is not None else ''}"
+    for node in graph:
+        inputs = ",".join(value.name or "" if value is not None else "" for value in node.inputs)
+        outputs = ",".join(value.name or "" for value in node.outputs).rstrip(",")  # files leave out absent outputs at the end
+        attributes = ",".join(_attribute(attribute) for _, attribute in sorted(node.attributes.items()))
+        yield f"{node.domain}:{node.op_type}({inputs})->({outputs})[{attributes}]"
+
+
+def _attribute(attribute: onnx_ir.Attr) -> str:
+    if attribute.is_ref():
+        return f"{attribute.name}=@{attribute.ref_attr_name}"
+    if attribute.type == AttributeType.TENSOR:
+        return f"{attribute.name}={_tensor(attribute.as_tensor())}"
+    return (
+        f"{attribute.name}={attribute.value!r}"
+        if attribute.type in _SIMPLE_ATTRIBUTES
+        else f"{attribute.name}:{attribute.type.name}"
+    )
+
+
+def _tensor(tensor: onnx_ir.TensorProtocol) -> str:
+    return f"{tensor.dtype.name}{list(tensor.shape.numpy())}"
+
+
+def _version() -> str:
+    try:
+        return version("halfserve")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,1 +1,1 @@
-"""Which provider would run which node, and what moves between them."""
+"""The execution provider of each node, measured and predicted, and the float32 islands."""

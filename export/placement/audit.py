@@ -1,4 +1,4 @@
-"""Where ONNX Runtime really puts a model's nodes, and what it adds to do so."""
+"""Where ONNX Runtime places a model's nodes, which casts and copies it adds, and which float32 islands a model has."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from typing import Any
 
 import onnx
 import onnxruntime
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from export.errors import ExportError
-from export.files.model_file import ModelFile, ModelSource, open_model
-from export.files.proto_walk import all_nodes
-from export.placement.islands import Island, find_islands
-from export.placement.predict_cuda import CudaWarning, predict_cuda
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from export.onnx_files.proto_graphs import all_nodes, typed_graphs
+from export.placement.cuda_kernels import CudaWarning, predict_cuda
 
 LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")
 CPU = "CPUExecutionProvider"
 TIMEOUT_SECONDS = 600
-LARGEST_OPTIMIZED_BYTES = (
-    1 << 30
-)  # the runtime writes the optimised model with its weights: that of a larger one is not asked for
+LARGEST_OPTIMIZED_BYTES = 1 << 30  # the runtime writes the optimised model with its weights, which takes long for large ones
 _WORKER = Path(__file__).with_name("session_worker.py")
 _COPIES = frozenset({"MemcpyToHost", "MemcpyFromHost"})
+_CONVERSIONS = frozenset({"Cast", "CastLike"})
+SHOWN = 8  # of a list; the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a model runs.
+    """The placement of a model's nodes.
 
     Attributes:
-        assigned: For each execution provider that got nodes: how many of each operator, after the runtime's own folding.
+        assigned: The number of nodes by execution provider and operator, after the runtime's own folding.
         level: The graph optimisation level at which the model opened.
-        crashes: What happened at the levels tried before.
+        crashes: The failures at the levels tried before.
         casts_in_file: Cast nodes of the model.
-        casts_at_runtime: Cast nodes of the optimised model: those of the file that are left, and those that the runtime adds
-            because a provider has no kernel for float16. None for models over 1 GiB, as for the next two: the optimised model
-            is not asked for.
+        casts_at_runtime: Cast nodes of the optimised model; the runtime removes some and adds casts where a provider has no
+            float16 kernel. This and the next two are None for models over 1 GiB, which are not written.
         copies: Copies between host and device that the runtime adds.
         nodes_at_runtime: Nodes of the optimised model.
         islands: Connected groups of float32 nodes in the file, the largest first.
-        cuda: What the CUDA provider would not compute as it is; a prediction from a table, made without a GPU.
+        cuda: The nodes that the CUDA provider would not compute as they are, predicted from a table.
         runtime: Release of ONNX Runtime.
     """
 
@@ -77,16 +79,16 @@ def audit_placement(
     worker: Path = _WORKER,
     largest_optimized_bytes: int = LARGEST_OPTIMIZED_BYTES,
 ) -> Placement:
-    """Open a model in a child process and report where its nodes go.
+    """Open a model in a child process and report the placement of its nodes.
 
     Args:
         model: Any ONNX model.
         providers: Execution providers in order of preference, as ONNX Runtime names them; by default CUDA where it is
             available, then the CPU.
-        reasons: Why a node was kept in float32, by its name; for the islands.
+        reasons: The reason for which a node was kept in float32, by its name; for the islands.
         levels: Graph optimisation levels to try, in this order.
         worker: The program that opens the model; see `session_worker`.
-        largest_optimized_bytes: Size of the model up to which the optimised one is asked for, and its nodes are counted.
+        largest_optimized_bytes: Size of the model up to which the optimised one is written and its nodes are counted.
 
     Raises:
         ExportError: The model cannot be read, a provider is not there, or the runtime refuses the model or crashes.
@@ -132,7 +134,7 @@ def _opened(
 ) -> tuple[dict[str, Any], str, tuple[str, ...]]:
     crashes: list[str] = []
     for level in levels:
-        # -P: the worker's own folder does not get into the way of what it imports.
+        # -P: the worker's own folder must not shadow its imports.
         command = [sys.executable, "-P", str(worker), str(path.absolute()), level, ",".join(providers), optimized]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
@@ -146,3 +148,131 @@ def _opened(
             raise ExportError(f"ONNX Runtime {onnxruntime.__version__} cannot open the model: {reason[0]}")
         crashes.append(f"{level}: killed by {signal.Signals(-done.returncode).name}")
     raise ExportError(f"ONNX Runtime {onnxruntime.__version__} crashes when it opens the model ({'; '.join(crashes)})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Island:
+    """One connected group of float32 nodes.
+
+    Attributes:
+        nodes: Names of its nodes, in the graph's order.
+        op_types: The number of nodes by operator.
+        reasons: The reasons of the conversion, each once.
+    """
+
+    nodes: tuple[str, ...]
+    op_types: dict[str, int]
+    reasons: tuple[str, ...]
+
+
+def find_islands(model: ModelFile, reasons: Mapping[str, str] | None = None) -> tuple[Island, ...]:
+    """The connected groups of nodes with float32 inputs or outputs, without casts, the largest first.
+
+    Two nodes are connected when one's output is the other's input in the same graph.
+
+    Args:
+        model: Any model.
+        reasons: The reason for which a node was kept in float32, by its name.
+    """
+    islands = [
+        _island(group, reasons or {})
+        for graph, types in typed_graphs(model.outline)
+        for group in _groups([node for node in graph.node if _computes_in_fp32(node, types)])
+    ]
+    return tuple(sorted(islands, key=lambda island: -len(island.nodes)))
+
+
+def _computes_in_fp32(node: onnx.NodeProto, types: Mapping[str, int]) -> bool:
+    if node.op_type in _CONVERSIONS or node.op_type == "Constant":
+        return False
+    fp32 = onnx.TensorProto.FLOAT
+    return any(types.get(name) == fp32 for name in (*node.output, *node.input) if name) and not _only_parameters(node, types)
+
+
+def _only_parameters(node: onnx.NodeProto, types: Mapping[str, int]) -> bool:
+    """Whether only parameters are float32 and the data is float16, as the scales of a Resize."""
+    data = [types.get(name, 0) for name in (*node.output[:1], *node.input[:1]) if name]
+    return onnx.TensorProto.FLOAT not in data and onnx.TensorProto.FLOAT16 in data
+
+
+def _groups(nodes: list[onnx.NodeProto]) -> list[list[onnx.NodeProto]]:
+    makers = {output: index for index, node in enumerate(nodes) for output in node.output if output}
+    parents = list(range(len(nodes)))
+
+    def root(index: int) -> int:
+        while parents[index] != index:
+            parents[index] = parents[parents[index]]
+            index = parents[index]
+        return index
+
+    for index, node in enumerate(nodes):
+        for name in node.input:
+            if name in makers:
+                parents[root(index)] = root(makers[name])
+    groups: dict[int, list[onnx.NodeProto]] = {}
+    for index, node in enumerate(nodes):
+        groups.setdefault(root(index), []).append(node)
+    return list(groups.values())
+
+
+def _island(nodes: list[onnx.NodeProto], reasons: Mapping[str, str]) -> Island:
+    names = tuple(node.name or next(iter(node.output), node.op_type) for node in nodes)
+    return Island(
+        nodes=names,
+        op_types=dict(Counter(node.op_type for node in nodes)),
+        reasons=tuple(dict.fromkeys(reasons[name] for name in names if name in reasons)),
+    )
+
+
+def placement_lines(placement: Placement) -> list[str]:
+    """The placement in a few lines: nodes per provider, casts, copies, islands, and CUDA's warnings."""
+    nodes = ", ".join(f"{sum(counts.values())} on {_short(name)}" for name, counts in placement.assigned.items()) or "none"
+    casts = f"casts {placement.casts_in_file} in the file"
+    if placement.casts_at_runtime is not None:
+        casts += f", {placement.casts_at_runtime} when it runs; copies {placement.copies}"
+    lines = [f"placement {nodes}; {casts}; float32 islands {len(placement.islands)}"]
+    lines += [f"runtime   {crash}" for crash in placement.crashes]
+    lines += [f"on CUDA   {line}" for line in _cuda_lines(placement.cuda)]
+    return lines
+
+
+def placement_table(placement: Placement) -> Group:
+    """The whole placement: operators per provider, islands with their reasons, and CUDA's warnings."""
+    providers = _table(f"placement by ONNX Runtime {placement.runtime} at {placement.level}", "provider", "nodes", "operators")
+    for name, counts in placement.assigned.items():
+        _add(providers, _short(name), str(sum(counts.values())), _counted(counts))
+    islands = _table("float32 islands", "nodes", "operators", "reason")
+    for island in placement.islands:
+        names = ", ".join(island.nodes[:SHOWN]) + (
+            f" and {len(island.nodes) - SHOWN} more" if len(island.nodes) > SHOWN else ""
+        )
+        _add(islands, names, _counted(island.op_types), "; ".join(island.reasons) or "the model has it so")
+    return Group(providers, *([islands] if placement.islands else []), *(Text(line) for line in placement_lines(placement)))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell) for cell in cells))  # names come from models: brackets in them are no markup
+
+
+def _cuda_lines(warnings: tuple[CudaWarning, ...]) -> list[str]:
+    texts = Counter(warning.text for warning in warnings)
+    first = {warning.text: warning.node for warning in reversed(warnings)}
+    lines = [f"{first[text]}{f' and {count - 1} more' if count > 1 else ''}: {text}" for text, count in texts.most_common()]
+    return [*lines[:SHOWN], *([f"{len(lines) - SHOWN} more kinds of nodes"] if len(lines) > SHOWN else [])]
+
+
+def _counted(counts: dict[str, int]) -> str:
+    most = Counter(counts).most_common()
+    text = ", ".join(name if count == 1 else f"{count} {name}" for name, count in most[:SHOWN])
+    return text + (f" and {len(most) - SHOWN} more kinds" if len(most) > SHOWN else "")
+
+
+def _short(provider: str) -> str:
+    return provider.removesuffix("ExecutionProvider")

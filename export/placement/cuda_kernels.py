@@ -1,263 +1,219 @@
-"""Which operators ONNX Runtime computes on CUDA, and in which floating types.
+"""Predict, without a GPU, what ONNX Runtime's CUDA provider does not compute in float16.
 
-Source: the kernel registry of onnxruntime-gpu 1.31.1 itself, as printed by `python -m export.placement.kernel_registry
-CUDAExecutionProvider`. A line is an operator with ranges of opsets and the types that its kernels take there: h float16,
-f float32, d float64, b bfloat16, n any other. What is not listed has no CUDA kernel and runs on the CPU.
+`cuda_kernels.json` lists the CUDA kernels of one release, as its own registry reports them: for each operator the ranges of
+opsets and the types that the kernels take there (h float16, f float32, d float64, b bfloat16, n any other). An operator that is
+not listed has no CUDA kernel and runs on the CPU. `python -m export.placement.cuda_kernels CUDAExecutionProvider` prints the
+table of the installed ONNX Runtime; the registry needs every provider's libraries: for CUDA the driver, CUDA and cuDNN.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
-from export.placement.kernel_registry import Registry, parse_table
+import onnx
 
-RUNTIME_VERSION = "1.31.1"
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from export.onnx_files.proto_graphs import typed_graphs
+
+WarningKind: TypeAlias = Literal["on the CPU", "no float16 kernel", "broken up"]
+
+FLOATS = {"h": "float16", "f": "float", "d": "double", "b": "bfloat16"}
+OTHER = "n"
+DOMAINS = ("", "com.microsoft", "ai.onnx.ml")
+_LETTERS: dict[int, str] = {
+    onnx.TensorProto.FLOAT16: "h",
+    onnx.TensorProto.FLOAT: "f",
+    onnx.TensorProto.DOUBLE: "d",
+    onnx.TensorProto.BFLOAT16: "b",
+}
+_FOLDED = frozenset({"Constant"})  # becomes an initializer when the session opens
+_OPEN_END = 2**31 - 1
+_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)|(?P<open>\+)) (?P<types>[a-z]*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaWarning:
+    """A node that CUDA does not compute as it is.
+
+    Attributes:
+        node: Its name, or its first output's.
+        op_type: Its operator.
+        kind: "on the CPU": there is no kernel at all, so its inputs and outputs are copied over the bus. "no float16 kernel":
+            there are kernels, but not for its float16; it goes to the CPU as well, in float32 between casts. "broken up": there
+            is no kernel, but the operator is defined by smaller ones, which take its place.
+        text: The same in a sentence.
+    """
+
+    node: str
+    op_type: str
+    kind: WarningKind
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """The kernels of one operator at a range of opsets.
+
+    Attributes:
+        first: The first opset of the operator's domain.
+        last: The last one, included.
+        types: Letters of `FLOATS` for the floating types that it takes, and `OTHER` for any other.
+    """
+
+    first: int
+    last: int
+    types: str
+
+
+Registry: TypeAlias = dict[tuple[str, str], tuple[Kernel, ...]]  # by domain and operator
+
+
+def predict_cuda(model: ModelSource | ModelFile) -> tuple[CudaWarning, ...]:
+    """Warn of nodes that ONNX Runtime's CUDA provider has no kernel for, at the model's opsets and in its types.
+
+    Model-local functions are not looked into: the runtime inlines them.
+
+    Raises:
+        ExportError: The model cannot be read.
+    """
+    opened = model if isinstance(model, ModelFile) else open_model(model)
+    opsets = {_domain(entry.domain): entry.version for entry in opened.outline.opset_import}
+    functions = {(_domain(function.domain), function.name) for function in opened.outline.functions}
+    return tuple(
+        warning
+        for graph, types in typed_graphs(opened.outline)
+        for node in graph.node
+        if (_domain(node.domain), node.op_type) not in functions
+        and node.op_type not in _FOLDED
+        and (warning := _warning(node, types, opsets)) is not None
+    )
+
+
+def _warning(node: onnx.NodeProto, types: Mapping[str, int], opsets: Mapping[str, int]) -> CudaWarning | None:
+    domain = _domain(node.domain)
+    schema = _schema(node.op_type, domain, opsets.get(domain, 1))
+    since = schema.since_version if schema is not None else 1
+    release, registry = cuda_kernels()
+    kernels = registry.get((domain, node.op_type), ())
+    kernel = next((kernel for kernel in kernels if kernel.first <= since <= kernel.last), None)
+    floats = {_LETTERS[types[name]] for name in (*node.input, *node.output) if types.get(name) in _LETTERS}
+    if kernel is not None and ("h" not in floats or "h" in kernel.types or not set(kernel.types) & set("hfd")):
+        return None
+    where = f"ONNX Runtime {release} has no {'float16 ' if kernel else ''}CUDA kernel for {node.op_type} of opset {since}"
+    if schema is not None and "h" in floats and _is_defined_by_others(schema):
+        kind: WarningKind = "broken up"
+        text = f"{where}; its definition by smaller operators takes its place"
+    elif kernel is None:
+        kind = "on the CPU"
+        text = f"{where}; it runs on the CPU, and its inputs and outputs are copied there and back"
+    else:
+        kind = "no float16 kernel"
+        text = f"{where}; it runs on the CPU in float32, between casts and copies"
+    return CudaWarning(node=node.name or next(iter(node.output), ""), op_type=node.op_type, kind=kind, text=text)
+
+
+def _is_defined_by_others(schema: Any) -> bool:
+    # Any: onnx's stub does not know these attributes.
+    return bool(schema.function_opset_versions or schema.context_dependent_function_opset_versions)
+
+
+def _schema(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | None:
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
 
 
 @cache
-def cuda_kernels() -> Registry:
-    """The table below, read once."""
-    return parse_table(_TABLE)
+def cuda_kernels() -> tuple[str, Registry]:
+    """The release of ONNX Runtime that `cuda_kernels.json` describes, and its CUDA kernels."""
+    content = json.loads(Path(__file__).with_name("cuda_kernels.json").read_bytes())
+    return content["runtime"], parse_table(content["kernels"])
 
 
-_TABLE = """
-Abs 6-12 hfdn; 13+ hfdbn
-Add 7-12 hfdn; 13+ hfdbn
-Affine 1+ hfd
-And 7+ n
-ArgMax 1+ hfd
-ArgMin 1+ hfd
-Attention 23+ hfbn
-AveragePool 7-21 hfd; 22+ hfdb
-BatchNormalization 7+ hfd
-Cast 6+ hfdbn
-Ceil 6+ hfd
-Clip 6-11 f; 12+ hfdn
-Compress 9+ hfdbn
-Concat 4+ hfdbn
-ConcatFromSequence 11+ hfdbn
-ConstantOfShape 9+ hfdbn
-Conv 1-21 hfd; 22+ hfdb
-ConvTranspose 1+ hfd
-Cos 7-21 hfd; 22+ hfdb
-Crop 1+ hfd
-CumSum 11-13 fdn; 14+ hfdn
-DeformConv 19-21 hfd; 22+ hfdb
-DepthToSpace 1+ hfd
-DequantizeLinear 10-18 n; 19+ hfn
-Div 7-12 hfdn; 13+ hfdbn
-Dropout 7-9 hfd; 10-12 hfdn; 13+ hfdbn
-DynamicSlice 1+ hfdbn
-Einsum 12+ hfd
-Elu 6+ hfd
-Equal 7-10 n; 11+ hfdn
-Erf 9-12 hfd; 13+ hfdb
-Exp 6-12 hfd; 13+ hfdb
-Expand 8+ hfdbn
-EyeLike 9+ fdn
-Flatten 1+ hfdbn
-Floor 6+ hfd
-GRU 7+ hfdn
-Gather 1+ hfdbn
-GatherElements 11+ hfdbn
-GatherND 11-12 hfdn; 13+ hfdbn
-Gelu 20+ hfdb
-Gemm 7-12 hfd; 13+ hfdb
-GlobalAveragePool 1+ hfd
-GlobalMaxPool 1+ hfd
-Greater 7-8 hfd; 9+ hfdn
-GreaterOrEqual 12+ hfdn
-GridSample 16+ f
-HardSigmoid 6-21 hfd; 22+ hfdb
-HardSwish 14-21 hfd; 22+ hfdb
-Identity 1+ hfdbn
-If 1+ hfdbn
-ImageScaler 1+ hfd
-InstanceNormalization 6+ hfd
-IsInf 10-19 fdn; 20+ hfdbn
-IsNaN 9-12 hfdn; 13+ hfdbn
-LRN 1+ hfd
-LSTM 7+ hfdn
-LayerNormalization 1+ hfdb
-LeakyRelu 6+ hfd
-Less 7-8 hfd; 9+ hfdn
-LessOrEqual 12+ hfdn
-Log 6+ hfd
-LogSoftmax 1+ hfd
-Loop 1+ hfdbn
-LpNormalization 1-21 hf; 22+ hfb
-MatMul 1-12 hfd; 13+ hfdb
-MatMulInteger 10+ n
-Max 6-11 hfdb; 12+ hfdbn
-MaxPool 1-7 hfd; 8+ hfdn
-MemcpyFromHost 1+ hfdbn
-MemcpyToHost 1+ hfdbn
-Min 6-11 hfdb; 12+ hfdbn
-Mod 10-12 hfdn; 13+ hfdbn
-Mul 7-12 hfdn; 13+ hfdbn
-Neg 6-12 hfdn; 13+ hfdbn
-NonMaxSuppression 10+ n
-NonZero 9+ hfn
-Not 1+ n
-OneHot 11+ hfn
-Or 7+ n
-PRelu 7+ hfd
-Pad 2-12 hfd; 13+ hfdn
-ParametricSoftplus 1+ hfd
-Pow 7-11 hfd; 12-12 hfdn; 13+ hfdbn
-QuantizeLinear 10-18 fn; 19+ hfn
-RMSNormalization 23+ hfdb
-RNN 7+ hfdn
-RandomNormal 1-21 hfd; 22+ hfdb
-RandomNormalLike 1+ hfdbn
-RandomUniform 1-21 hfd; 22+ hfdb
-RandomUniformLike 1+ hfdbn
-Range 11+ fdn
-Reciprocal 6+ hfd
-ReduceL1 1+ hfdn
-ReduceL2 1+ hfdn
-ReduceLogSum 1+ hfd
-ReduceLogSumExp 1+ hfd
-ReduceMax 1+ hfdn
-ReduceMean 1+ hfdbn
-ReduceMin 1+ hfdn
-ReduceProd 1+ hfdn
-ReduceSum 1-12 hfdn; 13+ hfdbn
-ReduceSumSquare 1+ hfd
-Relu 6-12 hfd; 13+ hfdb
-Reshape 1+ hfdbn
-Resize 10+ hfdn
-ReverseSequence 10+ hfdbn
-RoiAlign 10-15 fdn; 16-21 hfdn; 22+ hfdbn
-RotaryEmbedding 23+ hfbn
-Round 11+ hfd
-ScaledTanh 1+ hfd
-Scan 8+ hfdbn
-Scatter 9-10 hfdbn
-ScatterElements 11+ hfdbn
-ScatterND 11+ hfdbn
-Selu 6+ hfd
-SequenceAt 11+ hfdbn
-SequenceConstruct 11+ hfdbn
-SequenceEmpty 11+ hfdbn
-SequenceErase 11+ hfdbn
-SequenceInsert 11+ hfdbn
-SequenceLength 11+ hfdbn
-Shape 1+ hfdbn
-Shrink 9+ hfdn
-Sigmoid 6-12 hfd; 13+ hfdb
-Sign 13+ hfdbn
-SimplifiedLayerNormalization 1+ hfdb
-Sin 7-21 hfd; 22+ hfdb
-Size 1+ hfdbn
-Slice 1+ hfdbn
-Softmax 1-12 hfd; 13+ hfdb
-Softplus 1-21 hfd; 22+ hfdb
-Softsign 1-21 hfd; 22+ hfdb
-SpaceToDepth 1+ hfd
-Split 2+ hfdbn
-Sqrt 6-12 hfd; 13+ hfdb
-Squeeze 1+ hfdbn
-Sub 7-12 hfdn; 13+ hfdbn
-Sum 6+ hfdb
-Tanh 6-12 hfd; 13+ hfdb
-TensorScatter 24+ hfdbn
-ThresholdedRelu 1+ hfd
-Tile 6-12 hfdn; 13+ hfdbn
-TopK 1-23 hfdn; 24+ hfdbn
-Transpose 1+ hfdbn
-Trilu 14+ hfdbn
-Unsqueeze 1+ hfdbn
-Upsample 7-9 hfdn
-Where 9-15 hfdn; 16+ hfdbn
-Xor 7+ n
-ai.onnx.ml:LabelEncoder 2-3 fn; 4+ fdn
-com.microsoft:Attention 1+ hfb
-com.microsoft:BeamSearch 1+ hf
-com.microsoft:BiasAdd 1+ hf
-com.microsoft:BiasDropout 1+ hfdbn
-com.microsoft:BiasGelu 1+ hfdb
-com.microsoft:BiasSoftmax 1+ hfd
-com.microsoft:BiasSplitGelu 1+ hf
-com.microsoft:BitmaskBiasDropout 1+ hfdbn
-com.microsoft:BitmaskDropout 1+ hfdbn
-com.microsoft:BranchwiseRMSNorm 1+ hfb
-com.microsoft:CausalConvWithState 1+ hfb
-com.microsoft:ComplexMul 1+ hf
-com.microsoft:ComplexMulConj 1+ hf
-com.microsoft:ConvTransposeWithDynamicPads 1+ f
-com.microsoft:DecoderAttention 1+ hf
-com.microsoft:DecoderMaskedMultiHeadAttention 1+ hf
-com.microsoft:DecoderMaskedSelfAttention 1+ hf
-com.microsoft:DequantizeLinear 1+ hn
-com.microsoft:DequantizeWithOrder 1+ hfn
-com.microsoft:DynamicSparseAttention 1+ hfbn
-com.microsoft:DynamicTimeWarping 1+ fn
-com.microsoft:EmbedLayerNormalization 1+ hf
-com.microsoft:EngramGate 1+ hfb
-com.microsoft:FastGelu 1+ hfdb
-com.microsoft:FusedConv 1+ f
-com.microsoft:FusedMatMul 1+ hfdb
-com.microsoft:GatedAdd 1+ hfb
-com.microsoft:GatedDeltaNet 1+ hfbn
-com.microsoft:GatedRMSNorm 1+ hfb
-com.microsoft:GatedRelativePositionBias 1+ hf
-com.microsoft:GatherBlockQuantized 1+ hfbn
-com.microsoft:Gelu 1+ hfdb
-com.microsoft:GemmFloat8 1+ hfbn
-com.microsoft:GemmaRotaryEmbedding 1+ hf
-com.microsoft:GreedySearch 1+ hf
-com.microsoft:GridSample 1+ f
-com.microsoft:GroupNorm 1+ hf
-com.microsoft:GroupQueryAttention 1+ hfbn
-com.microsoft:HyperConnectionPostMix 1+ hfb
-com.microsoft:HyperConnectionPreMix 1+ hfb
-com.microsoft:Inverse 1+ hfd
-com.microsoft:Irfft 1+ hfd
-com.microsoft:LinearAttention 1+ hfb
-com.microsoft:LinearAttentionGate 1+ hfb
-com.microsoft:LongformerAttention 1+ hf
-com.microsoft:MRotaryEmbedding 1+ hfbn
-com.microsoft:MatMulBlockQuantizedFp4Weight 1+ hfbn
-com.microsoft:MatMulBlockQuantizedFp8Weight 1+ hfbn
-com.microsoft:MatMulBnb4 1+ hfbn
-com.microsoft:MatMulNBits 1+ hfbn
-com.microsoft:MoE 1+ hfb
-com.microsoft:MultiHeadAttention 1+ hfb
-com.microsoft:NGramHashMapping 1+ n
-com.microsoft:NGramRepeatBlock 1+ fn
-com.microsoft:NhwcConv 1+ hf
-com.microsoft:PackedAttention 1+ hf
-com.microsoft:PackedMultiHeadAttention 1+ hf
-com.microsoft:PackedSparseAttentionIndexer 1+ hfbn
-com.microsoft:PagedAttention 1+ hfbn
-com.microsoft:QAttention 1+ hfn
-com.microsoft:QMoE 1+ hfbn
-com.microsoft:QOrderedAttention 1+ fn
-com.microsoft:QOrderedGelu 1+ fn
-com.microsoft:QOrderedLayerNormalization 1+ hfn
-com.microsoft:QOrderedLongformerAttention 1+ hfn
-com.microsoft:QOrderedMatMul 1+ fn
-com.microsoft:QuantizeLinear 1+ hn
-com.microsoft:QuantizeWithOrder 1+ hfn
-com.microsoft:QuickGelu 1+ hfdb
-com.microsoft:RelativePositionBias 1+ hf
-com.microsoft:RemovePadding 1+ hf
-com.microsoft:RestorePadding 1+ hf
-com.microsoft:Rfft 1+ hfd
-com.microsoft:RotaryEmbedding 1+ hfbn
-com.microsoft:Sampling 1+ hf
-com.microsoft:ScaledSiLU 1+ hfb
-com.microsoft:SkipGroupNorm 1+ hf
-com.microsoft:SkipLayerNormalization 1+ hfb
-com.microsoft:SkipSimplifiedLayerNormalization 1+ hfb
-com.microsoft:SparseAttention 1+ hbn
-com.microsoft:SparseAttentionIndexer 1+ hfbn
-com.microsoft:SparsePagedAttention 1+ hfbn
-com.microsoft:TransposeMatMul 1+ hfdb
-com.microsoft:Trilu 1+ hfdbn
-com.microsoft:UnfoldTensor 1+ hfdbn
-com.microsoft:VarlenCausalConvWithState 1+ hfbn
-com.microsoft:VarlenNGramHashMapping 1+ n
-com.microsoft:WhisperBeamSearch 1+ hf
-"""
+def parse_table(table: Mapping[str, str]) -> Registry:
+    """Read a table such as {"Clip": "6-11 f; 12+ hfdn", "com.microsoft:Gelu": "1+ hf"}.
+
+    Raises:
+        ValueError: An entry has another form.
+    """
+    registry: Registry = {}
+    for name, text in table.items():
+        ranges = [_RANGE.fullmatch(entry.strip()) for entry in text.split(";")]
+        if not all(ranges):
+            raise ValueError(f"{name} {text!r} is no entry of a kernel table; expected such as '6-11 f; 12+ hfdn'")
+        domain, _, op_type = name.rpartition(":")
+        registry[domain, op_type] = tuple(
+            Kernel(first=int(r["first"]), last=_OPEN_END if r["open"] else int(r["last"]), types=r["types"])
+            for r in ranges
+            if r is not None
+        )
+    return registry
+
+
+def format_table(registry: Registry) -> dict[str, str]:
+    """The table that `parse_table` reads, sorted."""
+    return {
+        f"{domain}{':' if domain else ''}{op_type}": "; ".join(
+            f"{k.first}{'+' if k.last == _OPEN_END else f'-{k.last}'} {k.types}" for k in kernels
+        )
+        for (domain, op_type), kernels in sorted(registry.items())
+    }
+
+
+def registry_of(definitions: list[Any], provider: str) -> Registry:
+    """Reduce kernel definitions, as the runtime lists them, to what a placement depends on.
+
+    Args:
+        definitions: Objects with `provider`, `domain`, `op_name`, `version_range` (first and last opset) and `type_constraints`
+            (type names by parameter).
+        provider: Whose to take.
+    """
+    found: dict[tuple[str, str], dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
+    for kernel in definitions:
+        if kernel.provider == provider and kernel.domain in DOMAINS:
+            letters = _letters([name for names in kernel.type_constraints.values() for name in names])
+            found[kernel.domain, kernel.op_name][tuple(kernel.version_range)] |= letters
+    return {key: _merged(ranges) for key, ranges in found.items()}
+
+
+def _letters(names: list[str]) -> set[str]:
+    letters = {letter for letter, float_name in FLOATS.items() if any(f"({float_name})" in name for name in names)}
+    others = [name for name in names if not any(f"({float_name})" in name for float_name in FLOATS.values())]
+    return letters | ({OTHER} if others or not names else set())
+
+
+def _merged(ranges: dict[tuple[int, int], set[str]]) -> tuple[Kernel, ...]:
+    kernels: list[Kernel] = []
+    for (first, last), letters in sorted(ranges.items()):
+        types = "".join(letter for letter in (*FLOATS, OTHER) if letter in letters)
+        if kernels and kernels[-1].types == types and kernels[-1].last + 1 >= first:
+            kernels[-1] = Kernel(first=kernels[-1].first, last=max(last, kernels[-1].last), types=types)
+        else:
+            kernels.append(Kernel(first=first, last=last, types=types))
+    return tuple(kernels)
+
+
+def main(provider: str) -> None:
+    """Print the table of the installed runtime."""
+    import onnxruntime.capi.onnxruntime_pybind11_state as runtime  # noqa: PLC0415  (only this function needs the runtime)
+
+    kernels = format_table(registry_of(runtime.get_all_opkernel_def(), provider))
+    sys.stdout.write(json.dumps({"runtime": version("onnxruntime-gpu"), "kernels": kernels}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,8 +1,8 @@
-"""Opens a model in ONNX Runtime and says where its nodes went. A program of its own: some models crash the runtime.
+"""Opens a model in ONNX Runtime and prints its placement. A program of its own, as some models crash the runtime.
 
 Arguments: the model file, the optimisation level, providers separated by commas, a file for the optimised model or nothing.
-Printed: one JSON object, `{"assigned": {provider: {op_type: nodes}}, "providers": [...], "version": ...}`; or, with exit code
-1, the reason for which the runtime refuses the model.
+It prints one JSON object, `{"assigned": {provider: {op_type: nodes}}, "providers": [...], "version": ...}`; or, with exit
+code 1, the reason for which the runtime refuses the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(model: str, level: str, providers: str, optimized: str) -> None:
         options.add_session_config_entry(key, value)
     if CUDA in providers:
         with contextlib.redirect_stdout(sys.stderr):
-            onnxruntime.preload_dlls()  # where pip has put CUDA and cuDNN the runtime finds them no other way
+            onnxruntime.preload_dlls()  # the runtime does not find pip's CUDA and cuDNN otherwise
     try:
         session = onnxruntime.InferenceSession(model, options, providers=providers.split(","))
     except Exception as error:  # noqa: BLE001  (the runtime's exceptions have no common class of their own)

@@ -1,4 +1,4 @@
-"""config.pbtxt: what a served model takes and gives, in Triton's words."""
+"""config.pbtxt: the inputs and outputs of a served model, in Triton's format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ _FLOATING = frozenset({"FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16"})
 def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> ModelConfig:
     """The configuration that describes an ONNX model.
 
-    Dims leave the batch dimension out and say -1 where any size is taken. A tensor that has the batch dimension only gets dims
-    `[1]` reshaped to none, as Triton wants it, since dims may not be empty; one that has no dimension at all gets dims `[1]`
-    and no reshape, which Triton refuses there.
+    Dims are without the batch dimension, and -1 for any size. Triton refuses empty dims: a tensor with only the batch dimension
+    gets dims `[1]` reshaped to none; a scalar gets dims `[1]` and no reshape, which Triton refuses there.
 
     Args:
         name: The model's name in the repository.
@@ -52,7 +51,7 @@ def read_config(content: bytes, path: str) -> ModelConfig:
     try:
         return text_format.Parse(content.decode(), ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError) as error:
-        raise ExportError(f"{path} is no model configuration: {error}; mend it or remove it to have it written anew") from error
+        raise ExportError(f"{path} is no model configuration: {error}; mend it or remove it to have it rewritten") from error
 
 
 def write_config(config: ModelConfig) -> bytes:
@@ -61,10 +60,10 @@ def write_config(config: ModelConfig) -> bytes:
 
 
 def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str) -> None:
-    """Check that a configuration which a user may have edited still describes the model. What it leaves out, it leaves open.
+    """Check that a configuration, which a user may have edited, describes the model; fields that it omits are not checked.
 
     Raises:
-        ExportError: It names another model, another platform, or other inputs or outputs; the text says which.
+        ExportError: The configuration has another name, platform, input or output; the text says which.
     """
     for field in ("name", "platform"):
         there, here = getattr(existing, field), getattr(wanted, field)
@@ -79,10 +78,10 @@ def require_agreement(existing: ModelConfig, wanted: ModelConfig, path: str) -> 
 
 
 def require_twin(model: onnx.ModelProto, twin: onnx.ModelProto) -> None:
-    """Check that a float32 model can stand in for an fp16 one: the same names, and integers where that one has integers.
+    """Check that a float32 model can replace an fp16 one: the same names, and the same types except for floats.
 
     Raises:
-        ExportError: It cannot; the text names the tensor.
+        ExportError: A tensor differs; the text names it.
     """
     for kind in ("input", "output"):
         ours, theirs = _kinds(model, kind), _kinds(twin, kind)
@@ -119,7 +118,7 @@ def _text(tensor: Any) -> str:
 def _describe(entry: Any, value: onnx.ValueInfoProto, *, batched: bool) -> None:
     tensor = value.type.tensor_type
     if tensor.elem_type not in BY_ONNX or not tensor.HasField("shape"):
-        raise ExportError(f"{value.name!r} is no tensor of a known rank and type, which a request could carry")
+        raise ExportError(f"{value.name!r} has no known rank and type, which a request needs")
     dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim]
     if batched and (not dims or dims[0] != -1):
         raise ExportError(f"{value.name!r} has shape {dims}, without a variable batch dimension first; use --max-batch-size 0")

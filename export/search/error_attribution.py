@@ -24,7 +24,7 @@ import onnxruntime
 from onnx import version_converter
 
 from export.errors import ExportError
-from export.files.model_file import serialize
+from export.onnx_files.model_file import serialize
 from export.search.instrumented_graph import BROKEN, RESULT, ErrorProbe, captured, instrumented
 from export.search.searched_model import SearchedModel
 from export.verification.samples import Array, Feed

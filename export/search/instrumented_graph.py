@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.onnx_fp16.planning.op_sets import MOVERS
+from export.onnx_fp16.graph import MOVERS
 from export.search.searched_model import SearchedModel
 from export.weight_ledger import FP16_MAX
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 import onnx
 import onnx_ir
 
-from export.files.model_file import open_model
-from export.files.sparse_weights import densify
-from export.onnx_fp16.graph_walk import all_graphs, all_nodes, bodies, is_float
+from export.onnx_files.model_file import densify, open_model
+from export.onnx_fp16.graph import all_graphs, all_nodes, bodies, is_float
 from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.reporting import float_nodes
+from export.onnx_fp16.report import float_nodes
 from export.onnx_fp16.settings import Settings
 
 

@@ -19,7 +19,7 @@ import onnx_ir
 
 from export.certificate.budget import Budget
 from export.errors import ExportError
-from export.files.model_file import ModelFile, ModelSource
+from export.onnx_files.model_file import ModelFile, ModelSource
 from export.onnx_fp16.settings import Settings, settings_of
 from export.search.error_attribution import Edge, Reasons, RoundingErrors, blamed_edges, measure, ranked_steps, scalar_constants
 from export.search.narrowing import MAX_RUNS, Ending, OutOfRunsError, SearchLimits, minimized, smallest_passing_prefix

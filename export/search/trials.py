@@ -16,7 +16,7 @@ import onnx_ir
 from export.certificate.budget import Budget
 from export.certificate.certificate import Certificate, OutputVerdict, Probe, Risk
 from export.errors import ExportError
-from export.files.model_file import ModelFile, ModelSource, open_model
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from export.onnx_fp16.convert import convert
 from export.onnx_fp16.report import ConversionReport
 from export.search.narrowing import OutOfRunsError, SearchLimits, Usage

@@ -10,8 +10,8 @@ import onnx
 from torch import Tensor, nn
 
 from amp_core.policy import Policy
-from export.files.model_file import PROTOBUF_LIMIT_BYTES, serialize
-from export.files.model_writer import ExternalData
+from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, serialize
+from export.onnx_files.model_writer import ExternalData
 from export.to_onnx.traced import traced_model
 from export.to_onnx.write_onnx import write_onnx
 

@@ -9,9 +9,8 @@ import onnx
 import onnx_ir
 
 from export.errors import ExportError
-from export.files.atomic_write import write_atomically
-from export.files.model_file import PROTOBUF_LIMIT_BYTES, serialize
-from export.files.model_writer import ExternalData, staged_model
+from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, serialize
+from export.onnx_files.model_writer import ExternalData, staged_model, write_atomically
 from export.to_onnx.messages import one_line
 
 SIZES_ROUNDED = frozenset({"AveragePool", "MaxPool", "Resize"})

@@ -21,7 +21,7 @@ from onnx import TensorProto
 from export.certificate.budget import Budget
 from export.certificate.certificate import OutputVerdict
 from export.errors import ExportError
-from export.files.model_file import ModelFile, ModelSource, open_model
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
 from export.verification.generated_samples import AdversarialCase
 from export.verification.judging import ComparedOutput, Judged, judge, units_by_output

@@ -21,8 +21,8 @@ from onnx import TensorProto, helper
 from export.certificate.budget import Budget
 from export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
 from export.errors import ExportError
-from export.files.external_data import external_tensors, location_of
-from export.files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
+from export.onnx_files.external_data import external_tensors, location_of
+from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
 from export.verification.comparison import Comparison
 from export.verification.judging import judge
 from export.verification.samples import Value

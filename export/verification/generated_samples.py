@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from export.errors import ExportError
-from export.files.model_file import ModelFile, ModelSource, open_model
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from export.verification.samples import Array, Feed, Input, inputs_of
 
 ROWS = 2

@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime
 
 from export.errors import ExportError
-from export.files.model_file import ModelFile
+from export.onnx_files.model_file import ModelFile
 from export.verification.samples import Array, Value
 
 CPU = "CPUExecutionProvider"

@@ -28,9 +28,9 @@ from onnx import TensorProto, helper, inliner, shape_inference
 
 from export.certificate.certificate import Risk
 from export.errors import ExportError
-from export.files.format_opset import format_opset
-from export.onnx_fp16.element_types.signatures import Signature, signature_named
-from export.onnx_fp16.planning.node_places import TYPE_ATTRIBUTES
+from export.onnx_files.model_file import format_opset
+from export.onnx_fp16.element_types import Signature, signature_named
+from export.onnx_fp16.graph import TYPE_ATTRIBUTES
 from export.verification.cuda_kernels import AXES_ARE_INPUT_FROM, NodeSteps, constants_in, cumsum_steps, is_cumsum, kernel_steps
 from export.weight_ledger import FP16_MAX
 

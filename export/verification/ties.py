@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from export.certificate.budget import Budget
 from export.certificate.certificate import AdversarialVerdict, OutputVerdict
 from export.errors import ExportError
-from export.files.model_file import open_model
+from export.onnx_files.model_file import open_model
 from export.verification.comparison import Comparison
 from export.verification.executions import INLINE_LIMIT_BYTES, run_simulated
 from export.verification.generated_samples import AdversarialCase

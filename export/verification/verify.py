@@ -20,7 +20,7 @@ from export.certificate.budget import NO_HEADROOM, NOTHING_FINITE, Budget, disag
 from export.certificate.certificate import Accuracy, BudgetExceeded, Certificate, OutputVerdict, Risk
 from export.certificate.embed import graph_sha256
 from export.errors import ExportError
-from export.files.model_file import ModelFile, ModelSource, open_model
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from export.verification.comparison import Comparison, ReferenceSensitivity, allow_reference_noise, reference_sensitivity
 from export.verification.executions import RuntimeLevels, gpu_is_there, run_levels, run_simulated
 from export.verification.generated_samples import adversarial_cases

@@ -17,11 +17,11 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from protos.atomic_files import atomic_file
 from serve.benchmark.level import Level
 from serve.benchmark.load.spec import LoadStatistics
 from serve.benchmark.report import BenchmarkReport
 from serve.benchmark.tables import percentiles_table, tables
-from serve.client.commands.atomic_file import written_whole
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -63,7 +63,7 @@ def write_plot(path: Path, report: BenchmarkReport) -> None:
     figure.align_ylabels()
     figure.suptitle(f"{report.model} version {report.version}", fontsize=14, fontweight="bold")
     throughput.set_title(_subtitle(report), fontsize=9, color=GREY)
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
 
@@ -216,7 +216,7 @@ def write_page(path: Path, report: BenchmarkReport) -> None:
         OSError: the file cannot be written; an existing file stays unchanged.
     """
     content = page(report).encode()
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
         file.write(content)
 
 

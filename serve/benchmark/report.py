@@ -40,10 +40,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from protos.atomic_files import atomic_file
 from serve.benchmark.comparison import ComparedLevel, Difference
 from serve.benchmark.level import Level
 from serve.benchmark.measurement import Goal, best_of
-from serve.client.commands.atomic_file import written_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,5 +147,5 @@ def write_json(path: Path, report: BenchmarkReport) -> None:
     Raises:
         OSError: the file cannot be written; an existing file stays unchanged.
     """
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
         file.write(json.dumps(report.to_json(), indent=2, allow_nan=False).encode() + b"\n")

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from protos.atomic_files import atomic_file, checked_output
 from serve.benchmark import BenchmarkArgumentError
 from serve.benchmark.level import Level
 from serve.benchmark.load.spec import LatencyHistogram
 from serve.benchmark.report import BenchmarkReport, write_json
-from serve.client.commands.atomic_file import checked_output, written_whole
 
 SIGNIFICANT_DIGITS = 3
 TICKS_PER_HALF_DISTANCE = 5
@@ -34,7 +34,7 @@ def write_csv(path: Path, report: BenchmarkReport) -> None:
     writer = csv.DictWriter(text, list(lines[0]))
     writer.writeheader()
     writer.writerows(lines)
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
         file.write(text.getvalue().encode())
 
 
@@ -87,7 +87,7 @@ def write_percentiles(path: Path, report: BenchmarkReport) -> None:
         OSError: a file cannot be written; an existing file stays unchanged.
     """
     for where, level in level_paths(path, report):
-        with written_whole(where) as file:
+        with atomic_file(where) as file:
             file.write(percentile_text(level.histogram))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
+from protos.onnx_outline import read_outline
 from serve.backends.onnx_runtime.onnx_file import locations
-from serve.backends.onnx_runtime.onnx_outline import read_outline
 from serve.backends.runtimes import ZIP
 from serve.engine.errors import InvalidArgumentError, ModelLoadError
 

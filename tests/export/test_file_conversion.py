@@ -15,11 +15,11 @@ from export.certificate.certificate import BudgetExceeded
 from export.conversion_targets import FileTarget, RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Options, SearchFailed, Verification, convert_verified
-from export.files.model_file import ModelFile, open_model
+from export.onnx_files.model_file import ModelFile, open_model
 from export.verification.samples import Array
-from tests.export.onnx_files import in_one_file, sums
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
+from tests.export.stored_models import in_one_file, sums
 
 SAMPLES = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
 

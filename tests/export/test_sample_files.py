@@ -8,9 +8,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from export.errors import ExportError
-from export.files.model_file import ModelFile, open_model
+from export.onnx_files.model_file import ModelFile, open_model
 from export.sample_files import load_samples
-from tests.export.onnx_files import sums
+from tests.export.stored_models import sums
 
 
 @pytest.fixture

@@ -1,33 +1,105 @@
-"""Which values become float16, and which nodes stay in float32 and why."""
+"""The plan of a conversion: which nodes stay float32 and why, and which values must have one type."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir
 
-from export.onnx_fp16.element_types.control_flow import OPERATORS, Slot, slots_of
-from export.onnx_fp16.element_types.signatures import Signature, signature_of
-from export.onnx_fp16.element_types.ties import Ties
-from export.onnx_fp16.graph_walk import FLOAT, FLOAT16, all_nodes, bodies, is_container, is_float
-from export.onnx_fp16.planning.node_places import Places, half_places
+from export.onnx_fp16.element_types import Formal, Signature, signature_of, type_text
+from export.onnx_fp16.graph import FLOAT, FLOAT16, OPERATORS, Slot, all_nodes, bodies, is_container, is_float, slots_of
 from export.onnx_fp16.settings import Settings
 
-# A Cast takes whatever comes; so does the first input of CastLike, whose second one says the type.
+KEEP = "halfserve.keep"  # metadata of a node that a user or a repair keeps in float32: the reason
+# Cast takes any type; so does the first input of CastLike, whose second input determines the type.
 _TAKES_ANY = frozenset({("Cast", 0), ("CastLike", 0)})
+
+
+class Ties:
+    """Groups of float32 values that must have one element type: a union-find.
+
+    A Cast converts a tensor, so each use of a tensor may have another type. No Cast converts a sequence or an optional: those
+    that flow into each other are one group. So are a loop variable's two sides, its body's input and the node's result.
+    """
+
+    def __init__(self, model: onnx_ir.Model) -> None:
+        self._parent: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        for node in all_nodes(model):
+            self._tie([value for value in (*node.inputs, *node.outputs) if value is not None and is_container(value)])
+            for slot in slots_of(node):
+                sides = [*slot.inside, *slot.results]
+                self._tie(sides)
+                through = [value for value in (*slot.entering, *slot.leaving) if is_container(value)]
+                self._tie([*sides, *through])
+
+    def group_of(self, value: onnx_ir.Value) -> onnx_ir.Value:
+        """The value that represents the group."""
+        root = value
+        while (parent := self._parent.get(root, root)) is not root:
+            root = parent
+        self._parent[value] = root
+        return root
+
+    def _tie(self, values: Iterable[onnx_ir.Value]) -> None:
+        floats = [value for value in values if is_float(value)]
+        for value in floats[1:]:
+            ours, theirs = self.group_of(floats[0]), self.group_of(value)
+            if ours is not theirs:
+                self._parent[theirs] = ours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Whether each input and output of a node is float32 now and can be float16.
+
+    Attributes:
+        inputs: By input index.
+        outputs: By output index.
+    """
+
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+    @property
+    def some(self) -> bool:
+        return any(self.inputs) or any(self.outputs)
+
+
+def half_places(node: onnx_ir.Node, opsets: Mapping[str, int]) -> Places:
+    signature = signature_of(node, opsets)
+    if signature is None:
+        return Places(inputs=(False,) * len(node.inputs), outputs=(False,) * len(node.outputs))
+    return Places(
+        inputs=tuple(_can_be_half(value, signature.input(index)) for index, value in enumerate(node.inputs)),
+        outputs=tuple(_can_be_half(value, signature.output(index)) for index, value in enumerate(node.outputs)),
+    )
+
+
+def computes_on_floats(node: onnx_ir.Node) -> bool:
+    """Whether any input or output is float32 or float16."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.type is not None]
+    return any(value.dtype in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.FLOAT16) for value in values)
+
+
+def _can_be_half(value: onnx_ir.Value | None, formal: Formal | None) -> bool:
+    if value is None or formal is None or not is_float(value):
+        return False
+    text = "tensor(float)" if type(value.type) is onnx_ir.TensorType else type_text(value.type)
+    return text.replace("tensor(float)", "tensor(float16)") in formal.types
 
 
 @dataclass(kw_only=True, eq=False)
 class Plan:
-    """Decisions, made one after the other, each seen by those after it.
+    """The decisions, in the order in which they are made; later ones depend on earlier ones.
 
     Attributes:
         model: The model, with types inferred.
-        settings: What the user asked for.
-        places: Where each node could take and give float16.
-        ties: Values that must agree.
+        settings: The user's settings.
+        places: The inputs and outputs of each node that can be float16.
+        ties: Values that must have one type.
         kept: Nodes that stay in float32, with the reason.
-        unsupported: Those of them for which there is no float16 at all.
+        unsupported: Kept nodes whose operators have no float16.
         single_groups: Groups of tied values that stay float32.
         saturated: Constants whose values beyond float16's range become its nearest number.
     """
@@ -47,11 +119,10 @@ class Plan:
         self._leaving = {place: slot for slot in slots for place in slot.leaving_at}
 
     def signature(self, node: onnx_ir.Node) -> Signature | None:
-        """The signature of the node's operator at the model's opset."""
         return signature_of(node, self.model.opset_imports)
 
     def keep(self, node: onnx_ir.Node, reason: str) -> None:
-        """Leave a node, with all that is in its bodies, in float32; the first reason stays."""
+        """Keep a node and its bodies in float32; the first reason stays."""
         self.kept.setdefault(node, reason)
         for slot in slots_of(node):
             for value in (*slot.inside, *slot.results):
@@ -61,12 +132,12 @@ class Plan:
                 self.keep(inner, reason)
 
     def keep_group(self, value: onnx_ir.Value) -> None:
-        """Leave a value that is tied to others, and with it those, in float32."""
+        """Keep a value and all values tied to it in float32."""
         if is_float(value):
             self.single_groups.add(self.ties.group_of(value))
 
     def gives_half(self, value: onnx_ir.Value) -> bool:
-        """Whether a float32 value will be float16 where it is made. Not for constants and casts: those give what is wanted."""
+        """Whether a float32 value will be float16 where it is made. Not for constants and casts, which can have either type."""
         node = value.producer()
         if node is None:
             if value.graph is self.model.graph:
@@ -77,7 +148,7 @@ class Plan:
         return node not in self.kept and self.places[node].outputs[value.index() or 0]
 
     def wanted(self, node: onnx_ir.Node, index: int) -> onnx_ir.DataType | None:
-        """The type that a node takes at a float32 input; None where it takes either."""
+        """The type that a node needs at a float32 input; None where it takes either."""
         if (node.op_type, index) in _TAKES_ANY and not node.domain:
             return None
         if node.op_type in OPERATORS and not node.domain:
@@ -118,13 +189,12 @@ class Plan:
         return not self.places[node].outputs[value.index() or 0]
 
     def _is_bound(self, node: onnx_ir.Node, index: int) -> bool:
-        """Whether the operator's signature takes nothing but float32 there."""
+        """Whether the operator takes only float32 at this input."""
         if (node.op_type in OPERATORS or (node.op_type, index) in _TAKES_ANY) and not node.domain:
             return False
         return not self.places[node].inputs[index]
 
 
 def blank_plan(model: onnx_ir.Model, settings: Settings) -> Plan:
-    """A plan in which nothing is kept yet."""
     places = {node: half_places(node, model.opset_imports) for node in all_nodes(model)}
     return Plan(model=model, settings=settings, places=places, ties=Ties(model))

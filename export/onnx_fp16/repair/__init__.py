@@ -1,31 +1,69 @@
-"""Rewrites of a float32 graph, equal in exact arithmetic, that float16 can hold."""
+"""Repairs: rewrites of a float32 graph, equal in exact arithmetic, that float16 can hold."""
 
 from __future__ import annotations
 
-from export.onnx_fp16.passes import RepairPass
-from export.onnx_fp16.repair.fold_batch_norm import FoldBatchNorm
-from export.onnx_fp16.repair.fold_scale import FoldScale
-from export.onnx_fp16.repair.keep_fragile import KeepFragile
-from export.onnx_fp16.repair.keep_masks import KeepMasks
-from export.onnx_fp16.repair.limit_gelu import LimitGelu
-from export.onnx_fp16.repair.refuse_layer_norm import RefuseLayerNorm
-from export.onnx_fp16.repair.refuse_log_softmax import RefuseLogSoftmax
-from export.onnx_fp16.repair.refuse_moments import RefuseMoments
-from export.onnx_fp16.repair.refuse_softmax import RefuseSoftmax
-from export.onnx_fp16.repair.refuse_softplus import RefuseSoftplus
-from export.onnx_fp16.repair.soften_masks import SoftenMasks
+from collections.abc import Sequence
 
-# In this order: weights first, then operators in one piece, and last what can only be kept.
+import onnx_ir
+
+from export.errors import ExportError
+from export.onnx_fp16.repair.edits import RepairPass
+from export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
+from export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE
+from export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
+from export.onnx_fp16.repair.masks import KEEP_MASKS, SOFTEN_MASKS
+from export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
+from export.onnx_fp16.report import Repair
+
+# In this order: weights first, then operators in one piece, and last what can only be kept in float32.
 REPAIRS: tuple[RepairPass, ...] = (
-    FoldBatchNorm(),
-    FoldScale(),
-    RefuseLayerNorm(),
-    RefuseMoments(),
-    RefuseSoftmax(),
-    RefuseLogSoftmax(),
-    RefuseSoftplus(),
-    LimitGelu(),
-    SoftenMasks(),
-    KeepMasks(),
-    KeepFragile(),
+    FOLD_BATCH_NORM,
+    FOLD_SCALE,
+    FUSE_LAYER_NORM,
+    FUSE_MOMENTS,
+    FUSE_SOFTMAX,
+    FUSE_LOG_SOFTMAX,
+    FUSE_SOFTPLUS,
+    LIMIT_GELU,
+    SOFTEN_MASKS,
+    KEEP_MASKS,
+    KEEP_FRAGILE,
 )
+
+
+class PassError(ExportError):
+    """A repair failed. That is a fault of this program, not of the model; the text says how to convert without repairs."""
+
+
+def run_passes(model: onnx_ir.Model, passes: Sequence[RepairPass]) -> tuple[Repair, ...]:
+    """Run passes in their order and check after each that it left nothing to repair.
+
+    Returns:
+        Everything that the passes changed.
+
+    Raises:
+        PassError: A pass or its check failed; the text names the pass, the step and the passes before it.
+    """
+    repairs: list[Repair] = []
+    for index, current in enumerate(passes):
+        step = "call"
+        try:
+            repairs += current.call(model)
+            step = "ensures"
+            left = next(iter(current.left(model)), None)
+        except ExportError:
+            raise
+        except Exception as error:
+            raise _failure(passes, index, step, error) from error
+        if left is not None:
+            raise _failure(passes, index, step, ValueError(f"{left.name} was not repaired"))
+    return tuple(repairs)
+
+
+def _failure(passes: Sequence[RepairPass], index: int, step: str, error: Exception) -> PassError:
+    before = ", ".join(earlier.name for earlier in passes[:index]) or "none"
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return PassError(
+        f"the repair {passes[index].name!r} failed in `{step}` ({text}); passes before it: {before}; "
+        "convert without repairs, and report this with the model"
+    )

@@ -1,44 +1,62 @@
-"""What repairs share: constants to read and to make, marks, who reads a value, and how one value takes another's place."""
+"""Queries and edits that repairs share: constants, readers, marks, new nodes, replaced values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph_walk import FLOAT, constant_of
-from export.onnx_fp16.planning.reasons import KEEP
+from export.onnx_fp16.graph import FLOAT, constant_of
+from export.onnx_fp16.planning.plan import KEEP
 from export.onnx_fp16.report import Repair
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-FIRST_IR_WITH_WEIGHTS_OF_ITS_OWN = 4
+FIRST_IR_WITH_CONSTANT_INITIALIZERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairPass:
+    """A rewrite of a float32 model that changes no result.
+
+    Attributes:
+        name: What reports and errors call it.
+        call: Rewrites a model in place.
+        left: Finds what the pass should have repaired: empty after `call`.
+    """
+
+    name: str
+    call: Callable[[onnx_ir.Model], list[Repair]]
+    left: Callable[[onnx_ir.Model], Iterable[onnx_ir.Node]] = lambda _: ()
+
+
+def repair(pass_name: str, nodes: Iterable[onnx_ir.Node], text: str) -> Repair:
+    return Repair(pass_name=pass_name, nodes=tuple(node.name or "" for node in nodes), text=text)
 
 
 def is_op(node: onnx_ir.Node | None, *types: str) -> bool:
-    """Whether a node is one of these of ONNX's own operators."""
+    """Whether a node has one of these operators of ONNX's own domain."""
     return node is not None and node.domain in ("", "ai.onnx") and node.op_type in types
 
 
 def is_kept(*nodes: onnx_ir.Node) -> bool:
-    """Whether one of these nodes is to stay float32 as it is: a user, or a repair, says so."""
+    """Whether a user or a repair marked one of the nodes to stay float32 as it is."""
     return any(KEEP in node.metadata_props for node in nodes)
 
 
 def keep(nodes: Iterable[onnx_ir.Node], reason: str, pass_name: str) -> list[Repair]:
-    """Mark nodes to stay float32; what tells of those that were not marked before, nothing where all were."""
+    """Mark nodes to stay float32; report the nodes that were not marked before."""
     fresh = [node for node in dict.fromkeys(nodes) if not is_kept(node)]
     for node in fresh:
         node.metadata_props[KEEP] = reason
-    names = tuple(node.name or "" for node in fresh)
-    return [Repair(pass_name=pass_name, nodes=names, text=f"kept in float32: {reason}")] if fresh else []
+    return [repair(pass_name, fresh, f"kept in float32: {reason}")] if fresh else []
 
 
 def opset_of(model: onnx_ir.Model) -> int:
-    """The version of ONNX's operators that a model uses."""
     return model.opset_imports.get("", 1)
 
 
@@ -56,46 +74,40 @@ def number_of(value: onnx_ir.Value | None) -> float | None:
     return float(tensor.numpy().reshape(()))
 
 
-def integers_of(value: onnx_ir.Value | None) -> list[int] | None:
-    """A constant's whole numbers; None for any other value."""
-    tensor = constant_of(value)
-    if tensor is None or tensor.dtype not in (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32):
-        return None
-    return [int(number) for number in tensor.numpy().reshape(-1)]
-
-
 def axes_of(node: onnx_ir.Node) -> list[int] | None:
     """The axes of a reduction, from its attribute or its constant input; None where they are not known, or all are meant."""
     attribute = node.attributes.get("axes")
     if attribute is not None:
         return list(attribute.as_ints())
-    return integers_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    tensor = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    if tensor is None or tensor.dtype not in (onnx_ir.DataType.INT64, onnx_ir.DataType.INT32):
+        return None
+    return [int(number) for number in tensor.numpy().reshape(-1)]
 
 
 def keeps_axes(node: onnx_ir.Node) -> bool:
     """Whether a reduction leaves the axes that it reduces, with size 1."""
-    attribute = node.attributes.get("keepdims")
-    return attribute is None or attribute.as_int() == 1
+    return node.attributes.get_int("keepdims", 1) == 1
 
 
 def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
-    """The node that alone reads a value, once; None where others do, or the graph gives the value out."""
+    """The node that alone reads a value, once; None where others do, or the value is a graph output."""
     uses = value.uses()
     if len(uses) != 1 or value.is_graph_output():
         return None
     return next(iter(uses)).node
 
 
-def made_for(reader: onnx_ir.Node, value: onnx_ir.Value | None, *types: str) -> onnx_ir.Node | None:
-    """The maker of a value if it is one of these operators, of the reader's graph, and made the value for this reader alone."""
+def made_for(reader: onnx_ir.Node | None, value: onnx_ir.Value | None, *types: str) -> onnx_ir.Node | None:
+    """The maker of a value if it has one of these operators, is of the reader's graph, and no other node reads the value."""
     node = value.producer() if value is not None else None
-    if value is None or node is None or not is_op(node, *types) or node.graph is not reader.graph:
+    if value is None or node is None or reader is None or not is_op(node, *types) or node.graph is not reader.graph:
         return None
     return node if only_reader(value) is reader else None
 
 
 def readers(value: onnx_ir.Value) -> list[onnx_ir.Node]:
-    """The nodes that read a value, each once, in the order in which they began to."""
+    """The nodes that read a value, each once, in the order in which they were connected."""
     return list(dict.fromkeys(use.node for use in value.uses()))
 
 
@@ -104,19 +116,18 @@ def other_input(node: onnx_ir.Node, value: onnx_ir.Value) -> onnx_ir.Value | Non
     return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
 
 
-class Maker:
-    """Makes nodes and constants in one model, with names that are free and the same every time."""
+class NodeBuilder:
+    """Makes nodes and constants in one model, with free names that are the same in every run."""
 
     def __init__(self, model: onnx_ir.Model) -> None:
         self._main = model.graph
-        self._old_format = model.ir_version < FIRST_IR_WITH_WEIGHTS_OF_ITS_OWN
+        self._old_format = model.ir_version < FIRST_IR_WITH_CONSTANT_INITIALIZERS
         graphs = [model.graph, *model.graph.subgraphs()]
         self._taken = {value.name for graph in graphs for value in (*graph.inputs, *graph.initializers.values())}
         for node in model.graph.all_nodes():
             self._taken.update([node.name, *(output.name for output in node.outputs)])
 
     def name(self, stem: str) -> str:
-        """A free name that begins with `stem`."""
         stems = (f"{stem}_{number}" if number else stem for number in count())
         free = next(name for name in stems if name not in self._taken)
         self._taken.add(free)
@@ -125,7 +136,7 @@ class Maker:
     def constant(self, stem: str, array: Array) -> onnx_ir.Value:
         """A float32 (or int64) constant of the main graph, where bodies see it too.
 
-        Formats before IR 4 list every initializer as an input, which is no constant any more; there it is a Constant node.
+        Formats before IR 4 list every initializer as an input, which callers may replace; there it is a Constant node.
         """
         kind = np.float32 if np.issubdtype(array.dtype, np.floating) else array.dtype
         name = self.name(stem)
@@ -150,7 +161,7 @@ class Maker:
         outputs: int = 1,
         **attributes: Any,
     ) -> onnx_ir.Node:
-        """A node in front of `like` or behind it, whose origin it shares; its outputs are float32 unless `kind` says else."""
+        """A node before `like`, or behind it, with its metadata; outputs are float32 unless `kind` names another type."""
         name = self.name(f"{like.name}/{op_type}")
         made = onnx_ir.node(op_type, inputs, attributes=attributes, name=name, num_outputs=outputs)
         made.metadata_props.update(like.metadata_props)
@@ -166,7 +177,7 @@ class Maker:
 
 
 def take_place(new: onnx_ir.Value, old: onnx_ir.Value) -> None:
-    """Let `new` be read wherever `old` was, under the name of `old`; the node that made `old` is left without readers."""
+    """Let all readers of `old` read `new`, under the name of `old`."""
     name = old.name
     new.type, new.shape = old.type, old.shape
     onnx_ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
@@ -175,7 +186,7 @@ def take_place(new: onnx_ir.Value, old: onnx_ir.Value) -> None:
 
 
 def drop(*nodes: onnx_ir.Node | None) -> None:
-    """Remove those of these nodes that nobody reads any more, and then the constants that only they read."""
+    """Remove the nodes that have no readers left, and then the constants that only they read."""
     waiting = [node for node in nodes if node is not None]
     while idle := [node for node in waiting if not any(value.uses() or value.is_graph_output() for value in node.outputs)]:
         for node in dict.fromkeys(idle):
@@ -189,7 +200,7 @@ def drop(*nodes: onnx_ir.Node | None) -> None:
 
 
 def drop_constant(value: onnx_ir.Value) -> None:
-    """Remove a constant that nobody reads any more; any other value stays."""
+    """Remove a constant that has no readers left; any other value stays."""
     if value.uses() or value.is_graph_output():
         return
     maker, graph = value.producer(), value.graph

@@ -17,8 +17,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import NodeProto, TensorProto
 
+from protos.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
 from protos.onnx_tensors import all_tensors
-from serve.backends.onnx_runtime.onnx_outline import LARGE_BYTES, Outline, Place, read_outline
 from serve.engine.disk_files import open_regular, require_regular
 from serve.engine.errors import ModelLoadError
 
@@ -36,19 +36,19 @@ class OnnxFile:
     """A model, and access to the weights left in its file."""
 
     path: Path  # of the file
-    model: onnx.ModelProto  # see `Outline`
+    model: onnx.ModelProto  # see `OnnxOutline`
     data_files: frozenset[str]  # external data files, relative to the model's folder and inside it
-    _left_out: Mapping[int, Place]
+    _left_out: Mapping[int, ByteRange]
     _file: BinaryIO
     _stamp: tuple[int, int]
 
-    def large_weights(self) -> list[tuple[TensorProto, Place | None]]:
+    def large_weights(self) -> list[tuple[TensorProto, ByteRange | None]]:
         """Weights to move to a file: each with its place in this file, or None if the message holds it."""
         weights = enumerate(self.model.graph.initializer)
         both = ((weight, self._left_out.get(index)) for index, weight in weights)
         return [(weight, place) for weight, place in both if place is not None or _is_large(weight)]
 
-    def pieces(self, weight: TensorProto, place: Place | None) -> Iterator[bytes | memoryview]:
+    def pieces(self, weight: TensorProto, place: ByteRange | None) -> Iterator[bytes | memoryview]:
         """The stored bytes of a weight, in pieces of PIECE_BYTES and a rest.
 
         Raises:
@@ -112,13 +112,13 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
         yield OnnxFile(path=path, model=outline.model, data_files=files, _left_out=outline.left_out, _file=file, _stamp=stamp)
 
 
-def _outline(path: Path, file: BinaryIO, size: int) -> Outline:
+def _outline(path: Path, file: BinaryIO, size: int) -> OnnxOutline:
     try:
         # Binary, as the runtime reads it: onnx.load takes some file names for text formats.
         if size > SMALL_FILE_BYTES:
             outline = read_outline(file, size)
         else:
-            outline = Outline(model=onnx.ModelProto.FromString(file.read()), left_out={})
+            outline = OnnxOutline(model=onnx.ModelProto.FromString(file.read()), left_out={})
     except (DecodeError, ValueError, OSError) as error:
         raise _unreadable(path, error) from None
     if not outline.model.HasField("graph") or not outline.model.opset_import:

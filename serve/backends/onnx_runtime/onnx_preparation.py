@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
+from protos.onnx_outline import ByteRange
 from serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
-from serve.backends.onnx_runtime.onnx_outline import Place
 from serve.backends.onnx_runtime.upcast import FP32, HALF_TYPES, half_types, upcast_to_fp32
 from serve.engine.disk_files import temporary_folder
 from serve.engine.errors import ModelLoadError
@@ -209,7 +209,7 @@ def move_weights(opened: OnnxFile, file: Path, *, upcast: bool) -> None:
     opened.require_unchanged()
 
 
-def _write_upcast(opened: OnnxFile, tensor: TensorProto, place: Place | None, output: BinaryIO) -> None:
+def _write_upcast(opened: OnnxFile, tensor: TensorProto, place: ByteRange | None, output: BinaryIO) -> None:
     dtype: np.dtype[Any] = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     for piece in opened.pieces(tensor, place):
         if len(piece) % HALF_BYTES:

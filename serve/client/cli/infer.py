@@ -14,11 +14,11 @@ from zipfile import ZipFile
 import numpy as np
 import typer
 
+from protos.atomic_files import atomic_file, checked_output
 from serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
 from serve.client.cli.inputs import STDIN, InputArgumentError, fitted_inputs, parsed_json, read_inputs, tensors_of_json
 from serve.client.cli.options import AsJson, Connection, takes_option_groups
 from serve.client.client import Client
-from serve.client.commands.atomic_file import checked_output, written_whole
 from serve.client.errors import ClientError, InvalidRequest
 from serve.client.inference import RequestOptions
 from serve.client.messages import InferAnswer
@@ -215,12 +215,12 @@ def _write_answer(path: Path, answer: InferAnswer) -> None:
         OSError: the file cannot be written.
     """
     if path.suffix == ".json":
-        with written_whole(path) as file:
+        with atomic_file(path) as file:
             file.write(json.dumps(answer_json(answer), allow_nan=False).encode())
         return
     plain = {name: _storable(name, array) for name, array in answer.outputs.items()}
     # np.savez takes the arrays as keywords, which excludes an output named "file".
-    with written_whole(path) as file, ZipFile(file, "w") as archive:
+    with atomic_file(path) as file, ZipFile(file, "w") as archive:
         for name, array in plain.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)

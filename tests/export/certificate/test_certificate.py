@@ -29,10 +29,10 @@ from export.certificate.embed import KEY, check_embedded, embed, embed_in_file, 
 from export.certificate.html import certificate_page
 from export.certificate.table import certificate_table
 from export.errors import ExportError, UsageError
-from export.files.model_file import open_model, serialize
+from export.onnx_files.model_file import open_model, serialize
 from export.verification.metrics import compare
 from export.verification.samples import Array
-from tests.export.onnx_files import sums
+from tests.export.stored_models import sums
 
 Certify = Callable[[onnx.ModelProto], Certificate]
 ONES: Array = np.ones(4, np.float32)

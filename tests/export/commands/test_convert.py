@@ -19,10 +19,9 @@ from export.certificate.embed import check_embedded
 from export.commands.convert import EXIT_CODES, convert
 from export.errors import ExportError
 from export.file_conversion import SearchFailed
-from export.files.large_tensors import LARGE_BYTES
-from export.files.model_file import open_model
-from tests.export.onnx_files import in_one_file, sums, with_data_files
+from export.onnx_files.model_file import LARGE_BYTES, open_model
 from tests.export.onnx_fp16.models import parse
+from tests.export.stored_models import in_one_file, sums, with_data_files
 
 Run = Callable[..., Result]
 LONG = "a" * 300

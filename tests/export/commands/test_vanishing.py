@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from export.certificate.certificate import BudgetExceeded, read_certificate
 from export.commands.convert import convert
-from export.files.model_file import open_model
+from export.onnx_files.model_file import open_model
 from export.verification.verify import verify
 
 WIDTH = 8

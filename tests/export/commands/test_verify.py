@@ -10,7 +10,7 @@ from onnx import parser
 
 import halfserve
 from export.certificate.certificate import read_certificate
-from export.files.model_file import serialize
+from export.onnx_files.model_file import serialize
 from export.verification.samples import Array
 
 NET = """

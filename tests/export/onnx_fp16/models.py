@@ -62,7 +62,7 @@ def judged(model: onnx.ModelProto, feeds: Mapping[str, Any], *, keep: bool = Tru
     return converted
 
 
-def clean_both_ways(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> onnx.ModelProto:
+def assert_clean_both_ways(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> onnx.ModelProto:
     """Convert with and without keeping the types of inputs and outputs; both must be clean.
 
     Returns:

@@ -12,12 +12,10 @@ import pytest
 from onnx import TensorProto
 
 from export.errors import ExportError
-from export.files.model_file import open_model
-from export.onnx_fp16.convert import convert
-from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
-from export.onnx_fp16.model_files import convert_file
-from tests.export.onnx_files import in_one_file, sums, with_data_files
+from export.onnx_files.model_file import open_model
+from export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
 from tests.export.onnx_fp16.models import halve, ops, parse, run, types
+from tests.export.stored_models import in_one_file, sums, with_data_files
 
 X = np.random.default_rng(0).normal(size=(3, 4))
 WHOLE = "g (double[n,4] x) => (double[n,4] y) { a = Mul (x, w) e = Exp (a) y = Tanh (e) }"
@@ -88,7 +86,7 @@ def test_what_takes_float64_alone_stays_with_casts_and_is_told() -> None:
     model.graph.value_info.append(onnx.helper.make_tensor_value_info("b", TensorProto.DOUBLE, [2]))
     converted, report = halve(model)
     assert ops(converted) == ["Cast", "Exp", "Cast", "Odd", "Cast", "Neg", "Cast"]
-    assert "stays in float64: nobody knows the types that com.example:Odd takes" in [repair.text for repair in report.repairs]
+    assert "stays in float64: the types that com.example:Odd takes are unknown" in [repair.text for repair in report.repairs]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -8,12 +9,14 @@ import onnx_ir
 import pytest
 
 from export.errors import ExportError
-from export.files.sparse_weights import densify
-from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
-from export.onnx_fp16.model_files import convert_file
-from export.onnx_fp16.passes import PassError, run_passes
+from export.onnx_files.model_file import densify, open_model
+from export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
+from export.onnx_fp16.prepare import upgrade_opset
+from export.onnx_fp16.repair import PassError, run_passes
+from export.onnx_fp16.repair.edits import RepairPass
 from export.onnx_fp16.report import Repair
-from tests.export.onnx_fp16.models import FLOAT, FLOAT16, clean_both_ways, halve, normal, ops, parse, reasons, run
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, normal, ops, parse, reasons, run
+from tests.export.stored_models import in_one_file, with_data_files
 
 FUNCTIONS = """
 <ir_version: 9, opset_import: ["": 20, "local": 1]>
@@ -30,7 +33,7 @@ twice <factor: float> (v) => (w) { k = Constant <value_float: float = @factor> (
 
 def test_functions_are_inlined() -> None:
     model = onnx.parser.parse_model(FUNCTIONS)
-    converted = clean_both_ways(model, {"x": normal(3), "i": np.array([1, 2, 3])})
+    converted = assert_clean_both_ways(model, {"x": normal(3), "i": np.array([1, 2, 3])})
     assert list(converted.functions) == []
     assert [op for op in ops(converted) if op in ("Mul", "Tanh")] == ["Mul", "Tanh"] * 2
 
@@ -101,38 +104,160 @@ def test_a_sparse_weight_that_does_not_fit_is_an_error() -> None:
         convert_float_to_float16(model)
 
 
-class Step:
-    """A repair that does what it is told."""
-
-    def __init__(self, name: str, fails_in: str = "") -> None:
-        self.name, self._fails_in = name, fails_in
-        self.steps: list[str] = []
-
-    def _do(self, step: str) -> None:
-        self.steps.append(step)
-        if step == self._fails_in:
+def step(name: str, steps: list[str], fails_in: str = "") -> RepairPass:
+    def do(what: str) -> None:
+        steps.append(f"{name} {what}")
+        if what == fails_in:
             raise ValueError("no luck\nsecond line")
 
-    def requires(self, model: onnx_ir.Model) -> None:
-        self._do("requires")
+    def call(model: onnx_ir.Model) -> list[Repair]:
+        do("call")
+        return [Repair(pass_name=name, nodes=("a",), text="done")]
 
-    def call(self, model: onnx_ir.Model) -> list[Repair]:
-        self._do("call")
-        return [Repair(pass_name=self.name, nodes=("a",), text="done")]
+    def left(model: onnx_ir.Model) -> list[onnx_ir.Node]:
+        do("ensures")
+        return list(model.graph) if fails_in == "repair" else []
 
-    def ensures(self, model: onnx_ir.Model) -> None:
-        self._do("ensures")
+    return RepairPass(name=name, call=call, left=left)
 
 
-def test_passes_run_in_order_between_their_checks() -> None:
+def test_passes_run_in_order_and_are_checked() -> None:
     model = onnx_ir.from_proto(parse("g (float[3] x) => (float[3] y) { y = Relu (x) }"))
-    first, second = Step("first"), Step("second")
-    assert [repair.pass_name for repair in run_passes(model, [first, second])] == ["first", "second"]
-    assert first.steps == second.steps == ["requires", "call", "ensures"]
+    steps: list[str] = []
+    done = run_passes(model, [step("first", steps), step("second", steps)])
+    assert [repair.pass_name for repair in done] == ["first", "second"]
+    assert steps == ["first call", "first ensures", "second call", "second ensures"]
 
 
-@pytest.mark.parametrize("step", ["requires", "call", "ensures"])
-def test_a_pass_that_fails_is_named_with_its_step_and_those_before_it(step: str) -> None:
+@pytest.mark.parametrize(
+    ("fails_in", "reason"),
+    [("call", r"`call` \(no luck\)"), ("ensures", r"`ensures` \(no luck\)"), ("repair", r"`ensures` \(y was not repaired\)")],
+)
+def test_a_pass_that_fails_is_named_with_its_step_and_those_before_it(fails_in: str, reason: str) -> None:
     model = onnx_ir.from_proto(parse("g (float[3] x) => (float[3] y) { y = Relu (x) }"))
-    with pytest.raises(PassError, match=rf"the repair 'second' failed in `{step}` \(no luck\); passes before it: first;"):
-        run_passes(model, [Step("first"), Step("second", fails_in=step), Step("third")])
+    with pytest.raises(PassError, match=rf"the repair 'second' failed in {reason}; passes before it: first;"):
+        run_passes(model, [step("first", []), step("second", [], fails_in), step("third", [])])
+
+
+# A LayerNormalization in parts stays float32 below opset 17, and says so; with the opset raised, it is one operator.
+
+NORM = """m = ReduceMean <axes = [-1]> (a) d = Sub (a, m) q = Pow (d, two) v = ReduceMean <axes = [-1]> (q)
+    e = Add (v, epsilon) r = Sqrt (e) n = Div (d, r) g = Mul (n, gain) y = Add (g, shift)"""
+# An attention over `n` rows that were split into heads by sizes which only running tells, as torch's older exporter writes it.
+BEFORE_13 = """s = Shape (x) rows = Gather (s, zero) one = Unsqueeze <axes = [0]> (rows)
+    shape = Concat <axis = 0> (one, heads) h = Reshape (x, shape) p = Softmax <axis = 2> (h)
+    z = ReduceSum <axes = [1], keepdims = 0> (p) k = Squeeze <axes = [0]> (shift1) w = MatMul (z, mix) a = Add (w, k)"""
+FROM_13 = "h = Reshape (x, fixed) p = Softmax <axis = 2> (h) z = ReduceSum <keepdims = 0> (p, ones) a = MatMul (z, mix)"
+
+
+def model(opset: int, **more: Any) -> onnx.ModelProto:
+    """x [n, 32] -> y [n, 16]: softmax over 2 heads of 16, their sum, a product, and a norm in parts."""
+    random = np.random.default_rng(0)
+    weights: dict[str, Any] = {"two": 2.0, "epsilon": 1e-5, "gain": random.normal(size=16), "shift": random.normal(size=16)}
+    weights["mix"] = random.normal(size=(16, 16)) * 30
+    if opset < 13:
+        weights |= {"zero": np.array(0), "heads": np.array([2, 16]), "shift1": random.normal(size=(1, 16))}
+    else:
+        weights |= {"fixed": np.array([-1, 2, 16]), "ones": np.array([1])}
+    text = f"g (float[n,32] x) => (float[n,16] y) {{ {BEFORE_13 if opset < 13 else FROM_13} {NORM} }}"
+    return parse(text, opset=opset, ir=7, **(weights | more))
+
+
+X = np.random.default_rng(1).normal(size=(5, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("opset", [11, 12, 13, 14, 16])
+def test_parts_of_a_norm_say_what_makes_them_one_operator(opset: int) -> None:
+    done = convert(onnx_ir.from_proto(model(opset)))
+    assert done.model.opset_imports[""] == opset
+    parts = {name for name, reason in reasons(done.report).items() if f"the model has {opset}: --upgrade-opset" in reason}
+    assert parts == {"m", "d", "q", "v", "e", "r", "n", "g", "y"}
+
+
+@pytest.mark.parametrize("opset", [11, 12, 13, 14, 16])
+def test_with_its_opset_raised_the_norm_is_one_operator(opset: int) -> None:
+    before = model(opset)
+    after = convert_float_to_float16(before, upgrade_opset=True, keep_io_types=False)
+    onnx.checker.check_model(after, full_check=True)
+    assert [entry.version for entry in after.opset_import] == [17]
+    found = ops(after)
+    assert "LayerNormalization" in found
+    assert not {"Cast", "Flatten", "Sqrt"} & set(found)
+    np.testing.assert_allclose(run(after, x=X.astype(np.float16))[0], run(before, x=X)[0], atol=2e-2)
+
+
+def test_a_norm_by_its_moments_is_named_too() -> None:
+    text = """g (float[n,16] a) => (float[n,16] y) { m = ReduceMean <axes = [-1]> (a) q = Mul (a, a)
+        v = ReduceMean <axes = [-1]> (q) z = Mul (m, m) w = Sub (v, z) e = Add (w, epsilon) r = Sqrt (e) d = Sub (a, m)
+        y = Div (d, r) }"""
+    before = parse(text, opset=14, ir=7, epsilon=1e-5)
+    done = convert(onnx_ir.from_proto(before))
+    assert all("the model has 14: --upgrade-opset" in reason for reason in reasons(done.report).values())
+    assert len(done.report.kept) == 9
+    assert "LayerNormalization" in ops(convert_float_to_float16(before, upgrade_opset=True))
+
+
+def test_names_metadata_and_weights_in_files_stay(tmp_path: Path) -> None:
+    before = model(11, table=np.ones((64, 64)))
+    before.metadata_props.add(key="author", value="someone")
+    before.graph.node[-1].doc_string = "the last one"
+    source = with_data_files(before, tmp_path / "in.onnx")
+    done = convert_file(source, tmp_path / "out.onnx", upgrade_opset=True, repair=False)
+    assert [repair.text for repair in done.report.repairs] == ["opset 11 became 17"]
+    opened = open_model(tmp_path / "out.onnx")
+    assert len(opened.locations) == 1
+    assert opened.outline.graph.node[-2].doc_string == "the last one"
+    assert {"author": "someone"}.items() <= {entry.key: entry.value for entry in opened.outline.metadata_props}.items()
+    assert {node.name for node in before.graph.node} <= {node.name for node in opened.outline.graph.node}
+    np.testing.assert_allclose(run(opened.proto, x=X)[0], run(before, x=X)[0], atol=2e-2)
+
+
+def test_an_older_default_is_written_down() -> None:
+    """RoiAlign moves its boxes by half a pixel from opset 16 on, unless told otherwise."""
+    text = """g (float[1,1,8,8] x, float[1,4] boxes, int64[1] rows) => (float[1,1,2,2] y) {
+        y = RoiAlign <output_height = 2, output_width = 2> (x, boxes, rows) }"""
+    before = parse(text, opset=14, ir=7)
+    work = onnx_ir.from_proto(before)
+    upgrade_opset(work)
+    feeds = {"x": np.arange(64.0, dtype=np.float32).reshape(1, 1, 8, 8), "boxes": np.array([[1, 1, 5, 5]], np.float32)}
+    feeds["rows"] = np.zeros(1, np.int64)
+    assert work.opset_imports[""] == 17
+    np.testing.assert_array_equal(run(onnx_ir.to_proto(work), **feeds)[0], run(before, **feeds)[0])
+
+
+@pytest.mark.parametrize("opset", [17, 20])
+def test_a_newer_model_stays_as_it_is(opset: int) -> None:
+    work = onnx_ir.from_proto(parse("g (float[2] x) => (float[2] y) { y = Relu (x) }", opset=opset))
+    assert upgrade_opset(work) == ()
+    assert work.opset_imports[""] == opset
+
+
+BODIES = """g (bool c, float[2] x) => (float[2] y) { y = If (c) <then_branch = t () => (float[2] p) <float[2] w = {1, 2}>
+    { p = Add (x, w) }, else_branch = e () => (float[2] q) <float[2] w = {3, 4}> { q = Mul (x, w) }> }"""
+TRAINING = """g (float[2,3] x, float[3] a) => (float[2,3] y, float[3] b, float[3] c, float[3] d, float[3] e) {
+    y, b, c, d, e = BatchNormalization (x, a, a, a, a) }"""
+OLD = "g (float[2,3] x, float[3] a) => (float[2,3] y) { y = BatchNormalization <is_test = 0> (x, a, a, a, a) }"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BODIES, "two bodies have a weight 'w'; leave --upgrade-opset out"),
+        (TRAINING, "BatchNormalization 'y' trains; export the model for inference"),
+        (OLD, "ONNX's version converter cannot raise the model to opset 13: .*; leave --upgrade-opset out"),
+    ],
+)
+def test_what_cannot_be_raised_is_refused_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    opset = {TRAINING: 13, OLD: 6}.get(text, 11)
+    source = in_one_file(parse(text, opset=opset, ir=7), tmp_path / "in.onnx")
+    with pytest.raises(ExportError, match=message) as raised:
+        convert_file(source, tmp_path / "out.onnx", upgrade_opset=True)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_functions_are_not_raised() -> None:
+    text = """<ir_version: 8, opset_import: ["": 15, "local": 1]> g (float[2] x) => (float[2] y) { y = local.f (x) }
+        <domain: "local", opset_import: ["": 15]> f (x) => (y) { y = Relu (x) }"""
+    with pytest.raises(ExportError, match="the model has functions, whose opset is not raised from 15; inline them first"):
+        convert_float_to_float16(onnx.parser.parse_model(text), upgrade_opset=True)

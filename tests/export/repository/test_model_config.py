@@ -49,7 +49,7 @@ def test_a_fixed_batch_needs_no_batching() -> None:
 
 def test_a_type_without_a_name_on_the_wire_is_refused(model: onnx.ModelProto) -> None:
     model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.COMPLEX64
-    with pytest.raises(ExportError, match="'x' is no tensor of a known rank and type"):
+    with pytest.raises(ExportError, match="'x' has no known rank and type"):
         config_for("m", model, max_batch_size=8)
 
 

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from export.files.model_file import serialize
+from export.onnx_files.model_file import serialize
 from export.to_onnx.results import named_tensors
 
 

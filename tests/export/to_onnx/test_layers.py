@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from export.errors import ExportError
 from export.halving.to_half import to_half
-from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.onnx_fp16.convert import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, session
 

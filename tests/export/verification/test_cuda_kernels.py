@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from export.certificate.certificate import BudgetExceeded
-from export.files.model_file import serialize
-from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.onnx_files.model_file import serialize
+from export.onnx_fp16.convert import convert_float_to_float16
 from export.verification.executions import gpu_is_there
 from export.verification.samples import Array
 from export.verification.simulation import round_every_node

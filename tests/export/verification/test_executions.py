@@ -11,7 +11,7 @@ from onnx import numpy_helper, parser
 
 from export.certificate.budget import Budget
 from export.errors import ExportError
-from export.files.model_file import open_model, serialize
+from export.onnx_files.model_file import open_model, serialize
 from export.verification.comparison import Comparison
 from export.verification.executions import RuntimeLevels, run_levels
 from export.verification.samples import inputs_of, make_feeds

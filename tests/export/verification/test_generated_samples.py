@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from export.errors import ExportError
-from export.files.model_file import serialize
+from export.onnx_files.model_file import serialize
 from export.verification.generated_samples import FACTORS, ROWS, AdversarialCase, adversarial_cases, is_mask, synthesize
 from export.verification.samples import Array, Input
 from tests.export.sessions import open_session, run_session

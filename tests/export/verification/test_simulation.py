@@ -10,8 +10,8 @@ from onnx import numpy_helper, parser
 from torch import nn
 
 from export.certificate.certificate import BudgetExceeded, Risk
-from export.files.model_file import serialize
 from export.halving.to_half import to_half
+from export.onnx_files.model_file import serialize
 from export.to_onnx.export_onnx import export_onnx
 from export.verification.samples import Array
 from export.verification.simulation import SumChecks, round_every_node, with_sum_checks

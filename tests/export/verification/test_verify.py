@@ -13,15 +13,15 @@ from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.embed import graph_sha256
 from export.errors import ExportError
-from export.files.model_file import ModelFile, serialize
 from export.halving.to_half import to_half
-from export.onnx_fp16.convert_float_to_float16 import convert_float_to_float16
+from export.onnx_files.model_file import ModelFile, serialize
+from export.onnx_fp16.convert import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
 from export.verification import executions
 from export.verification.verify import verify
 from tests.export import models
 from tests.export.chain import chain
-from tests.export.onnx_files import sums
+from tests.export.stored_models import sums
 
 SHAPES = {"mlp": (8,), "cnn": (1, 8, 8), "lstm": (5, 8), "transformer": (5, 16)}
 DETECTOR = """

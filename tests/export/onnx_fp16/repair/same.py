@@ -10,8 +10,9 @@ import onnx
 import onnx_ir
 import onnxruntime
 
-from export.onnx_fp16.passes import RepairPass, run_passes
 from export.onnx_fp16.prepare import prepare
+from export.onnx_fp16.repair import run_passes
+from export.onnx_fp16.repair.edits import RepairPass
 from export.onnx_fp16.report import Repair
 from export.onnx_fp16.settings import Settings
 
@@ -46,7 +47,7 @@ def same(model: onnx.ModelProto, repair: RepairPass, feeds: Mapping[str, Array],
     return after
 
 
-def untouched(model: onnx.ModelProto, repair: RepairPass) -> None:
+def assert_untouched(model: onnx.ModelProto, repair: RepairPass) -> None:
     """The repair finds nothing to do."""
     assert repaired(model, repair)[1] == ()
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import GraphProto, ModelProto, TensorProto, helper, numpy_helper
 
+from protos import onnx_outline
+from protos.onnx_outline import LARGE_BYTES, OnnxOutline, read_outline
 from protos.varint import encoded_varint
-from serve.backends.onnx_runtime import onnx_outline
-from serve.backends.onnx_runtime.onnx_outline import LARGE_BYTES, Outline, read_outline
 
 SIZES = st.sampled_from([0, 1, LARGE_BYTES - 40, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 3 * LARGE_BYTES])
 
 
-def outline_of(content: bytes) -> Outline:
+def outline_of(content: bytes) -> OnnxOutline:
     return read_outline(io.BufferedReader(io.BytesIO(content)), len(content))
 
 
@@ -29,7 +29,7 @@ def model_of(sizes: list[int]) -> ModelProto:
     return helper.make_model(graph, ir_version=9)
 
 
-def whole(outline: Outline, content: bytes) -> ModelProto:
+def whole(outline: OnnxOutline, content: bytes) -> ModelProto:
     """The outline with what was left out."""
     model = ModelProto()
     model.CopyFrom(outline.model)

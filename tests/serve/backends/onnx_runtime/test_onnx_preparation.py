@@ -10,7 +10,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends.onnx_runtime import onnx_file, onnx_outline, onnx_preparation
+from protos import onnx_outline
+from serve.backends.onnx_runtime import onnx_file, onnx_preparation
 from serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared, set_border
 from serve.engine.errors import ModelLoadError
 from serve.engine.tensors import Array

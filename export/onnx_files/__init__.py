@@ -1,0 +1,1 @@
+"""ONNX files of any size: opened, checked and written one tensor at a time."""

@@ -1,1 +1,0 @@
-"""The element type of every value, and which values must have the same."""

@@ -1,0 +1,233 @@
+"""Which nodes stay in float32, apart from those whose weights do not fit, and why.
+
+ONNX allows float16 where ONNX Runtime's CPU provider cannot run it. The provider lacks float16 kernels for most operators, and
+raises a node's float16 inputs to float32 by casts of its own. That does not help where there is no such input, or where a
+kernel takes float16 but refuses it once it runs. Measured with ONNX Runtime 1.31.1, on ONNX's backend tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir
+
+from export.onnx_fp16.element_types import first_opset_with_half
+from export.onnx_fp16.graph import FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
+from export.onnx_fp16.planning.exact_arithmetic import keep_exact
+from export.onnx_fp16.planning.plan import KEEP, Plan
+from export.onnx_fp16.planning.quantization import BETWEEN_REASON, nodes_between, quantized_gaps
+from export.onnx_fp16.planning.weights import weight_of
+from export.onnx_fp16.settings import block_reason
+
+_TABLES = "ai.onnx.ml"
+_REFUSED_WITH_REDUCTION = frozenset({"ScatterElements", "ScatterND"})
+# They make floats without a float input, and have no float16 kernel.
+_MAKERS = frozenset({"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix", "RandomNormal", "RandomUniform"})
+# These make floats too, but have a kernel for float16 inputs.
+_MAKERS_LIKE = frozenset({"Bernoulli", "EyeLike", "RandomNormalLike", "RandomUniformLike"})
+ISLAND_REASON = "moves numbers between float32 nodes"
+
+
+def keep_nodes(plan: Plan) -> None:
+    """Keep nodes in float32 for the user, a repair, exactness, quantization, an operator's signature or the runtime."""
+    nodes = list(all_nodes(plan.model))
+    for node in nodes:
+        blocked, marked = block_reason(node, plan.settings), node.metadata_props.pop(KEEP, None)
+        reason = blocked or marked
+        if reason is not None:
+            plan.keep(node, reason)
+    for node in nodes:
+        if node not in plan.kept and not any(bodies(node)) and any(is_float(v) for v in (*node.inputs, *node.outputs)):
+            _keep_unsupported(plan, node)
+    keep_exact(plan)
+    for node in nodes_between(plan.model):
+        plan.keep(node, BETWEEN_REASON)
+    for node, reason in quantized_gaps(plan.model):
+        plan.keep(node, reason)
+
+
+def _keep_unsupported(plan: Plan, node: onnx_ir.Node) -> None:
+    if node.op_type == "Cast" and not node.domain:
+        return
+    gap = _bound_to_float32(node) or runtime_gap(node)
+    if gap is not None:
+        plan.keep(node, gap)
+    elif not plan.places[node].some:
+        plan.keep(node, _no_half(plan, node))
+    else:
+        return
+    plan.unsupported.add(node)
+
+
+def _bound_to_float32(node: onnx_ir.Node) -> str | None:
+    if node.domain == _TABLES:
+        return f"the tables in the attributes of {node.op_type} are float32, and its input must have their type"
+    return "BitCast reads the bits of float32" if node.op_type == "BitCast" and not node.domain else None
+
+
+def _no_half(plan: Plan, node: onnx_ir.Node) -> str:
+    if plan.signature(node) is None:
+        return f"the types that {node.domain}:{node.op_type} takes are unknown"
+    if node.domain:
+        return f"{node.domain}:{node.op_type} takes no float16"
+    later = first_opset_with_half(node, plan.model.opset_imports)
+    if later is not None:
+        return f"{node.op_type} takes float16 from opset {later} on; the model has {plan.model.opset_imports.get('', 1)}"
+    return f"{node.op_type} takes no float16"
+
+
+def runtime_gap(node: onnx_ir.Node) -> str | None:
+    """The reason why ONNX Runtime's CPU provider cannot run this node in float16; None where it can."""
+    if node.domain:
+        return None
+    reduction = node.attributes.get_string("reduction", "none") if node.op_type in _REFUSED_WITH_REDUCTION else "none"
+    if reduction != "none":
+        return f"{node.op_type} with reduction {reduction!r}: ONNX Runtime's CPU provider has no float16 kernel"
+    if node.op_type in _MAKERS or (node.op_type in _MAKERS_LIKE and not is_float(node.inputs[0])):
+        return f"{node.op_type}: ONNX Runtime's CPU provider has no float16 kernel"
+    if node.op_type == "MeanVarianceNormalization":  # its function says Pow(float16, float) before opset 13: ONNX refuses it
+        return "MeanVarianceNormalization: ONNX Runtime takes it apart in float16, and its squares overflow"
+    if _crashes(node):
+        return "Transpose before MatMul: ONNX Runtime 1.31 crashes when it fuses the two in float16"
+    return None
+
+
+def _crashes(node: onnx_ir.Node) -> bool:
+    """Whether ONNX Runtime's fusion of this Transpose with the MatMul behind it crashes the process.
+
+    It fuses a Transpose that moves the first axis to the last or the one before into a MatMul by a matrix of weights. With a
+    cast between the two, as float16 needs, it reads out of bounds. In float32 it is correct.
+    """
+    if node.op_type != "Transpose" or node.domain:
+        return False
+    perm = tuple(node.attributes.get_ints("perm", ()))
+    rank = len(perm)
+    moved = {(*range(1, rank - 1), 0, rank - 1), (*range(1, rank), 0)}
+    return (
+        rank > 2 and perm in moved and any(_multiplies(user, index) for user, index in _readers_behind_casts(node.outputs[0]))
+    )
+
+
+def _readers_behind_casts(value: onnx_ir.Value) -> Iterator[tuple[onnx_ir.Node, int]]:
+    for user, index in value.uses():
+        if user.op_type in ("Cast", "Identity") and not user.domain:
+            yield from _readers_behind_casts(user.outputs[0])
+        else:
+            yield user, index
+
+
+def _multiplies(node: onnx_ir.Node, index: int) -> bool:
+    if node.op_type != "MatMul" or node.domain or index != 0:
+        return False
+    weight = node.inputs[1]
+    return weight is not None and weight.shape is not None and len(weight.shape) == 2
+
+
+def settle_containers(plan: Plan) -> None:
+    """Keep the nodes whose sequences and optionals must stay float32, as no Cast converts them."""
+    graph = plan.model.graph
+    for value in (*graph.inputs, *graph.outputs):
+        if is_float(value) and is_container(value) and plan.settings.keeps(value.name):
+            plan.keep_group(value)
+    nodes = [node for node in all_nodes(plan.model) if _containers(node)]
+    for node in nodes:
+        if node in plan.kept or not _all_can_be_half(plan, node):
+            for value in _containers(node):
+                plan.keep_group(value)
+    for node in nodes:
+        groups = {plan.ties.group_of(value) for value in _containers(node)}
+        if groups & plan.single_groups and not (node.op_type in OPERATORS and not node.domain):
+            plan.keep(node, "its sequence or optional stays float32 for another's sake: those cannot be cast")
+
+
+def _containers(node: onnx_ir.Node) -> list[onnx_ir.Value]:
+    values = (*node.inputs, *node.outputs)
+    return [value for value in values if value is not None and is_float(value) and is_container(value)]
+
+
+def _all_can_be_half(plan: Plan, node: onnx_ir.Node) -> bool:
+    if node.op_type in OPERATORS and not node.domain:
+        return True
+    places = plan.places[node]
+    pairs = (*zip(node.inputs, places.inputs, strict=True), *zip(node.outputs, places.outputs, strict=True))
+    return all(can for value, can in pairs if is_float(value))
+
+
+def close_islands(plan: Plan) -> None:
+    """Keep movers between float32 nodes in float32: casts would cost time and digits.
+
+    All sources and readers of such a mover are float32, and at least one of these nodes is kept.
+    """
+    movers = {node for node in all_nodes(plan.model) if _is_mover(node) and node not in plan.kept}
+    inner = {node for node in movers if not _reads_table(plan, node)}
+    pending = list(inner)
+    while pending:
+        node = pending.pop()
+        if node in inner and not (_sources_are_single(plan, node, inner) and _readers_are_single(plan, node, inner)):
+            inner.discard(node)
+            pending += [near for near in _neighbours(node) if near in inner]
+    reached = [node for node in inner if any(near in plan.kept for near in _neighbours(node) if _computes(near))]
+    seen: set[onnx_ir.Node] = set()
+    while reached:
+        node = reached.pop()
+        if node not in seen:
+            seen.add(node)
+            reached += [near for near in _neighbours(node) if near in inner]
+    for node in all_nodes(plan.model):
+        if node in seen:
+            plan.keep(node, ISLAND_REASON)
+
+
+def _is_mover(node: onnx_ir.Node) -> bool:
+    return node.op_type in MOVERS and not node.domain and any(is_float(value) for value in node.inputs)
+
+
+def _reads_table(plan: Plan, node: onnx_ir.Node) -> bool:
+    """Whether a node gathers rows of a weight. A float32 table takes twice the memory; a cast of the rows is cheap."""
+    table = node.inputs[0]
+    return node.op_type == "Gather" and table is not None and weight_of(plan, table) is not None
+
+
+def _computes(node: onnx_ir.Node) -> bool:
+    return node.op_type not in ("Cast", "Constant")
+
+
+def _sources_are_single(plan: Plan, node: onnx_ir.Node, inner: set[onnx_ir.Node]) -> bool:
+    for value in node.inputs:
+        if value is None or not is_float(value) or weight_of(plan, value) is not None:
+            continue
+        maker = value.producer()
+        if maker is None or (maker not in inner and not _gives_single(plan, maker, value)):
+            if maker is None and not plan.gives_half(value):
+                continue
+            return False
+    return True
+
+
+def _gives_single(plan: Plan, maker: onnx_ir.Node, value: onnx_ir.Value) -> bool:
+    if maker.op_type == "Cast" and not maker.domain:
+        return True
+    return not plan.gives_half(value)
+
+
+def _readers_are_single(plan: Plan, node: onnx_ir.Node, inner: set[onnx_ir.Node]) -> bool:
+    for value in node.outputs:
+        if any(user not in inner and plan.wanted(user, index) is not FLOAT for user, index in value.uses()):
+            return False
+        if value.is_graph_output() and not _output_is_single(plan, value):
+            return False
+    return True
+
+
+def _output_is_single(plan: Plan, value: onnx_ir.Value) -> bool:
+    graph = value.graph
+    if not isinstance(graph, onnx_ir.Graph):
+        return False
+    places = (index for index, output in enumerate(graph.outputs) if output is value)
+    return all(plan.wanted_as_output(graph, index) == FLOAT for index in places)
+
+
+def _neighbours(node: onnx_ir.Node) -> list[onnx_ir.Node]:
+    makers = [value.producer() for value in node.inputs if value is not None and is_float(value)]
+    readers = [user for value in node.outputs for user in value.consumers()]
+    return [near for near in (*makers, *readers) if near is not None]

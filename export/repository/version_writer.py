@@ -1,0 +1,295 @@
+"""Adding versions to a model repository in Triton's layout, atomically beside concurrent readers and writers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from export.certificate.certificate import Certificate
+from export.errors import ExportError
+from export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
+from protos.atomic_files import sync_folder, write_and_sync
+from protos.model_config_pb2 import ModelConfig
+
+MODEL = "model.onnx"
+FP32_TWIN = f"fp32/{MODEL}"
+CERTIFICATE = "certificate.json"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+LARGEST_VERSION = 2**63 - 1
+FACTORY = "halfserve.model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionFiles:
+    """The files of one version.
+
+    Attributes:
+        model: The fp16 model.
+        twin: The float32 model, if the version has one.
+        certificate: The certificate of the fp16 model.
+    """
+
+    model: ModelFile
+    twin: ModelFile | None
+    certificate: Certificate
+
+    def write(self, folder: Path) -> None:
+        """Make the folder with all files, and wait until it is on the disk.
+
+        Raises:
+            ExportError: A source file changed since it was opened.
+            OSError: As the system reports it.
+        """
+        folder.mkdir()
+        place_model(self.model, folder / MODEL)
+        if open_model(folder / MODEL).sha256 != self.certificate.onnx_sha256:
+            raise ExportError(f"{self.model.name} changed while it was copied; verify it again")
+        if self.twin is not None:
+            (folder / FP32_TWIN).parent.mkdir()
+            place_model(self.twin, folder / FP32_TWIN)
+            sync_folder((folder / FP32_TWIN).parent)
+        write_and_sync(folder / CERTIFICATE, self.certificate.to_bytes())
+        sync_folder(folder)
+
+
+def place_model(model: ModelFile, place: Path) -> None:
+    """Write or copy a model to `place`, its data files beside it under their own names.
+
+    Raises:
+        ExportError: A data file has the name of the model or of its certificate.
+        OSError: As the system reports it.
+    """
+    if model.path is None:
+        write_and_sync(place, model.content)
+        return
+    _copy(model.path, place)
+    for location, file in zip(model.locations, model.data_files, strict=True):
+        copied = place.parent / location
+        if Path(location).parts[0] in (MODEL, CERTIFICATE, Path(FP32_TWIN).parts[0]):
+            raise ExportError(f"{model.name} keeps weights in {location!r}, a name that the repository needs; rename that file")
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        _copy(file, copied)
+        sync_folder(copied.parent)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_model_version(
+    repository: Path | str,
+    name: str,
+    model: ModelSource | ModelFile,
+    certificate: Certificate,
+    *,
+    version: int | None = None,
+    max_batch_size: int = 32,
+    fp32_twin: ModelSource | ModelFile | None = None,
+) -> Path:
+    """Add a version to a model repository in Triton's layout.
+
+    It writes `NAME/VERSION/model.onnx` with its data files beside it, `NAME/VERSION/certificate.json` and, for a new model,
+    `NAME/config.pbtxt`: first in a hidden folder, renamed into place once they are on the disk, so that a reader sees all of
+    it or nothing. An existing version is never replaced, and an existing config.pbtxt is kept.
+
+    The float32 twin goes to `NAME/VERSION/fp32/model.onnx`, its data files beside it: in a folder of its own, since the two
+    models' data files may have the same names. The parameter `halfserve.fp32_twin` of a new config.pbtxt states the path within
+    the version's folder; a server assumes this path where an older config.pbtxt states none. Triton ignores both.
+
+    Args:
+        repository: The repository's folder; it is made if it is missing.
+        name: Letters, digits, dots, dashes and underscores, a letter or digit first.
+        model: The certified ONNX model; with data files as a path.
+        certificate: Its certificate.
+        version: 1 or more; the next free one by default.
+        max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
+        fp32_twin: The original float32 model, for a server that answers from it where float16 fails.
+
+    Returns:
+        The version's folder.
+
+    Raises:
+        ExportError: The name or version is not valid or is taken, the certificate belongs to other bytes, the twin has other
+            inputs or outputs, an existing config.pbtxt contradicts the model, or the folder cannot be written to.
+    """
+    opened = model if isinstance(model, ModelFile) else open_model(model)
+    twin = fp32_twin if fp32_twin is None or isinstance(fp32_twin, ModelFile) else open_model(fp32_twin)
+    if opened.sha256 != certificate.onnx_sha256:
+        raise ExportError(
+            "the certificate belongs to another model: its sha256 differs; verify this one and pass its certificate"
+        )
+    config = require_addable(repository, name, opened, version=version, max_batch_size=max_batch_size)
+    if twin is not None:
+        require_twin(opened.outline, twin.outline)
+        config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
+    files = VersionFiles(model=opened, twin=twin, certificate=certificate)
+    folder = Path(repository) / name
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            written = (
+                _add_version(folder, files, config, version) if folder.exists() else _add_model(folder, files, config, version)
+            )
+            if written is not None:
+                return written
+    except OSError as error:
+        raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
+
+
+def require_addable(
+    repository: Path | str, name: str, model: ModelFile, *, version: int | None = None, max_batch_size: int = 32
+) -> ModelConfig:
+    """Check, before a conversion, that a model with these inputs and outputs can be added.
+
+    Args:
+        repository: See `write_model_version`.
+        name: The model's name.
+        model: The model, or the original that will be converted.
+        version: The version.
+        max_batch_size: Largest batch.
+
+    Returns:
+        The configuration that describes the model.
+
+    Raises:
+        ExportError: The name or version is not valid or is taken, or the model cannot be batched.
+    """
+    _require_valid(name, version, max_batch_size)
+    try:
+        taken = version is not None and (Path(repository) / name / str(version)).exists()
+    except OSError as error:  # a name that is too long
+        raise ExportError(f"cannot write to the repository {repository}: {error.strerror or error}") from error
+    if version is not None and taken:
+        raise _taken(name, version)
+    return config_for(name, model.outline, max_batch_size=max_batch_size)
+
+
+def _taken(name: str, version: int) -> ExportError:
+    return ExportError(f"version {version} of {name!r} exists and is never replaced; leave --version out for the next one")
+
+
+def _require_valid(name: str, version: int | None, max_batch_size: int) -> None:
+    if not NAME.fullmatch(name):
+        raise ExportError(
+            f"{name!r} is no model name; use letters, digits, '.', '-' and '_', at most 128, a letter or digit first"
+        )
+    if version is not None and not 1 <= version <= LARGEST_VERSION:
+        raise ExportError(f"{version} is no model version; expected a whole number of at least 1")
+    if not 0 <= max_batch_size < 2**31:
+        raise ExportError(f"max_batch_size is {max_batch_size}; expected 0 (no batching) or more")
+
+
+def _add_model(folder: Path, files: VersionFiles, config: ModelConfig, version: int | None) -> Path | None:
+    """Rename a model folder into place; None when another writer made it first."""
+    number = version or 1
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True) as hidden:
+        staged = Path(hidden) / folder.name
+        staged.mkdir()
+        files.write(staged / str(number))
+        write_and_sync(staged / "config.pbtxt", write_config(config))
+        sync_folder(staged)
+        if not _renamed(staged, folder):
+            return None
+    sync_folder(folder.parent)
+    return folder / str(number)
+
+
+def _add_version(folder: Path, files: VersionFiles, config: ModelConfig, version: int | None) -> Path | None:
+    """Rename a version folder into place; None when another writer took the number first."""
+    target = folder / str(version or _next_version(folder))
+    if version is not None and target.exists():
+        raise _taken(folder.name, version)
+    _keep_or_write_config(folder / "config.pbtxt", config)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as hidden:
+        staged = Path(hidden) / target.name
+        files.write(staged)
+        if not _renamed(staged, target):
+            return None
+    sync_folder(folder)
+    return target
+
+
+def _keep_or_write_config(path: Path, config: ModelConfig) -> None:
+    if not path.exists():
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as hidden:
+            staged = Path(hidden) / path.name
+            write_and_sync(staged, write_config(config))
+            with suppress(FileExistsError):
+                os.link(staged, path)  # unlike a rename, a link never replaces another writer's file
+    require_agreement(read_config(path.read_bytes(), str(path)), config, str(path))
+
+
+def _next_version(folder: Path) -> int:
+    numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isascii() and entry.name.isdigit()]
+    return max(numbers, default=0) + 1
+
+
+def _renamed(staged: Path, target: Path) -> bool:
+    try:
+        staged.rename(target)
+    except OSError:
+        if target.exists():
+            return False
+        raise
+    return True
+
+
+def require_same_network(repository: Path, name: str, source: ModelFile) -> None:
+    """Check that a model with a default name is the network that already has this name in the repository.
+
+    It is the same network if both state the same factory; else if their matrices have the same shapes, as after more training.
+
+    Args:
+        repository: The repository's folder; it need not exist.
+        name: The default name.
+        source: The float32 model.
+
+    Raises:
+        ExportError: It is another network.
+    """
+    existing = _latest(repository / name)
+    if existing is None:
+        return
+    theirs, ours = _factory(existing), _factory(source.outline)
+    if theirs != ours if theirs and ours else _shapes(existing) != _shapes(source.outline):
+        made_from = f" made from {theirs}" if theirs else ""
+        raise ExportError(
+            f"{repository / name} holds another network{made_from}, and {name!r} is only this one's default name; give it a "
+            f"name of its own with --name, or --name {name} to add it there as the next version"
+        )
+
+
+def _latest(folder: Path) -> onnx.ModelProto | None:
+    """The newest readable version without its weights; None where there is none."""
+    try:
+        numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isascii() and entry.name.isdigit()]
+    except OSError:
+        return None
+    for number in sorted(numbers, reverse=True):
+        try:
+            return open_model(folder / str(number) / "model.onnx").outline
+        except ExportError:
+            continue
+    return None
+
+
+def _factory(model: onnx.ModelProto) -> str:
+    return next((entry.value for entry in model.metadata_props if entry.key == FACTORY), "")
+
+
+def _shapes(model: onnx.ModelProto) -> set[tuple[int, ...]]:
+    """The shapes of all matrices and larger tensors; the conversion folds and adds vectors and scalars."""
+    return {tuple(tensor.dims) for tensor in model.graph.initializer if len(tensor.dims) > 1}

@@ -1,1 +1,0 @@
-"""`halfserve infer` and `halfserve models`."""

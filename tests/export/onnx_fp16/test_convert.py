@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from export.errors import ExportError
+from export.onnx_files.model_file import open_model
+from export.onnx_fp16.convert import convert_file, convert_float_to_float16, staged_conversion
+from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, parse, run, types
+from tests.export.stored_models import in_one_file, sums, with_data_files
+
+LINEAR = "g (float[N, 4] x) => (float[N, 3] y) { p = MatMul (x, w) y = Add (p, b) }"
+
+
+@pytest.fixture
+def linear() -> onnx.ModelProto:
+    return parse(LINEAR, w=normal(4, 3), b=normal(3))
+
+
+def test_inputs_and_outputs_keep_names_and_types_behind_casts(linear: onnx.ModelProto) -> None:
+    converted = judged(linear, {"x": normal(2, 4)})
+    assert ops(converted) == ["Cast", "MatMul", "Add", "Cast"]
+    known = types(converted)
+    assert (known["x"], known["y"], known["w"], known["b"]) == (FLOAT, FLOAT, FLOAT16, FLOAT16)
+    assert [node.name for node in converted.graph.node if node.op_type != "Cast"] == ["p", "y"]
+
+
+def test_inputs_and_outputs_become_float16_without_casts(linear: onnx.ModelProto) -> None:
+    converted = judged(linear, {"x": normal(2, 4)}, keep=False)
+    assert ops(converted) == ["MatMul", "Add"]
+    assert {types(converted)[name] for name in "xy"} == {FLOAT16}
+    shape = converted.graph.input[0].type.tensor_type.shape
+    assert [dim.dim_param or dim.dim_value for dim in shape.dim] == ["N", 4]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_output_that_is_cast_keeps_its_declared_shape(keep: bool) -> None:
+    model = parse("g (float[N, 4] x, int64[2] n) => (float[N, 4] y) { a = Reshape (x, n) y = Cast <to = 1> (a) }")
+    converted, _ = halve(model, keep_io_types=keep)
+    (output,) = converted.graph.output
+    assert [dim.dim_param or dim.dim_value for dim in output.type.tensor_type.shape.dim] == ["N", 4]
+
+
+@pytest.mark.parametrize("kept", [["x"], ["y"], ["[xq]"], ["x", "y"]])
+def test_single_inputs_and_outputs_keep_their_types(linear: onnx.ModelProto, kept: list[str]) -> None:
+    converted, _ = halve(linear, keep_io_types=kept)
+    onnx.checker.check_model(converted, full_check=True)
+    named = {name[1] if name.startswith("[") else name for name in kept}
+    assert {name for name in "xy" if types(converted)[name] == FLOAT} == named
+
+
+def test_an_unknown_name_to_keep_is_an_error(linear: onnx.ModelProto) -> None:
+    with pytest.raises(ExportError, match="keep_io_types: the input or output 'z' matches no input or output of the model"):
+        halve(linear, keep_io_types=["z"])
+
+
+def test_the_given_model_stays_as_it_is(linear: onnx.ModelProto) -> None:
+    before = linear.SerializeToString(deterministic=True)
+    convert_float_to_float16(linear, keep_io_types=False)
+    assert linear.SerializeToString(deterministic=True) == before
+
+
+def test_bytes_paths_and_messages_are_taken(linear: onnx.ModelProto, tmp_path: object) -> None:
+    path = f"{tmp_path}/model.onnx"
+    onnx.save(linear, path)
+    results = [convert_float_to_float16(source) for source in (linear, linear.SerializeToString(), path)]
+    assert len({result.SerializeToString(deterministic=True) for result in results}) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_anything_else_is_an_error(wrong: object) -> None:
+    with pytest.raises(ExportError, match="expected an onnx.ModelProto, the bytes of one or a path, not"):
+        convert_float_to_float16(wrong)  # type: ignore[arg-type]  # (that is the test)
+
+
+def test_an_input_that_is_an_output() -> None:
+    assert_clean_both_ways(
+        parse("g (float[3] x) => (float[3] x, float[3] y) { y = Relu (x) }"), {"x": np.array([-1, 0.5, 2], np.float32)}
+    )
+
+
+def test_an_initializer_that_is_an_output_and_a_weight() -> None:
+    model = parse("g (float[3] x) => (float[3] w, float[3] y) { y = Mul (x, w) }", w=[1.0, 2, 3])
+    kept = assert_clean_both_ways(model, {"x": normal(3)})
+    assert types(kept)["w"] == FLOAT
+
+
+def test_an_output_that_is_read_inside_and_given_twice() -> None:
+    model = parse("g (float[3] x) => (float[3] y, float[3] z) { y = Relu (x) z = Neg (y) }")
+    kept = assert_clean_both_ways(model, {"x": normal(3)})
+    assert ops(kept).count("Cast") == 3
+
+
+def test_weights_listed_as_inputs_in_the_oldest_format_are_weights() -> None:
+    model = parse("g (float[2, 4] x, float[4, 3] w) => (float[2, 3] y) { y = MatMul (x, w) }", ir=3, opset=9, w=normal(4, 3))
+    converted = judged(model, {"x": normal(2, 4)})
+    assert types(converted)["w"] == FLOAT16
+    assert [value.name for value in converted.graph.input] == ["x", "w"]
+    kept, _ = halve(model, keep_io_types=["w"])
+    assert types(kept)["w"] == FLOAT
+
+
+def test_inputs_with_a_default_are_inputs() -> None:
+    model = parse("g (float[2, 4] x, float[4] w) => (float[2, 4] y) { y = Mul (x, w) }", w=normal(4))
+    converted, _ = halve(model)
+    assert types(converted)["w"] == FLOAT
+    feeds = {"x": normal(2, 4), "w": np.full(4, 3, np.float32)}
+    np.testing.assert_allclose(run(converted, **feeds)[0], run(model, **feeds)[0], rtol=2e-3)
+    assert types(halve(model, keep_io_types=False)[0])["w"] == FLOAT16
+
+
+def test_an_input_that_only_takes_float32_stays() -> None:
+    model = parse(
+        'g (float[1, 1, 2, 2] x, float[4] s) => (float[A, B, C, D] y) { y = Resize <mode = "nearest"> (x, , s) }', opset=13
+    )
+    converted = judged(model, {"x": normal(1, 1, 2, 2), "s": np.array([1, 1, 1.7, 2], np.float32)}, keep=False)
+    assert (types(converted)["x"], types(converted)["s"]) == (FLOAT16, FLOAT)
+
+
+def test_metadata_documentation_and_annotations_stay() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { r = Relu (x) y = Neg (r) }")
+    model.producer_name, model.producer_version, model.doc_string, model.domain = "p", "1", "about", "d"
+    model.model_version = 7
+    model.metadata_props.add(key="author", value="me")
+    model.graph.node[0].doc_string = "positive part"
+    model.graph.node[0].metadata_props.add(key="halfserve.module", value="act")
+    model.graph.output[0].doc_string = "the result"
+    annotation = model.graph.quantization_annotation.add(tensor_name="r")
+    annotation.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="s")
+    model.training_info.add().algorithm.name = "step"
+    converted = convert_float_to_float16(model)
+    assert (converted.producer_name, converted.producer_version, converted.doc_string, converted.domain) == (
+        "p", "1", "about", "d",
+    )  # fmt: skip
+    assert converted.model_version == 7
+    props = {entry.key: entry.value for entry in converted.metadata_props}
+    assert props["author"] == "me"
+    assert props["halfserve.converted"] == "float16"
+    relu = next(node for node in converted.graph.node if node.op_type == "Relu")
+    assert (relu.doc_string, relu.metadata_props[0].value) == ("positive part", "act")
+    assert converted.graph.output[0].doc_string == "the result"
+    assert converted.graph.quantization_annotation[0].tensor_name == "r"
+    assert converted.training_info[0].algorithm.name == "step"
+    assert converted.opset_import[0].version == model.opset_import[0].version
+
+
+def test_names_that_the_converter_would_give_are_taken_already() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { x_float16 = Relu (x) y_float16 = Neg (x_float16) y = Abs (y_float16) }")
+    model.graph.node[0].name = "Cast_x_float16"
+    assert_clean_both_ways(model, {"x": normal(3)})
+
+
+def test_unnamed_nodes_get_names_and_named_ones_keep_theirs() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) b = Relu (a) y = Neg (b) }")
+    for node, name in zip(model.graph.node, ["", "Relu_0", ""], strict=True):
+        node.name = name
+    converted, _ = halve(model, keep_io_types=False)
+    assert [node.name for node in converted.graph.node] == ["Relu_0_2", "Relu_0", "Neg_2"]
+
+
+def test_values_of_which_the_model_says_nothing_stay_so() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
+    assert [info.name for info in halve(model, keep_io_types=False)[0].graph.value_info] == []
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", FLOAT, [3]))
+    assert [info.name for info in halve(model, keep_io_types=False)[0].graph.value_info] == ["a"]
+
+
+def test_value_info_that_contradicts_is_replaced() -> None:
+    model = parse("g (float[3] x) => (float[3] y) { a = Relu (x) y = Neg (a) }")
+    model.graph.value_info.append(onnx.helper.make_tensor_value_info("a", onnx.TensorProto.DOUBLE, [5]))
+    converted, _ = halve(model, keep_io_types=False)
+    onnx.checker.check_model(converted, full_check=True)
+    (info,) = converted.graph.value_info
+    assert (info.type.tensor_type.elem_type, info.type.tensor_type.shape.dim[0].dim_value) == (FLOAT16, 3)
+
+
+def test_a_model_of_integers_stays_as_it_is() -> None:
+    model = parse("g (int64[3] x) => (int64[3] y) { y = Neg (x) }")
+    converted, report = halve(model)
+    assert (report.float_nodes, report.share) == (0, 1.0)
+    assert "halfserve.converted" not in {entry.key for entry in converted.metadata_props}
+    assert ops(converted) == ["Neg"]
+
+
+def test_a_model_in_float16_stays_as_it_is() -> None:
+    model = parse("g (float16[3] x) => (float16[3] y) { y = Neg (x) }")
+    converted, report = halve(model)
+    assert (report.float_nodes, report.fp16_nodes, report.casts_added) == (1, 1, 0)
+    assert ops(converted) == ["Neg"]
+
+
+def test_bfloats_eight_bits_and_doubles_that_are_only_cast_stay() -> None:
+    model = parse(
+        """g (double[3] d, bfloat16[3] b, float[3] x) => (double[3] e, bfloat16[3] c, float8e4m3fn[3] q, float[3] y) {
+        e = Cast <to = 11> (x) c = Identity (b) q = Cast <to = 17> (x) f = Cast <to = 1> (d) y = Add (f, x) }""",
+    )
+    converted, _ = halve(model)
+    onnx.checker.check_model(converted, full_check=True)
+    known = types(converted)
+    assert (known["d"], known["e"]) == (onnx.TensorProto.DOUBLE, onnx.TensorProto.DOUBLE)
+    assert (known["c"], known["q"]) == (onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT8E4M3FN)
+
+
+@pytest.mark.parametrize("repair", [True, False])
+@pytest.mark.parametrize("body", ["y = Neg (c)", "c2 = Abs (c) y = Cast <to = 1> (c2)"])
+def test_what_computes_in_bfloat16_is_refused(body: str, repair: bool) -> None:
+    kind = "float" if "Cast" in body else "bfloat16"
+    model = parse(f"g (float[3] x) => ({kind}[3] y) {{ a = Exp (x) c = Cast <to = 16> (a) {body} }}")
+    with pytest.raises(ExportError, match=r"(Neg 'y'|Abs 'c2') computes in bfloat16; expected a float32 model: .*\.float\(\)"):
+        convert_float_to_float16(model, repair=repair)
+
+
+def test_what_computes_in_bfloat16_is_seen_in_bodies() -> None:
+    model = parse(
+        """g (bool c, bfloat16[3] x) => (bfloat16[3] y) { y = If (c) <
+        then_branch = t () => (bfloat16[3] a) { a = Identity (x) }, else_branch = e () => (bfloat16[3] b) { b = Neg (x) }> }"""
+    )
+    with pytest.raises(ExportError, match="Neg .* computes in bfloat16"):
+        convert_float_to_float16(model)
+
+
+MEGABYTE = 1 << 20
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def run_file(path: Path) -> np.ndarray:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    result: np.ndarray = session.run(None, {"x": np.ones(512, np.float32)})[0]
+    return result
+
+
+@pytest.mark.parametrize("data_files", [0, 1, 3])
+def test_weights_become_float16_and_lie_as_they_lay(data_files: int, tmp_path: Path) -> None:
+    path = tmp_path / "in.onnx"
+    source = with_data_files(sums(6), path, files=data_files) if data_files else in_one_file(sums(6), path)
+    before = {name: (tmp_path / name).read_bytes() for name in files(tmp_path)}
+    conversion = convert_file(source, tmp_path / "out.onnx")
+    assert (conversion.report.float_nodes, conversion.report.fp16_nodes) == (7, 7)
+    written = open_model(tmp_path / "out.onnx")
+    assert len(written.locations) == data_files
+    types = {tensor.name: tensor.data_type for tensor in written.proto.graph.initializer}
+    assert set(types.values()) == {onnx.TensorProto.FLOAT16}
+    onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
+    np.testing.assert_allclose(run_file(tmp_path / "out.onnx"), run_file(source), rtol=0, atol=0.01)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before, "the source is only read"
+
+
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = with_data_files(sums(), tmp_path / "in.onnx", files=2)
+    hashes = []
+    for _ in range(2):
+        convert_file(source, tmp_path / "out.onnx", overwrite=True)
+        hashes.append(open_model(tmp_path / "out.onnx").sha256)
+    assert hashes[0] == hashes[1]
+    assert len(files(tmp_path)) == 6
+
+
+def test_settings_reach_the_converter(tmp_path: Path) -> None:
+    source = in_one_file(sums(), tmp_path / "in.onnx")
+    conversion = convert_file(
+        source, tmp_path / "out.onnx", keep_io_types=False, node_block_list=["add1"], op_block_list=["Mul"], external_data="yes"
+    )
+    assert sorted(node.name for node in conversion.report.kept) == ["add1", "scale"]
+    written = open_model(tmp_path / "out.onnx")
+    assert written.outline.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+    assert len(written.locations) == 1
+
+
+def test_what_waits_can_be_run_and_dropped(tmp_path: Path) -> None:
+    source = with_data_files(sums(), tmp_path / "in.onnx")
+    with staged_conversion(source, tmp_path / "out.onnx") as done:
+        np.testing.assert_allclose(run_file(done.staged.path), run_file(source), rtol=0, atol=0.01)
+    assert files(tmp_path) == ["in.0.bin", "in.onnx"]
+
+
+def test_a_model_that_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
+    source = with_data_files(sums(), tmp_path / "in.onnx")
+    (tmp_path / "out.onnx").write_bytes(b"mine")
+    with pytest.raises(ExportError, match="out.onnx exists; give another name, or --overwrite to replace it"):
+        convert_file(source, tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx").read_bytes() == b"mine"
+    with pytest.raises(ExportError, match="in.onnx is the model to convert itself; give another name, or --overwrite"):
+        convert_file(source, tmp_path / "in.onnx")
+    assert open_model(source).proto == sums()
+
+
+def test_the_source_itself_is_replaced_when_asked(tmp_path: Path) -> None:
+    source = with_data_files(sums(), tmp_path / "in.onnx")
+    expected, data = run_file(source), (tmp_path / "in.0.bin").read_bytes()
+    convert_file(source, source, overwrite=True)
+    np.testing.assert_allclose(run_file(source), expected, rtol=0, atol=0.01)
+    assert (tmp_path / "in.0.bin").read_bytes() == data, "its old data files are nobody's to remove"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", "is a folder; give the file to write, such as .*model.onnx"),
+        ("none/out.onnx", "cannot write .*: there is no folder .*none"),
+        ("in.0.bin", "in.0.bin holds weights of .*in.onnx; choose another name"),
+    ],
+)
+def test_places_that_will_not_do_are_named_before_any_work(target: str, message: str, tmp_path: Path) -> None:
+    source = with_data_files(sums(), tmp_path / "in.onnx")
+    with pytest.raises(ExportError, match=message):
+        convert_file(source, tmp_path / target, overwrite=True)
+    assert files(tmp_path) == ["in.0.bin", "in.onnx"]
+
+
+def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in.onnx").write_bytes(in_one_file(sums(), tmp_path / "whole.onnx").read_bytes()[:-100])
+    with pytest.raises(ExportError, match="in.onnx is not an ONNX model or is damaged"):
+        convert_file(tmp_path / "in.onnx", tmp_path / "out.onnx")
+    assert files(tmp_path) == ["in.onnx", "whole.onnx"]
+
+
+@pytest.mark.parametrize("data_files", [0, 2])
+def test_memory_holds_about_one_tensor(data_files: int, tmp_path: Path) -> None:
+    """24 tensors of 4 MB, 96 MB in all: converting them may take the largest twice, and what grows in any process."""
+    model = sums(24, (1024, 1024))
+    source = tmp_path / "in.onnx"
+    _ = with_data_files(model, source, files=data_files) if data_files else in_one_file(model, source)
+    program = textwrap.dedent("""
+        import re, sys
+        from pathlib import Path
+        from export.onnx_fp16.convert import convert_file
+        def peak():
+            return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+        convert_file(sys.argv[1], sys.argv[2])  # a small one first: what it imports and allocates is no part of the question
+        before = peak()
+        convert_file(sys.argv[3], sys.argv[4])
+        print(peak() - before, "torch" in sys.modules)
+    """)
+    small = in_one_file(sums(), tmp_path / "small.onnx")
+    command = [sys.executable, "-c", program, small, tmp_path / "small16.onnx", source, tmp_path / "out.onnx"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    grown, torch = done.stdout.split()
+    assert int(grown) < 2 * 4 * MEGABYTE + 16 * MEGABYTE
+    assert torch == "False"
+    assert 0.5 <= open_model(tmp_path / "out.onnx").size_bytes / open_model(source).size_bytes < 0.51

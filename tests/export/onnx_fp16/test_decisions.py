@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from export.errors import ExportError
+from tests.export.onnx_fp16.models import FLOAT16, assert_clean_both_ways, halve, judged, normal, parse, reasons
+
+
+def test_a_sequence_inside_holds_float16() -> None:
+    model = parse(
+        """g (float[3] x) => (float[6] y) {
+        a = Relu (x) b = Neg (x) s = SequenceConstruct (a, b) t = SequenceInsert (s, x) u = SequenceErase (t)
+        y = ConcatFromSequence <axis = 0> (u) }"""
+    )
+    assert_clean_both_ways(model, {"x": normal(3)})
+    assert halve(model)[1].kept == ()
+
+
+def test_an_empty_sequence_without_a_type_is_one_of_floats() -> None:
+    model = parse(
+        "g (float[3] x) => (float[3] y) { s = SequenceEmpty () t = SequenceInsert (s, x) y = SequenceAt (t, i) }", i=np.int64(0)
+    )
+    converted = assert_clean_both_ways(model, {"x": normal(3)})
+    (empty,) = [node for node in converted.graph.node if node.op_type == "SequenceEmpty"]
+    assert empty.attribute[0].i == FLOAT16
+
+
+def test_a_sequence_of_the_interface_keeps_its_type_and_all_that_it_flows_into() -> None:
+    model = parse(
+        """g (seq(float[3]) s, float[3] x) => (float[3] y, float[3] z) {
+        t = SequenceInsert (s, x) a = SequenceAt (t, i) y = Neg (a) z = Neg (x) }""",
+        i=np.int64(0),
+    )
+    feeds = {"s": [normal(3)], "x": normal(3)}
+    judged(model, feeds, keep=True)
+    judged(model, feeds, keep=False)
+    assert set(reasons(halve(model)[1])) == {"t", "a"}
+    assert "cannot be cast" in reasons(halve(model)[1])["t"]
+    assert halve(model, keep_io_types=False)[1].kept == ()
+
+
+def test_sequences_through_a_branch_agree() -> None:
+    model = parse(
+        """g (bool c, float[3] x) => (float[3] y) {
+        s = SequenceConstruct (x)
+        t = If (c) <then_branch = t () => (seq(float[3]) p) { p = SequenceInsert (s, x) },
+                    else_branch = e () => (seq(float[3]) q) { q = Identity (s) }>
+        y = SequenceAt (t, i) }""",
+        i=np.int64(0),
+    )
+    for yes in (True, False):
+        assert_clean_both_ways(model, {"c": np.array(yes), "x": normal(3)})
+
+
+def test_a_blocked_reader_keeps_the_whole_sequence_in_float32() -> None:
+    model = parse(
+        """g (float[3] x) => (float[3] y) {
+        r = Relu (x) s = SequenceConstruct (r) t = SequenceInsert (s, r) u = SequenceErase (t) v = SequenceInsert (u, x)
+        w = Identity (v) a = SequenceAt (w, i) y = Neg (a) }""",
+        i=np.int64(0),
+    )
+    judged(model, {"x": normal(3)}, node_block_list=["a"])
+    assert set(reasons(halve(model, node_block_list=["a"])[1])) == {"s", "t", "u", "v", "a"}
+
+
+def test_a_map_over_a_sequence() -> None:
+    model = parse(
+        """g (float[3] x) => (float[3] y) {
+        s = SequenceConstruct (x, x)
+        m = SequenceMap (s) <body = b (float[3] e) => (float[3] f) { f = Sigmoid (e) }>
+        y = SequenceAt (m, i) }""",
+        i=np.int64(1),
+    )
+    assert_clean_both_ways(model, {"x": normal(3)})
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_optional_inside(there: bool) -> None:
+    made = "o = Optional (x)" if there else "o = Optional <type = float[3]> ()"
+    model = parse(f"g (float[3] x) => (bool h, float[3] y) {{ {made} h = OptionalHasElement (o) y = Neg (x) }}")
+    assert_clean_both_ways(model, {"x": normal(3)})
+
+
+def test_splitting_makes_a_sequence_of_float16() -> None:
+    model = parse(
+        "g (float[4] x) => (float[2] y) { s = SplitToSequence (x, two) y = SequenceAt (s, i) }", two=np.int64(2), i=np.int64(1)
+    )
+    assert_clean_both_ways(model, {"x": normal(4)})
+
+
+@pytest.fixture
+def model() -> onnx.ModelProto:
+    chain = parse("g (float[3] x) => (float[3] y) { a = Relu (x) b = Softmax (a) c = LogSoftmax (b) y = Neg (c) }")
+    for node, name in zip(chain.graph.node, ["enc.0/relu", "enc.0/softmax", "enc.1/log", "head"], strict=True):
+        node.name = name
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kept"),
+    [
+        (["head"], {"head": "in node_block_list"}),
+        (["enc.0/*"], dict.fromkeys(["enc.0/relu", "enc.0/softmax"], "matches 'enc.0/*' in node_block_list")),
+        (["enc.[1-9]/log", "head"], {"enc.1/log": "matches 'enc.[1-9]/log' in node_block_list", "head": "in node_block_list"}),
+    ],
+)
+def test_nodes_are_blocked_by_name_or_pattern(model: onnx.ModelProto, nodes: list[str], kept: dict[str, str]) -> None:
+    assert reasons(halve(model, node_block_list=nodes)[1]) == kept
+
+
+@pytest.mark.parametrize(("operators", "kept"), [(["Softmax"], 1), (["*Softmax"], 2), (["Softmax", "Neg"], 2), (["Conv"], 0)])
+def test_operators_are_blocked_by_name_or_pattern(model: onnx.ModelProto, operators: list[str], kept: int) -> None:
+    assert len(halve(model, op_block_list=operators)[1].kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("lists", "text"),
+    [
+        ({"node_block_list": ["enc.0/relo"]}, ("node_block_list: the node 'enc.0/relo' matches no node of the model; "
+          "did you mean 'enc.0/relu'?")),
+        ({"node_block_list": ["dec.*"]}, "node_block_list: the pattern 'dec.*' matches no node of the model"),
+        ({"op_block_list": ["SoftMax"]}, ("op_block_list: the operator 'SoftMax' matches no operator of the model; "
+          "did you mean 'Softmax'?")),
+        ({"op_block_list": ["?ew*"]}, "op_block_list: the pattern '?ew*' matches no operator of the model"),
+    ],
+)  # fmt: skip
+def test_what_matches_nothing_is_an_error(model: onnx.ModelProto, lists: dict[str, list[str]], text: str) -> None:
+    with pytest.raises(ExportError) as caught:
+        halve(model, **lists)  # type: ignore[arg-type]  # (two lists by name)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_single_name_is_a_list_of_one(model: onnx.ModelProto) -> None:
+    assert reasons(halve(model, op_block_list="Neg")[1]) == {"head": "Neg is in op_block_list"}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("r = RandomNormalLike <seed = 3.0> (x) y = Add (x, r)", ("RandomNormalLike 'r' (seed 3)",)),
+        ("r = RandomUniformLike (x) y = Add (x, r)", ("RandomUniformLike 'r'",)),
+        ("r = RandomNormal <shape = [2, 3]> () s = RandomUniform <shape = [2, 3]> () y = Add (r, s)",
+         ("RandomNormal 'r'", "RandomUniform 's'")),
+        ("p = Sigmoid (x) r = Bernoulli (p) y = Mul (x, r)", ("Bernoulli 'r'",)),
+        ("m = Multinomial <sample_size = 3, dtype = 6> (x) f = Cast <to = 1> (m) y = Add (x, f)", ("Multinomial 'm'",)),
+        ("t = Constant <value = bool {1}> () r = Constant <value_float = 0.5> () y = Dropout (x, r, t)", ("Dropout 'y'",)),
+        ("t = Constant <value = bool {0}> () r = Constant <value_float = 0.5> () y = Dropout (x, r, t)", ()),
+        ("y = Dropout (x)", ()),
+    ],
+)  # fmt: skip
+def test_what_draws_random_numbers_is_in_the_report(text: str, found: tuple[str, ...]) -> None:
+    converted, report = halve(parse(f"g (float[2,3] x) => (float[2,3] y) {{ {text} }}"))
+    assert report.random_nodes == tuple(report.to_json()["random_nodes"]) == found
+    again = halve(converted)[1]
+    assert (again.converted_before, again.random_nodes) == (True, found)
+
+
+def test_a_kept_node_says_where_it_comes_from(model: onnx.ModelProto) -> None:
+    node = model.graph.node[3]
+    node.metadata_props.add(key="halfserve.module", value="head.norm")
+    node.metadata_props.add(key="halfserve.source", value="net/head.py:42")
+    (kept,) = halve(model, node_block_list=["head"])[1].kept
+    assert (kept.op_type, kept.module, kept.source) == ("Neg", "head.norm", "net/head.py:42")
+    assert halve(model, node_block_list=["head"])[1].to_json()["fp32_modules"] == ["head.norm"]
+
+
+def test_a_repairs_mark_is_honoured_and_taken_away(model: onnx.ModelProto) -> None:
+    model.graph.node[1].metadata_props.add(key="halfserve.keep", value="its square overflows")
+    converted, report = halve(model)
+    assert reasons(report) == {"enc.0/softmax": "its square overflows"}
+    assert all(entry.key != "halfserve.keep" for node in converted.graph.node for entry in node.metadata_props)
+
+
+def test_everything_may_be_blocked(model: onnx.ModelProto) -> None:
+    converted, report = halve(model, node_block_list=["*"])
+    assert (report.fp16_nodes, report.casts_added, report.share) == (0, 0, 0.0)
+    assert [node.op_type for node in converted.graph.node] == ["Relu", "Softmax", "LogSoftmax", "Neg"]
