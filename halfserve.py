@@ -47,22 +47,22 @@ class Stage:
 STAGES = {
     "train": Stage(module="amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"),
     "export": Stage(
-        module="export.commands.export", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"
+        module="export.cli.convert", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"
     ),
     "convert": Stage(
-        module="export.commands.convert",
+        module="export.cli.convert",
         function="convert",
         help="Turn an ONNX model into a proven fp16 one.",
         extra="export",
     ),
     "verify": Stage(
-        module="export.commands.verify",
+        module="export.cli.verify",
         function="verify",
         help="Compare an fp16 ONNX model with its float32 one.",
         extra="export",
     ),
     "check": Stage(
-        module="export.commands.check",
+        module="export.cli.check",
         function="check",
         help="Find where a PyTorch model leaves its dtype.",
         extra="export",

@@ -1,6 +1,6 @@
 """From a trained PyTorch model to an fp16 ONNX artefact whose numbers are proved.
 
-The names below are loaded when they are first used: models use the helpers of `export.inheritance.dtype_inheritance` inside
+The names below are loaded when they are first used: models use the helpers of `export.dtype_check.dtype_inheritance` inside
 `forward`, imported from there or from here, and that must not pull in onnx or a runtime.
 """
 
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from export.certificate.certificate import BudgetExceeded, Certificate, read_certificate
     from export.certificate.embed import check_embedded, embed
     from export.certificate.html import certificate_page
-    from export.errors import ExportError
-    from export.halving.to_half import to_half
-    from export.inheritance.dtype_inheritance import (
+    from export.dtype_check.dtype_inheritance import (
         causal_mask,
         finfo,
         mask_value,
@@ -29,8 +27,10 @@ if TYPE_CHECKING:
         new_tensor,
         new_zeros,
     )
-    from export.inheritance.inherit_dtype_mode import inherit_dtype
-    from export.leaks.finder import find_dtype_leaks
+    from export.dtype_check.finder import find_dtype_leaks
+    from export.dtype_check.inherit_dtype import inherit_dtype
+    from export.errors import ExportError
+    from export.half_module.to_half import to_half
     from export.module_pipeline import export_module
     from export.onnx_fp16.convert import convert_file, convert_float_to_float16
     from export.placement.audit import audit_placement
@@ -81,9 +81,9 @@ _HOMES = {
     "certificate.html": {"certificate_page"},
     "errors": {"ExportError"},
     "module_pipeline": {"export_module"},
-    "halving.to_half": {"to_half"},
-    "inheritance.inherit_dtype_mode": {"inherit_dtype"},
-    "leaks.finder": {"find_dtype_leaks"},
+    "half_module.to_half": {"to_half"},
+    "dtype_check.inherit_dtype": {"inherit_dtype"},
+    "dtype_check.finder": {"find_dtype_leaks"},
     "onnx_fp16.convert": {"convert_float_to_float16"},
     "onnx_fp16.convert": {"convert_file"},
     "placement.audit": {"audit_placement"},
@@ -98,5 +98,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'export' has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "inheritance.dtype_inheritance")
-    return getattr(import_module(f"export.{home}"), name)
+    home = next((module for module, names in _HOMES.items() if name in names), "dtype_check.dtype_inheritance")
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -1,4 +1,4 @@
-"""A checkpoint's way to a model repository: its model and held-out samples are rebuilt, and go as any module does."""
+"""Export of a checkpoint: rebuild its model and held-out samples, and export them as a module."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from amp_core.calling import arguments_of
-from amp_core.checkpoint import load_checkpoint
+from amp_core.checkpoint import Checkpoint, load_checkpoint
 from amp_core.policy import Policy
 from amp_core.recorder import Record
 from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
 from export.file_conversion import Certified
-from export.module_pipeline import EXAMPLES, Wishes, export_verified
+from export.module_pipeline import EXAMPLES, ExportOptions, export_verified
 from export.repository.version_writer import FACTORY
 from export.samples import Samples, take_samples
-from export.to_onnx.call import call_of
 from export.to_onnx.capture import run
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from amp_core.checkpoint import Checkpoint
+from export.to_onnx.forward_call import call_of
 
 GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
 
@@ -33,7 +29,7 @@ def export_checkpoint(
     path: Path,
     repository: Path,
     *,
-    wishes: Wishes,
+    options: ExportOptions,
     samples: int = 1024,
     name: str | None = None,
     version: int | None = None,
@@ -48,18 +44,18 @@ def export_checkpoint(
     Args:
         path: The checkpoint.
         repository: The model repository.
-        wishes: What is wanted.
-        samples: How many held-out samples to verify on, at most.
+        options: How to convert and verify.
+        samples: The most held-out samples to verify on.
         name: The model's name; by default from the checkpoint's factory (see `model_name`).
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
-        fp32_twin: Whether the float32 model goes along, for a server that answers from it where float16 fails.
-        progress: Is told each step before it begins.
+        fp32_twin: Whether the float32 model is written too, for a server that answers from it where float16 fails.
+        progress: Called with each step before it begins.
 
     Raises:
-        BudgetExceeded: The fp16 model differs too much; nothing was written.
-        ExportError: Any other reason for which it cannot be done, such as another network in the repository that has the
-            default name; nothing was written.
+        BudgetExceeded: The fp16 model is over budget; nothing was written.
+        ExportError: The export fails for another reason, such as another network of the default name in the repository;
+            nothing was written.
         CheckpointError: The checkpoint cannot be read.
     """
     progress("reading the checkpoint")
@@ -78,7 +74,7 @@ def export_checkpoint(
         model,
         held_out,
         target,
-        wishes,
+        options,
         policy=policy,
         record=record,
         metadata={FACTORY: checkpoint.model},
@@ -87,17 +83,16 @@ def export_checkpoint(
 
 
 def model_name(factory: str) -> str:
-    """The name of a model made by `MODULE:FACTORY`: the last part of the module's name that says something.
+    """The default name of a model made by `MODULE:FACTORY`: the last part of the module's name that is not generic.
 
-    `examples.digits.model:model` is `digits`. Where no part does, it is the factory's name.
+    `examples.digits.model:model` is `digits`. Where every part is generic, it is the factory's name.
     """
     module, _, function = factory.partition(":")
-    telling = [part for part in module.split(".") if part not in GENERIC_MODULES and not part.startswith("_")]
-    return re.sub(r"[^A-Za-z0-9._-]", "_", telling[-1] if telling else function)
+    specific = [part for part in module.split(".") if part not in GENERIC_MODULES and not part.startswith("_")]
+    return re.sub(r"[^A-Za-z0-9._-]", "_", specific[-1] if specific else function)
 
 
 def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
-    # Factories are the user's code: amp_core raises ValueErrors of several kinds, each with one clear line.
     try:
         model = checkpoint.build_model()
         held_out = checkpoint.build_data()[1]
@@ -107,7 +102,7 @@ def _rebuilt(checkpoint: Checkpoint, samples: int) -> tuple[nn.Module, Samples]:
 
 
 def _with_classes_only(model: nn.Module, samples: Samples) -> Samples:
-    """The samples, without labels where these are whole numbers, such as counts, but no classes of the model's first output."""
+    """The samples, without labels where these are not classes of the model's first output (counts, for example)."""
     if samples.labels is None:
         return samples
     args, named = arguments_of(model, samples.inputs)
@@ -115,14 +110,15 @@ def _with_classes_only(model: nn.Module, samples: Samples) -> Samples:
     few = samples.labels[:EXAMPLES]
     try:
         (name, first), *_ = run(model, call, tuple(tensor[:EXAMPLES] for tensor in call.tensors))
-    except ExportError:  # it is told with the export itself
+    except ExportError:  # the export itself reports it
         return samples
     sizes = list(first.shape)
     classes = sizes.pop(1 if len(sizes) > 3 else -1) if len(sizes) > 1 else 0
     if sizes == list(few.shape) and classes > 1 and int(samples.labels.min()) >= 0 and int(samples.labels.max()) < classes:
         return samples
-    told = f"the held-out targets are no classes of output {name!r}, so there is no accuracy"
-    return replace(samples, labels=None, note=told)
+    return replace(
+        samples, labels=None, note=f"the held-out targets are no classes of output {name!r}, so there is no accuracy"
+    )
 
 
 def _training(checkpoint: Checkpoint) -> tuple[Policy, Record | None]:

@@ -1,4 +1,4 @@
-"""Where a converted model goes: into a file of its own, or into a model repository."""
+"""Targets of a conversion: a file, or a version in a model repository."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Put:
-    """What became of a model.
+class PublishedModel:
+    """A model that was written.
 
     Attributes:
         path: Its file, or the version's folder in a repository.
@@ -32,15 +32,15 @@ class Put:
     superseded: tuple[str, ...] = ()
 
 
-class Target(Protocol):
-    """Where a model goes."""
+class ConversionTarget(Protocol):
+    """Where a converted model is written."""
 
     @property
     def model_name(self) -> str:
-        """What the certificate calls it."""
+        """The model's name in the certificate."""
 
     def check(self, source: ModelFile) -> None:
-        """Check, before any work is done, that a model made from `source` may go there.
+        """Check, before any work is done, that a model made from `source` may be written.
 
         Raises:
             ExportError: It may not.
@@ -50,21 +50,21 @@ class Target(Protocol):
     def file(self) -> Iterator[Path]:
         """The file that the model is staged for."""
 
-    def put(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> Put:
-        """Put a staged model there.
+    def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
+        """Publish a staged model.
 
         Raises:
-            ExportError: It cannot be written; then nothing has changed.
+            ExportError: It cannot be written; nothing has changed.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileTarget:
-    """A file, data files beside it.
+    """A file, with its data files beside it.
 
     Attributes:
         path: The file.
-        overwrite: Whether a model that is there already, the source itself included, may be replaced.
+        overwrite: Whether an existing model, the source included, may be replaced.
     """
 
     path: Path
@@ -72,39 +72,35 @@ class FileTarget:
 
     @property
     def model_name(self) -> str:
-        """See `Target`."""
         return self.path.stem
 
     def check(self, source: ModelFile) -> None:
-        """See `Target`."""
         require_free(self.path, source, overwrite=self.overwrite)
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """See `Target`."""
         yield self.path
 
-    def put(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> Put:  # noqa: ARG002  (see Target)
-        """See `Target`."""
+    def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:  # noqa: ARG002  (a file needs none)
         try:
             superseded = superseded_files(open_model(staged.target), staged)
-        except ExportError:  # there is no model yet
+        except ExportError:  # no model lies there yet
             superseded = ()
         staged.publish()
-        return Put(path=staged.target, superseded=tuple(name for name in superseded if name not in source.locations))
+        return PublishedModel(path=staged.target, superseded=tuple(name for name in superseded if name not in source.locations))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryTarget:
-    """A version in a model repository. See `export.repository.version_writer.write_model_version`.
+    """A version in a model repository; see `write_model_version`.
 
     Attributes:
         repository: The repository's folder; made if missing.
         name: The model's name.
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
-        fp32_twin: Whether the float32 model goes along.
-        default_name: Whether `name` is a default: another network of that name is then no model to add a version to.
+        fp32_twin: Whether the float32 model is written too.
+        default_name: Whether `name` is a default: no version is then added to another network of that name.
     """
 
     repository: Path
@@ -116,18 +112,16 @@ class RepositoryTarget:
 
     @property
     def model_name(self) -> str:
-        """See `Target`."""
         return self.name
 
     def check(self, source: ModelFile) -> None:
-        """See `Target`."""
         if self.default_name:
             require_same_network(self.repository, self.name, source)
         require_addable(self.repository, self.name, source, version=self.version, max_batch_size=self.max_batch_size)
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """See `Target`. It lies on the repository's disk, and a repository that is to be made is not made yet."""
+        """A temporary file on the repository's disk; a missing repository is not created yet."""
         folder = self.repository.absolute()
         try:
             while not folder.is_dir():
@@ -138,8 +132,7 @@ class RepositoryTarget:
         with hidden as made, telling_place(Path(made), self.repository / self.name):
             yield Path(made) / "model.onnx"
 
-    def put(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> Put:
-        """See `Target`."""
+    def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
         if certificate is None:
             raise ExportError("a version in a repository needs a certificate; verify the model")
         written = write_model_version(
@@ -151,4 +144,4 @@ class RepositoryTarget:
             max_batch_size=self.max_batch_size,
             fp32_twin=source if self.fp32_twin else None,
         )
-        return Put(path=written)
+        return PublishedModel(path=written)

@@ -1,4 +1,4 @@
-"""What can go wrong in this stage for reasons that are the user's to mend."""
+"""Errors of this stage that the user can fix."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 
 class ExportError(Exception):
-    """A model, an input, a file or a setting that this stage cannot work with; the text is one line and says what to do."""
+    """A model, an input, a file or a setting that this stage cannot use; the text is one line and says what to do."""
 
 
 class UsageError(ExportError):
-    """Options that do not go together, or one that cannot be read."""
+    """Options that contradict each other, or one that cannot be parsed."""
 
 
 @contextmanager
 def telling_place(hidden: Path, place: Path) -> Iterator[None]:
-    """Let errors name the place that the user has given, where the work is done in a hidden one that is gone afterwards."""
+    """Name the user's path in errors instead of the temporary folder where the work is done."""
     try:
         yield
     except ExportError as error:
-        # With its links followed, which is how most of the stage names it, or as it is; the longer may end with the shorter.
+        # Errors name the path as given or with links resolved; one of the two may end with the other.
         for name in sorted((str(hidden), str(hidden.resolve())), key=len, reverse=True):
             error.args = tuple(part.replace(name, str(place)) if isinstance(part, str) else part for part in error.args)
         raise

@@ -1,4 +1,4 @@
-"""An ONNX file's way to float16: converted, verified, searched for what must stay float32, and only then put into place."""
+"""Conversion of an ONNX file to float16: convert, verify, search for nodes that must stay float32, and publish."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import onnx_ir
 
 from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
-from export.conversion_targets import Target
+from export.conversion_targets import ConversionTarget
 from export.errors import ExportError
 from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from export.onnx_files.model_writer import ExternalData, waiting_file
 from export.onnx_fp16.convert import StagedConversion, staged_conversion
 from export.onnx_fp16.prepare import upgrade_opset
-from export.onnx_fp16.report import ConversionReport
 from export.placement.audit import Placement, audit_placement
 from export.search.narrowing import SearchLimits
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from amp_core.recorder.record import Record
     from export.certificate.budget import Budget
+    from export.onnx_fp16.report import ConversionReport
     from export.search.result import SearchResult
     from export.verification.samples import Array
 
@@ -35,13 +35,12 @@ Beside: TypeAlias = Callable[["Certificate"], Sequence[tuple[Path, bytes]]]
 
 
 def nothing_beside(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:  # noqa: ARG001  (see Beside)
-    """No more files."""
     return ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to convert. See `export.onnx_fp16.convert.convert_file`."""
+class ConversionOptions:
+    """How to convert; see `convert_file`."""
 
     keep_io_types: bool | Collection[str] = True
     op_block_list: Collection[str] = ()
@@ -53,19 +52,19 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """How to verify. See `export.verification.verify.verify`.
+    """How to verify; see `export.verify`.
 
     Attributes:
-        samples: Gives the samples for a model.
+        samples: Makes or loads the samples for a model.
         budget: How much the float16 model may differ.
         reference: The float32 torch module or ONNX model to compare with; by default the file that is converted.
         labels: The true classes of the samples.
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
         search: Whether to look for the smallest set of nodes to keep in float32 when it differs by more.
-        limits: When that search ends although a smaller set may be found.
-        record: What was recorded while the model was trained, to begin the search with.
-        notes: What else the certificate is to say.
+        limits: When that search stops.
+        record: The training record, whose modules the search tries first.
+        notes: Remarks for the certificate.
     """
 
     samples: Callable[[ModelFile], Sequence[Array]]
@@ -87,11 +86,11 @@ class Converted:
     Attributes:
         path: Its file, or its version's folder in a repository.
         source_bytes: Size of the float32 model, data files included.
-        size_bytes: Its size, likewise.
+        size_bytes: Size of the float16 model, data files included.
         report: What the conversion did.
-        certificate: The verdict; None where it was not asked for.
-        placement: Where ONNX Runtime puts its nodes, or why it cannot say.
-        search: What was found to need float32; None where nothing was searched for.
+        certificate: The verdict; None without verification.
+        placement: Where ONNX Runtime puts its nodes, or why that is unknown.
+        search: The nodes that need float32; None without a search.
         superseded: Data files beside it that only the model before it used.
     """
 
@@ -113,48 +112,48 @@ class Certified(Converted):
 
 
 class SearchFailed(BudgetExceeded):
-    """The float16 model differs too much, and no set of float32 nodes was found that mends it.
+    """The float16 model is over budget, and the search found no set of float32 nodes that brings it within.
 
     Attributes:
-        search: What was tried, and why it is not enough. Where it passed, the set was within the budget when the search tried
-            it, and the model that was then verified was not.
+        search: What was tried. Where it passed, its set was within the budget in the search and over it in the verification.
     """
 
     def __init__(self, error: BudgetExceeded, search: SearchResult) -> None:
         if search.passed:
             found = (
                 f"with {len(search.node_block_list)} nodes in float32 it was within the budget when the search tried it, and "
-                "verified again it is not: one of the two models does not answer alike twice"
+                "verified again it is not: one of the two models gives different outputs for the same input"
             )
         else:
             why = f": {search.explanation}" if search.explanation else ""
             found = f"the search for nodes to keep in float32 found no set that is enough{why}"
-        super().__init__(f"{error}; {found}", error.certificate)
+        cause = "; ".join(part for part in (error.cause, found) if part)
+        super().__init__(error.violation, error.certificate, cause=cause)
         self.search = search
 
 
 def convert_verified(
     source: Path,
-    target: Target,
+    target: ConversionTarget,
     *,
-    options: Options,
+    options: ConversionOptions,
     verification: Verification | None,
     progress: Callable[[str], None],
     beside: Beside = nothing_beside,
 ) -> Converted:
-    """Convert a file, verify the result where it waits, and put it into place if it passes.
+    """Convert a file, verify the staged result, and publish it if it passes.
 
     Args:
         source: The float32 model.
         target: Where the float16 model goes.
         options: How to convert.
-        verification: How to verify; None not to.
-        progress: Is told each step before it begins.
-        beside: More files that a verdict is written to, with the model or not at all: paths and what they hold.
+        verification: How to verify; None skips it.
+        progress: Called with each step before it begins.
+        beside: More files made of the certificate, as (path, content), written together with the model or not at all.
 
     Raises:
-        BudgetExceeded: The float16 model differs too much; nothing was written.
-        ExportError: Any other reason for which it cannot be done; nothing was written.
+        BudgetExceeded: The float16 model is over budget; nothing was written.
+        ExportError: The conversion fails for another reason; nothing was written.
     """
     progress("reading the model")
     opened = open_model(source)
@@ -168,8 +167,8 @@ def convert_verified(
                 certificate = _verified(attempt, arrays, verification, target.model_name, progress)
             except BudgetExceeded as error:
                 stack.close()
-                nothing_to_mend = not anything_compared(error.certificate.outputs)
-                if nothing_to_mend or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
+                comparable = anything_compared(error.certificate.outputs)
+                if not comparable or not verification.search or opened.size_bytes > PROTOBUF_LIMIT_BYTES:
                     raise
                 found = _searched(opened, options, arrays, verification, error, progress)
                 blocked = replace(options, node_block_list=[*options.node_block_list, *found.node_block_list])
@@ -180,20 +179,19 @@ def convert_verified(
                     raise SearchFailed(still, found) from still
         with ExitStack() as waiting:
             files = () if certificate is None else beside(certificate)
-            puts = [waiting.enter_context(waiting_file(path, content)) for path, content in files]
-            converted = _put(target, attempt, certificate, found)
-            for put in puts:
-                put()
+            writes = [waiting.enter_context(waiting_file(path, content)) for path, content in files]
+            converted = _publish(target, attempt, certificate, found)
+            for write in writes:
+                write()
         return converted
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    done: StagedConversion
-    placement: Placement | str
+_Attempt: TypeAlias = tuple[StagedConversion, Placement | str]
 
 
-def _attempt(stack: ExitStack, source: ModelFile, file: Path, options: Options, progress: Callable[[str], None]) -> _Attempt:
+def _attempt(
+    stack: ExitStack, source: ModelFile, file: Path, options: ConversionOptions, progress: Callable[[str], None]
+) -> _Attempt:
     progress("converting to float16")
     done = stack.enter_context(
         staged_conversion(
@@ -205,22 +203,21 @@ def _attempt(stack: ExitStack, source: ModelFile, file: Path, options: Options, 
             repair=options.repair,
             upgrade_opset=options.upgrade_opset,
             external_data=options.external_data,
-            overwrite=True,  # that it may be replaced was checked first
+            overwrite=True,  # the target was checked first
         )
     )
     progress("asking ONNX Runtime for the placement")
-    return _Attempt(done=done, placement=_placement(done))
+    return done, _placement(done)
 
 
 def _verified(
     attempt: _Attempt, arrays: Sequence[Array], verification: Verification, name: str, progress: Callable[[str], None]
 ) -> Certificate:
-    # Slow to import, and not needed without verification.
-    from export.certificate.embed import embed_in_file  # noqa: PLC0415  (see above)
-    from export.verification.verify import verify  # noqa: PLC0415  (see above)
+    from export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
+    from export.verification.verify import verify  # noqa: PLC0415  (slow to import)
 
     progress("verifying")
-    done, placement = attempt.done, attempt.placement
+    done, placement = attempt
     certificate = verify(
         done.source if verification.reference is None else verification.reference,
         done.staged.path,
@@ -241,7 +238,7 @@ def _verified(
 
 def _searched(
     source: ModelFile,
-    options: Options,
+    options: ConversionOptions,
     arrays: Sequence[Array],
     verification: Verification,
     error: BudgetExceeded,
@@ -274,19 +271,22 @@ def _searched(
     return found
 
 
-def _put(target: Target, attempt: _Attempt, certificate: Certificate | None, found: SearchResult | None) -> Converted:
-    source, staged = attempt.done.source, attempt.done.staged
+def _publish(
+    target: ConversionTarget, attempt: _Attempt, certificate: Certificate | None, found: SearchResult | None
+) -> Converted:
+    done, placement = attempt
+    source, staged = done.source, done.staged
     size_bytes = open_model(staged.path).size_bytes
-    put = target.put(source, staged, certificate)
+    published = target.publish(source, staged, certificate)
     return Converted(
-        path=put.path,
+        path=published.path,
         source_bytes=source.size_bytes,
         size_bytes=size_bytes,
-        report=attempt.done.conversion.report,
+        report=done.conversion.report,
         certificate=certificate,
-        placement=attempt.placement,
+        placement=placement,
         search=found,
-        superseded=put.superseded,
+        superseded=published.superseded,
     )
 
 
@@ -294,4 +294,4 @@ def _placement(done: StagedConversion) -> Placement | str:
     try:
         return audit_placement(done.staged.path, reasons={node.name: node.reason for node in done.conversion.report.kept})
     except ExportError as error:
-        return str(error)  # worth knowing, and no reason to refuse a model that another runtime may take
+        return str(error)  # another runtime may take the model

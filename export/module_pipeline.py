@@ -1,18 +1,21 @@
-"""A module's way to a model repository, step by step."""
+"""A torch module's way to a model repository."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir
 import torch
 from torch import Tensor, nn
 
 from amp_core.calling import arguments_of, described_call
 from amp_core.policy import Policy
+from amp_core.recorder import Record
 from export.certificate.budget import Budget
 from export.conversion_targets import RepositoryTarget
 from export.errors import ExportError
@@ -20,42 +23,44 @@ from export.file_conversion import (
     Accumulators,
     Beside,
     Certified,
-    Options,
+    ConversionOptions,
     Verification,
     convert_verified,
     nothing_beside,
 )
-from export.float32_parts import float32_parts, mark_float32
+from export.half_module.fp32_modules import overflowing_modules, pinned_modules
 from export.samples import Samples
-from export.scripted import require_python
 from export.search.narrowing import MAX_RUNS, SearchLimits
-from export.to_onnx.call import Call, call_of
 from export.to_onnx.capture import FlatModel, run
 from export.to_onnx.dimensions import BATCH
-from export.to_onnx.traced import traced_model
-from export.to_onnx.write_onnx import write_onnx
+from export.to_onnx.export_onnx import traced_model, write_onnx
+from export.to_onnx.forward_call import ForwardCall, call_of, require_python
+from export.to_onnx.provenance import MODULE
 from export.verification.torch_reference import require_batch_invariance
 
 if TYPE_CHECKING:
     from amp_core.recorder import Record
 
+
 EXAMPLES = 2
+
+KEEP = "halfserve.keep"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What a user wants of an export, beside where it goes.
+class ExportOptions:
+    """How to convert and verify a module.
 
     Attributes:
         budget: How much the float16 model may differ.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
-        keep_io_types: Whether inputs and outputs stay float32, or the names and shell patterns of those that do.
+        keep_io_types: Whether inputs and outputs stay float32, or names and shell patterns of inputs and outputs that do.
         dynamic: Names of the sizes, beside the batch's, that may vary, by input and axis.
         search: Whether to look for the smallest set of nodes to keep in float32 when the model is over budget.
-        limits: When that search ends although a smaller set may be found.
+        limits: When that search stops.
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
-        beside: More files that the verdict is written to.
+        beside: More files made of the certificate.
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -99,41 +104,40 @@ def export_module(
 
     Args:
         module: The float32 module, in evaluation mode and on the CPU; it stays as it is.
-        samples: What it is given, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of
-            tensors. The number of rows varies.
+        samples: Inputs, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of tensors.
         repository: The model repository's folder; made if missing.
-        name: The model's.
+        name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the float16 model may differ; `Budget()` by default.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
         keep_io_types: False: inputs and outputs become float16; True: they stay float32; or names and shell patterns of those
-            that stay, such as an output over 65504.
+            of float32 ones, such as an output over 65504.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
             model takes multiples of 4 alone.
-        policy: The autocast policy that it was trained under.
-        record: What was recorded while it was trained.
+        policy: The autocast policy of the training run.
+        record: The record of the training run.
         search: Whether to search for nodes to keep in float32.
-        max_runs: How many sets of such nodes may be tried at most; at least 2.
-        max_minutes: After how many minutes no further set is tried; no limit by default.
+        max_runs: The most sets of such nodes to try; at least 2.
+        max_minutes: Minutes after which no further set is tried; no limit by default.
         adversarial: Whether to try samples at the edge of the given ones too.
         accumulators: In which type the target runtime sums.
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form.
-        fp32_twin: Whether the float32 model goes along, for a server that answers from it where float16 fails.
-        progress: Is told each step before it begins.
+        fp32_twin: Whether the float32 model is written too, for a server that answers from it where float16 fails.
+        progress: Called with each step before it begins.
 
     Returns:
         Where it was written (`path`), the `certificate`, and what the conversion and the search did.
 
     Raises:
-        BudgetExceeded: The float16 model differs too much; nothing was written.
-        ExportError: Any other reason for which it cannot be done; nothing was written.
+        BudgetExceeded: The float16 model is over budget; nothing was written.
+        ExportError: The export fails for another reason; nothing was written.
         PolicyError: The policy cannot be read.
     """
     target = RepositoryTarget(
         repository=Path(repository), name=name, version=version, max_batch_size=max_batch_size, fp32_twin=fp32_twin
     )
-    wishes = Wishes(
+    options = ExportOptions(
         budget=budget or Budget(),
         keep_fp32=keep_fp32,
         keep_io_types=keep_io_types,
@@ -145,7 +149,7 @@ def export_module(
     )
     chosen = Policy.parse(policy) if isinstance(policy, str) else policy or Policy()
     return export_verified(
-        module, Samples(inputs=samples, labels=labels), target, wishes, policy=chosen, record=record, progress=progress
+        module, Samples(inputs=samples, labels=labels), target, options, policy=chosen, record=record, progress=progress
     )
 
 
@@ -153,28 +157,28 @@ def export_verified(
     module: nn.Module,
     samples: Samples,
     target: RepositoryTarget,
-    wishes: Wishes,
+    options: ExportOptions,
     *,
     policy: Policy,
     record: Record | None,
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[str], None],
 ) -> Certified:
-    """The same with the samples and wishes of whoever calls it.
+    """Export a module to a repository target; see `export_module`.
 
     Args:
-        module: See `export_module`.
-        samples: To verify it on.
-        target: Where it goes.
-        wishes: What is wanted.
-        policy: That it was trained under.
-        record: Of its training.
-        metadata: More entries for the model's.
-        progress: Is told each step before it begins.
+        module: The float32 module.
+        samples: The samples to verify on.
+        target: The repository version to write.
+        options: How to convert and verify.
+        policy: The autocast policy of the training run.
+        record: The record of the training run.
+        metadata: More entries for the model's metadata.
+        progress: Called with each step before it begins.
 
     Raises:
-        BudgetExceeded: The float16 model differs too much; nothing was written.
-        ExportError: Any other reason for which it cannot be done; nothing was written.
+        BudgetExceeded: The float16 model is over budget; nothing was written.
+        ExportError: The export fails for another reason; nothing was written.
     """
     require_python(module)
     _require_on_cpu(module)
@@ -182,11 +186,11 @@ def export_verified(
     call = call_of(module, args, kwargs=named)
     _require_float32(module, call)
     _require_run(module, samples.inputs, call)
-    sizes = _sizes(call, wishes.dynamic)
+    sizes = _sizes(call, options.dynamic)
     with tempfile.TemporaryDirectory(prefix="halfserve-export-") as folder:
         progress("exporting to ONNX")
         source = Path(folder) / "model.onnx"
-        kept = float32_parts(module, keep_fp32=wishes.keep_fp32, policy=policy, record=record)
+        kept = float32_parts(module, keep_fp32=options.keep_fp32, policy=policy, record=record)
         args, named = call.arguments([tensor[:EXAMPLES] for tensor in call.tensors])
         traced = traced_model(module, args, kwargs=named, dynamic_shapes=sizes, metadata=metadata, policy=policy)
         mark_float32(traced, kept)
@@ -196,11 +200,11 @@ def export_verified(
             require_batch_invariance(reference, call.names, call.tensors)
         verification = Verification(
             samples=lambda _: [tensor.numpy(force=True) for tensor in call.tensors],
-            budget=wishes.budget,
-            adversarial=wishes.adversarial,
-            accumulators=wishes.accumulators,
-            search=wishes.search,
-            limits=wishes.limits,
+            budget=options.budget,
+            adversarial=options.adversarial,
+            accumulators=options.accumulators,
+            search=options.search,
+            limits=options.limits,
             reference=reference,
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
@@ -209,12 +213,12 @@ def export_verified(
         done = convert_verified(
             source,
             target,
-            options=Options(keep_io_types=wishes.keep_io_types),
+            options=ConversionOptions(keep_io_types=options.keep_io_types),
             verification=verification,
             progress=progress,
-            beside=wishes.beside,
+            beside=options.beside,
         )
-        return Certified(**vars(done))  # it was verified
+        return Certified(**vars(done))
 
 
 def _require_on_cpu(module: nn.Module) -> None:
@@ -223,7 +227,7 @@ def _require_on_cpu(module: nn.Module) -> None:
         raise ExportError(f"the model is on {elsewhere}; call .cpu() first")
 
 
-def _require_float32(module: nn.Module, call: Call) -> None:
+def _require_float32(module: nn.Module, call: ForwardCall) -> None:
     small = (torch.float16, torch.bfloat16)
     weights = next((parameter.dtype for parameter in module.parameters() if parameter.dtype in small), None)
     if weights is not None:
@@ -233,16 +237,16 @@ def _require_float32(module: nn.Module, call: Call) -> None:
             raise ExportError(f"the samples of input {name!r} are bfloat16; expected float32")
 
 
-def _require_run(module: nn.Module, inputs: Any, call: Call) -> None:
-    """Run two samples; where that fails, the error says what forward takes, and what it got of several inputs."""
+def _require_run(module: nn.Module, inputs: Any, call: ForwardCall) -> None:
+    """Run two samples; an error names the parameters of forward and the inputs."""
     try:
         run(module, call, tuple(tensor[:EXAMPLES] for tensor in call.tensors))
     except ExportError as error:
         raise ExportError(f"{error}{described_call(module, inputs)}") from error
 
 
-def _sizes(call: Call, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:
-    """What may vary, for `traced_model`: None is the batch alone."""
+def _sizes(call: ForwardCall, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]] | None:
+    """The dynamic sizes for `traced_model`; None makes the batch alone dynamic."""
     if not dynamic:
         return None
     dimensions = dict(zip(call.names, (tensor.dim() for tensor in call.tensors), strict=True))
@@ -252,3 +256,63 @@ def _sizes(call: Call, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, di
         if (last := max(axes)) >= dimensions[name]:
             raise ExportError(f"input {name!r} has no axis {last}; with the batch it has {dimensions[name]}, counted from 0")
     return {name: {0: BATCH, **dynamic.get(name, {})} for name, count in dimensions.items() if count}
+
+
+def float32_parts(
+    module: nn.Module, *, keep_fp32: Sequence[str] = (), policy: Policy | None = None, record: Record | None = None
+) -> dict[str, str]:
+    """The submodules and tensors that the user, the policy or the training record keeps in float32.
+
+    Args:
+        module: The torch module.
+        keep_fp32: Names of tensors or submodules, as shell patterns: `"encoder.norm*"`, `"head.bias"`.
+        policy: The autocast policy of the training run: operations that it added to float32 stay float32.
+        record: The record of the training run: modules with outputs over float16's range stay float32.
+
+    Returns:
+        Dotted name -> the reason, in a few words. A submodule includes its parts.
+
+    Raises:
+        ExportError: A pattern matches nothing, or the record is of another model.
+    """
+    parts = pinned_modules(module, policy) | overflowing_modules(module, record)[0]
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers(), *module.named_modules()) if name]
+    for pattern in keep_fp32:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ExportError(f"keep_fp32 {pattern!r} matches no parameter, buffer or submodule; names look like {names[:3]}")
+        parts |= dict.fromkeys(matching, f"keep_fp32 {pattern!r}")
+    return parts
+
+
+def mark_float32(model: onnx_ir.Model, parts: Mapping[str, str]) -> None:
+    """Mark the nodes of these submodules, and the nodes that read these tensors, for the converter.
+
+    Raises:
+        ExportError: No node belongs to a part that `keep_fp32` names: it was folded into its neighbours, or does not run.
+    """
+    found: set[str] = set()
+    for node in model.graph.all_nodes():
+        for name in _names(node):
+            part = next((part for part in _itself_and_parents(name) if part in parts), None)
+            if part is not None:
+                found.add(part)
+                node.metadata_props[KEEP] = parts[part]
+    lost = next((part for part in parts if part not in found and parts[part].startswith("keep_fp32")), None)
+    if lost is not None:
+        raise ExportError(f"{lost!r} is to stay float32, and nothing in the graph comes from it; name the module around it")
+
+
+def _names(node: onnx_ir.Node) -> Iterator[str]:
+    module = node.metadata_props.get(MODULE)
+    if module is not None:
+        yield module
+    for value in node.inputs:
+        if value is not None and value.is_initializer() and value.name is not None:
+            yield value.name
+
+
+def _itself_and_parents(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

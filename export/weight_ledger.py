@@ -1,4 +1,4 @@
-"""What rounding numbers to float16 does to them, counted."""
+"""Counts of what rounding to float16 does to the elements of a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP16_LARGEST_FLUSHED = 2.0**-25  # the tie between 0 and the smallest subnormal 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What rounding a tensor to float16 does to its elements. All are counts.
+    """Counts of what rounding a tensor to float16 does to its elements.
 
     Attributes:
         overflow: Finite elements over 65504 in magnitude, which float16 cannot hold.

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_core.calling import without_fast_path
 from export.errors import ExportError
-from export.to_onnx.angles import AnglesByParts
-from export.to_onnx.call import Call
 from export.to_onnx.dimensions import BATCH, Dimensions
-from export.to_onnx.messages import one_line, where
-from export.to_onnx.recurrent import WholeRecurrentLayers
-from export.to_onnx.results import named_tensors
-from export.to_onnx.silence import silenced
+from export.to_onnx.forward_call import ForwardCall, named_tensors
+from export.to_onnx.layer_translations import WholeRecurrentLayers
+from export.to_onnx.operator_translations import AnglesByParts
 
 WRAPPED = "halfserve_model"
 _AT_ONE_SIZE = (
@@ -26,29 +30,29 @@ _AT_ONE_SIZE = (
     "... --max-batch-size 0"
 )
 
+_TERMINAL_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+CHATTERING = ("torch", "torch.__trace", "onnxscript", "onnx_ir")
+
 
 class FlatModel(nn.Module):
-    """A model whose inputs and outputs are rows of tensors, whatever nests them in the model itself.
+    """A model that takes and returns flat tuples of tensors; its parts have the prefix `halfserve_model.`."""
 
-    Parameters and modules of the model are found under the prefix `halfserve_model.`.
-    """
-
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, call: ForwardCall) -> None:
         super().__init__()
         self.halfserve_model = model
         self.call = call
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call the model with the tensors in their places."""
         args, kwargs = self.call.arguments(tensors)
         return tuple(tensor for _, tensor in named_tensors(self.halfserve_model(*args, **kwargs)))
 
 
-def run(module: nn.Module, call: Call, tensors: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
-    """What the model returns, by name.
+def run(module: nn.Module, call: ForwardCall, tensors: tuple[Tensor, ...]) -> list[tuple[str, Tensor]]:
+    """Call the model, and name the tensors that it returns.
 
     Raises:
-        ExportError: It fails on the inputs, or returns something else than tensors.
+        ExportError: The model fails on the inputs, or returns something else than tensors.
     """
     args, kwargs = call.arguments(tensors)
     try:
@@ -61,17 +65,15 @@ def run(module: nn.Module, call: Call, tensors: tuple[Tensor, ...]) -> list[tupl
 
 
 def captured(
-    module: nn.Module, call: Call, tensors: tuple[Tensor, ...], dimensions: Dimensions
+    module: nn.Module, call: ForwardCall, tensors: tuple[Tensor, ...], dimensions: Dimensions
 ) -> torch.export.ExportedProgram:
-    """The model's graph, of a `FlatModel`.
-
-    Sizes whose limits the caller left open get the model's own (a position table's length, a filter's width).
+    """Capture a `FlatModel`'s graph; sizes without the caller's limits get the model's own, such as a position table's length.
 
     Raises:
         ExportError: The model cannot be captured, or fixes or limits a size that should vary.
     """
     assume, refused = False, None
-    while True:  # each turn narrows a limit or, once, assumes the rest: it ends
+    while True:  # ends: each turn narrows a limit or, once, assumes the rest
         try:
             program = _exported(module, call, tensors, dimensions, assume=assume)
             break
@@ -86,17 +88,17 @@ def captured(
 
 
 def _exported(
-    module: nn.Module, call: Call, tensors: tuple[Tensor, ...], dimensions: Dimensions, *, assume: bool = False
+    module: nn.Module, call: ForwardCall, tensors: tuple[Tensor, ...], dimensions: Dimensions, *, assume: bool = False
 ) -> torch.export.ExportedProgram:
     """Capture; `assume` turns conditions on sizes that torch cannot prove into assertions inside the graph."""
     with (
         silenced(),
         torch.no_grad(),
-        # Other kernels of attention lay their results out in memory in an order that torch's decompositions do not expect.
+        # torch's decompositions expect the memory layout of this attention kernel.
         sdpa_kernel(SDPBackend.MATH),
         WholeRecurrentLayers(),
         AnglesByParts(),
-        # Otherwise two sizes that happen to be equal in the example are taken for one.
+        # Otherwise torch merges two sizes that are equal in the example.
         _config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # (torch adds it to the module at run time)
     ):
         return torch.export.export(
@@ -111,8 +113,8 @@ def _exported(
 def _holds_at_other_sizes(program: torch.export.ExportedProgram, tensors: tuple[Tensor, ...], dimensions: Dimensions) -> bool:
     """Whether the graph's assertions hold when each size in turn is a little larger than in the example.
 
-    One size of three may fail: tensors that happen to be as large as another lie in memory in another way, which matters to
-    torch and not to ONNX. A condition on the size itself (even, a multiple of 20) rules out more.
+    One size of three may fail: where two sizes coincide, the memory layout differs, which matters to torch and not to ONNX. A
+    condition on the size itself (even, a multiple of 20) fails at more.
     """
     graph = program.module()
     others = {name: [dimensions.enlarged(tensors, name, more) for more in (1, 2, 3)] for name in dimensions.dims}
@@ -123,7 +125,7 @@ def _holds(graph: nn.Module, tensors: tuple[Tensor, ...]) -> bool:
     try:
         with silenced(), torch.no_grad():
             graph(*tensors)
-    except Exception:  # noqa: BLE001  (whatever it is, the graph does not hold there)
+    except Exception:  # noqa: BLE001  (any exception means that the graph does not hold)
         return False
     return True
 
@@ -133,7 +135,7 @@ def _is_about_sizes(message: str) -> bool:
 
 
 def _with_the_models_limits(message: str, dimensions: Dimensions) -> Dimensions | None:
-    """The dimensions within the limits that torch's message names, if that is something new and the caller gave no limits."""
+    """The dimensions within the limits in torch's message; None if these are not new or the caller gave limits."""
     narrowed = dimensions
     for name, (least, most) in _limits_in(message).items():
         if name in dimensions.free:
@@ -187,14 +189,48 @@ def _fixed_size(text: str) -> re.Match[str] | None:
 
 
 def limits_of(program: torch.export.ExportedProgram) -> dict[str, tuple[int, int | None]]:
-    """The limits of each symbol in the captured graph: the smallest and the largest size, None where there is no largest.
-
-    Symbols of floating numbers, such as a stride that the model reads from a tensor, have no smallest either.
-    """
+    """The smallest and the largest size of each symbol in the captured graph; None where no largest is known."""
     limits: dict[str, tuple[int, int | None]] = {}
     for symbol, values in program.range_constraints.items():
         lower: Any = values.lower
         upper: Any = values.upper
-        least = max(int(lower), 1) if lower.is_Integer else 1
+        least = max(int(lower), 1) if lower.is_Integer else 1  # a floating symbol has no integer bound
         limits[str(symbol)] = (least, int(upper) if upper.is_Integer else None)
     return limits
+
+
+def one_line(error: BaseException) -> str:
+    """The exception's type and the first line of its text."""
+    text = _TERMINAL_COLOURS.sub("", str(error))
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def root(error: BaseException) -> BaseException:
+    """The first exception of a chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def where(error: BaseException) -> str:
+    """` (at model.py:42)`: the innermost line outside torch in the exception's traceback; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith("<") and "torch" not in Path(frame.filename).parts]
+    return f" (at {Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Mute the warnings, log records and prints of torch's exporter and of the libraries it uses, in the block."""
+    loggers = [logging.getLogger(name) for name in CHATTERING]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL + 1)
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Which sizes of a model's inputs may vary, what they are called, and between which limits."""
+"""Input sizes that may vary: their names and limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from export.errors import ExportError
-from export.to_onnx.call import Call
+from export.to_onnx.forward_call import ForwardCall
 
 BATCH = "batch"
 UNBOUNDED = 2**31
@@ -25,7 +25,7 @@ class Dimensions:
     Attributes:
         axes: For each input, in order: axis -> the dimension's name.
         dims: By name, what `torch.export` takes: a `Dim`, or a hint (`Dim.DYNAMIC`, `Dim.AUTO`).
-        free: Names that came without limits: the model's own limits hold for them.
+        free: Names without limits of the caller: the model's own limits hold.
     """
 
     axes: tuple[dict[int, str], ...]
@@ -33,17 +33,17 @@ class Dimensions:
     free: frozenset[str]
 
     def for_torch(self) -> tuple[dict[int, Any] | None, ...]:
-        """As `torch.export.export` takes them, one entry per input."""
+        """The `dynamic_shapes` of `torch.export.export`, one entry per input."""
         return tuple({axis: self.dims[name] for axis, name in axes.items()} or None for axes in self.axes)
 
     def limited(self, name: str, least: int, most: int | None) -> Dimensions:
-        """The same with limits for one name."""
+        """A copy with limits for one name."""
         known = self.dims[name]
         dim = torch.export.Dim(name, min=least, max=most)
         return self if (dim.min, dim.max) == (known.min, known.max) else replace(self, dims={**self.dims, name: dim})
 
     def distinct(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors with sizes made larger where two names stand for the same: `torch.export` would take them for one."""
+        """Example tensors in which no two names have equal sizes, which `torch.export` would merge; enlarged where needed."""
         taken: set[int] = set()
         for name in self.dims:
             size = next(
@@ -56,7 +56,7 @@ class Dimensions:
         return tensors
 
     def enlarged(self, tensors: Sequence[Tensor], name: str, more: int) -> tuple[Tensor, ...]:
-        """The tensors with `more` steps of rows (elements repeated from the front) along every axis of that name."""
+        """The tensors with `more` steps of elements, repeated from the front, along every axis of that name."""
         rows, grown = more * step_of(self.dims[name]), []
         for tensor, axes in zip(tensors, self.axes, strict=True):
             larger = tensor
@@ -66,8 +66,8 @@ class Dimensions:
         return tuple(grown)
 
 
-def dimensions(call: Call, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tensor, ...]]:
-    """Read the caller's wishes.
+def dimensions(call: ForwardCall, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tensor, ...]]:
+    """Parse the caller's `dynamic_shapes`.
 
     Args:
         call: The example call.
@@ -76,8 +76,8 @@ def dimensions(call: Call, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tenso
             a multiple (`"4*height"`), a `torch.export.Dim` with limits, one of its hints, or None.
 
     Returns:
-        The dimensions, and the example tensors, those with a size of 1 where it may vary repeated once: `torch.export` takes
-        a 1 for a constant.
+        The dimensions, and the example tensors, repeated once along dynamic axes of size 1, which `torch.export` takes for a
+        constant.
 
     Raises:
         ExportError: An entry does not fit its input, or one name stands for two sizes.
@@ -104,25 +104,25 @@ def dimensions(call: Call, dynamic_shapes: Any) -> tuple[Dimensions, tuple[Tenso
 
 
 def step_of(dim: Any) -> int:
-    """By how much a size grows at least: 4 of `4 * torch.export.Dim(...)`."""
+    """The step of a size: 4 for `4 * torch.export.Dim(...)`."""
     rule = getattr(dim, "fn", None)
     return 1 if rule is None else int(rule(2)) - int(rule(1))
 
 
 def step_in(size: str) -> int:
-    """The 4 of "4*height"; 1 of a bare name."""
+    """4 for "4*height"; 1 for a bare name."""
     found = _MULTIPLE.fullmatch(size)
     return int(found[1]) if found is not None and found[1] else 1
 
 
 def base_name(size: str) -> str:
-    """The name in "4*height"."""
+    """The name `height` in "4*height"."""
     found = _MULTIPLE.fullmatch(size)
     return found[2] if found is not None else size
 
 
 def _named(name: str, step: int, known: Any) -> Any:
-    """The dimension of a name that may have been given before, bare or as a multiple."""
+    """The dimension of a name, which another axis may have defined, bare or as a multiple."""
     if known is not None and (step == 1 or step == step_of(known)):
         return known
     if known is not None and step_of(known) > 1:
@@ -130,7 +130,7 @@ def _named(name: str, step: int, known: Any) -> Any:
     return step * torch.export.Dim(f"_{name}", min=1) if step > 1 else torch.export.Dim(name, min=1)
 
 
-def _entries(call: Call, dynamic_shapes: Any) -> Sequence[Any]:
+def _entries(call: ForwardCall, dynamic_shapes: Any) -> Sequence[Any]:
     if dynamic_shapes is None:
         return [{0: BATCH} if tensor.dim() else None for tensor in call.tensors]
     if isinstance(dynamic_shapes, Mapping):
@@ -173,7 +173,7 @@ def _is_plain(dim: Any) -> bool:
     return isinstance(dim, torch.export.Dim) and dim.min <= 1 and dim.max >= UNBOUNDED
 
 
-def _require_one_size(call: Call, axes: Sequence[dict[int, str]]) -> None:
+def _require_one_size(call: ForwardCall, axes: Sequence[dict[int, str]]) -> None:
     first: dict[str, tuple[str, int]] = {}
     for input_name, tensor, named in zip(call.names, call.tensors, axes, strict=True):
         for axis, name in named.items():
@@ -186,7 +186,7 @@ def _require_one_size(call: Call, axes: Sequence[dict[int, str]]) -> None:
                 )
 
 
-def _require_multiples(call: Call, axes: Sequence[dict[int, str]], dims: Mapping[str, Any]) -> None:
+def _require_multiples(call: ForwardCall, axes: Sequence[dict[int, str]], dims: Mapping[str, Any]) -> None:
     for input_name, tensor, named in zip(call.names, call.tensors, axes, strict=True):
         for axis, name in named.items():
             dim, size = dims[name], tensor.shape[axis]

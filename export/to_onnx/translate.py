@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir
 import torch
 from onnx_ir.passes import common as passes
+from onnx_ir.tensor_adapters import from_torch_dtype
 from onnxscript import optimizer, rewriter
+from onnxscript.rewriter import pattern
 from onnxscript.rewriter.rules import common as rules
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from export.errors import ExportError
-from export.to_onnx.angles import angle_translations
-from export.to_onnx.attention import attention_translations
-from export.to_onnx.body_outputs import make_inside
-from export.to_onnx.functions import function_translations
-from export.to_onnx.idle_operations import without
-from export.to_onnx.layers import layer_translations
-from export.to_onnx.messages import one_line, root
-from export.to_onnx.recurrent import translations
-from export.to_onnx.shifts import shift_translations
-from export.to_onnx.silence import silenced
+from export.to_onnx.capture import one_line, root, silenced
+from export.to_onnx.layer_translations import layer_translations
+from export.to_onnx.operator_translations import operator_translations
 
-# onnxscript's own choice without what computes with weights: it folds a BatchNorm in the model's dtype, which in float16 ruins
-# it, and drops biases that happen to be zero.
+
+def without(op_type: str, number: float) -> pattern.RewriteRule:
+    """The rule that removes an operator whose second operand is exactly this number.
+
+    onnxscript's own rules take 1e-8 for 0 and 1.00001 for 1: they would remove the epsilons that guard divisions.
+    """
+
+    def idle(op: Any, x: Any) -> Any:
+        return getattr(op, op_type)(x, pattern.Constant(number, rel_tol=0, abs_tol=0))
+
+    def unchanged(op: Any, x: Any, **_: Any) -> Any:
+        return op.Identity(x)
+
+    return pattern.RewriteRule(idle, unchanged, name=f"{op_type} {number}")
+
+
+# onnxscript's own rules without those that compute with weights: these fold a BatchNorm in the model's dtype, which in float16
+# ruins it, and drop biases that are zero.
 _REWRITES = (
     *(without(op_type, number) for op_type, number in (("Add", 0), ("Sub", 0), ("Mul", 1), ("Div", 1))),
     *(rules.dropout_zero_rule, rules.dropout_inference_rule),
@@ -49,7 +61,7 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
         opset_version: The version of the default domain; None is torch's choice.
 
     Raises:
-        ExportError: It uses what torch cannot express in ONNX, at all or in this version.
+        ExportError: It uses an operation that torch cannot express in ONNX, or not in this version.
     """
     try:
         with silenced(), sdpa_kernel(SDPBackend.MATH):
@@ -59,8 +71,8 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table=_translations(opset_version),
-                # Given real names, it may use the same ones for values inside the graph.
+                custom_translation_table=operator_translations() | layer_translations(opset_version),
+                # With the final names torch may name values inside the graph alike.
                 input_names=[f"__halfserve_input_{index}" for index in range(inputs)],
                 output_names=[f"__halfserve_output_{index}" for index in range(outputs)],
             )
@@ -75,14 +87,8 @@ def translated(program: torch.export.ExportedProgram, *, inputs: int, outputs: i
     return model
 
 
-def _translations(opset_version: int | None) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What is said otherwise than torch says it."""
-    functions = function_translations() | angle_translations() | shift_translations()
-    return translations() | attention_translations(opset_version) | layer_translations() | functions
-
-
 def simplify(model: onnx_ir.Model) -> None:
-    """Fold constants, drop what does nothing, and share what is computed twice; in place."""
+    """Fold constants, drop operations without effect, and share repeated computations; in place."""
     with silenced():
         passes.InlinePass()(model)
         for _ in range(2):
@@ -103,5 +109,94 @@ def simplify(model: onnx_ir.Model) -> None:
 
 
 def _should_fold(node: onnx_ir.Node) -> bool | None:
-    # Transposed weights were made views of the weight before (weights.py); what is left is used twice and would be copied.
+    # `transpose_weights` made views of transposed weights before; the others are used twice and would be copied.
     return False if node.op_type == "Transpose" else None
+
+
+def make_inside(model: onnx_ir.Model) -> None:
+    """Put an Identity before each output of an If or Loop body that an outer graph computes, in place.
+
+    ONNX wants outputs of a body made inside it. A branch such as `lambda x: x.clone()` becomes an Identity, which simplifying
+    removes.
+    """
+    for graph in list(model.graphs()):
+        for index, output in enumerate(graph.outputs):
+            maker = output.producer()
+            if maker is None or maker.graph is graph:  # the graph's own inputs and initializers have no producer
+                continue
+            copy = onnx_ir.node("Identity", inputs=[output])
+            made = copy.outputs[0]
+            made.name, made.type = f"{output.name}_inside", output.type
+            made.shape = output.shape.copy() if output.shape is not None else None
+            graph.append(copy)
+            graph.outputs[index] = made
+
+
+def multiply_before_transposing(model: onnx_ir.Model) -> None:
+    """Turn MatMul(Transpose(x), w) into Transpose(MatMul(x, w)) in float16, where w is a matrix of weights; in place.
+
+    The two are equal, bit by bit, when the Transpose keeps the last axis. ONNX Runtime 1.31 crashes when it fuses the first
+    form in float16 with a dynamic batch (`nn.MultiheadAttention` with `batch_first`).
+    """
+    for node in list(model.graph):
+        if node.op_type == "MatMul" and node.inputs[0] is not None and _is_matrix_of_weights(node.inputs[1]):
+            transpose = node.inputs[0].producer()
+            perm = _order(transpose)
+            if transpose is not None and perm is not None and node.outputs[0].dtype == onnx_ir.DataType.FLOAT16:
+                _swap(model, transpose, node, perm)
+
+
+def _is_matrix_of_weights(value: onnx_ir.Value | None) -> bool:
+    return value is not None and value.is_initializer() and value.const_value is not None and len(value.const_value.shape) == 2
+
+
+def _order(node: onnx_ir.Node | None) -> tuple[int, ...] | None:
+    """The order of a Transpose that keeps the last of three or more axes."""
+    order = node.attributes.get_ints("perm") if node is not None and node.op_type == "Transpose" else None
+    return tuple(order) if order and len(order) > 2 and order[-1] == len(order) - 1 else None
+
+
+def _swap(model: onnx_ir.Model, transpose: onnx_ir.Node, product: onnx_ir.Node, perm: tuple[int, ...]) -> None:
+    result = product.outputs[0]
+    first = onnx_ir.node("MatMul", [transpose.inputs[0], product.inputs[1]], name=product.name)
+    first.metadata_props.update(product.metadata_props)
+    inner = first.outputs[0]
+    inner.name, inner.type = f"{result.name}/before_transpose", result.type
+    if result.shape is not None:
+        sizes = list(result.shape)
+        inner.shape = onnx_ir.Shape([sizes[perm.index(axis)] for axis in range(len(perm))])
+    second = onnx_ir.node("Transpose", [inner], {"perm": list(perm)}, name=f"{product.name}/transpose")
+    second.metadata_props.update(transpose.metadata_props)
+    outer = second.outputs[0]
+    outer.type, outer.shape = result.type, result.shape
+    model.graph.insert_before(product, [first, second])
+    result.replace_all_uses_with(outer, replace_graph_outputs=True)
+    model.graph.remove(product, safe=True)
+    outer.name = result.name
+    if not transpose.outputs[0].uses() and not transpose.outputs[0].is_graph_output():
+        model.graph.remove(transpose, safe=True)
+
+
+def restore_output_types(model: onnx_ir.Model, results: Sequence[Tensor]) -> None:
+    """Add the cast that torch's exporter leaves out where a float16 reduction is an output of the graph.
+
+    A float16 sum is exported as Cast to float32, ReduceSum, Cast back; torch 2.13 omits the last cast when the sum is the
+    graph's output, which then is float32. The model is changed in place.
+
+    Args:
+        model: The exported model.
+        results: The torch model's result, one tensor per output of the graph.
+    """
+    for index, (output, result) in enumerate(zip(model.graph.outputs, results, strict=True)):
+        wanted = from_torch_dtype(result.dtype)
+        if output.dtype == wanted or not result.is_floating_point():
+            continue
+        cast = onnx_ir.node("Cast", [output], {"to": wanted.value}, name=f"{output.name}/restore_type")
+        producer = output.producer()
+        if producer is not None:
+            cast.metadata_props.update(producer.metadata_props)
+        restored = cast.outputs[0]
+        restored.name, output.name = output.name, f"{output.name}/{output.dtype.name.lower() if output.dtype else 'untyped'}"
+        restored.type, restored.shape = onnx_ir.TensorType(wanted), output.shape
+        model.graph.append(cast)
+        model.graph.outputs[index] = restored

@@ -84,7 +84,7 @@ def write_upload(folder: Path, files: Mapping[str, bytes]) -> None:
 def _model(content: bytes) -> ModelProto | None:
     """The graph of an ONNX model; None for other content."""
     try:
-        model = read_outline(io.BytesIO(content), len(content)).model
+        model = read_outline(io.BytesIO(content), len(content), ModelProto).model
     except (DecodeError, ValueError):
         return None
     return model if model.HasField("graph") and model.opset_import else None

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from functools import cache
+from typing import Any
 
 import onnx
 import pytest
@@ -12,8 +16,7 @@ from export.certificate.budget import Budget
 from export.certificate.certificate import Certificate, OutputVerdict, Probe
 from export.to_onnx.export_onnx import serialize
 from export.verification.metrics import compare
-from tests.export.chain import chain
-from tests.export.torch_operators import made_once
+from tests.export.stored_models import chain
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _torch_operators_once() -> Iterator[None]:
-    with made_once():
+    with _made_once():
         yield
 
 
@@ -64,3 +67,25 @@ def scalar_model() -> onnx.ModelProto:
     tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["batch"]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "scalar", tensors[:1], tensors[1:])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+@contextmanager
+def _made_once() -> Iterator[None]:
+    """Have `torch.onnx.export` take a copy of a table that is made on first use.
+
+    It parses the sources of some five hundred functions for a table, which takes longer than the export of a small model.
+    """
+    from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: PLC0415  (slow, and few tests export)
+
+    make: Any = ONNXRegistry.from_torchlib
+    table = cache(make)
+
+    def copied(**version: int) -> Any:
+        # An export adds translations of its own to the lists, and leaves what they hold as it is.
+        fresh = copy(table(**version))
+        fresh.functions = {operator: [*translations] for operator, translations in fresh.functions.items()}
+        return fresh
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))
+        yield

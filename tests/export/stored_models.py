@@ -1,11 +1,14 @@
-"""Small ONNX models written by hand, as files: in one piece, with data files, damaged."""
+"""Small ONNX models written by hand, as files (whole, with data files, damaged) and in sessions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from export.onnx_files.model_file import serialize
@@ -72,3 +75,33 @@ def with_data_files(model: onnx.ModelProto, path: Path, *, files: int = 1) -> Pa
         onnx.external_data_helper.set_external_data(tensor, f"{path.stem}.{index * files // len(large)}.bin")
     onnx.save_model(copied, path)
     return path
+
+
+def chain(operations: list[str], constant: float, *, batch: int | str = "batch") -> onnx.ModelProto:
+    """x FP16 [batch, 1] -> y: one node after the other, each with the constant as its second operand."""
+    names = ["x", *(f"v{index}" for index in range(len(operations) - 1)), "y"]
+    nodes = [
+        helper.make_node(operation, [names[index], "c"], [names[index + 1]], name=f"{operation}_{index}")
+        for index, operation in enumerate(operations)
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "chain",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT16, [batch, 1])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, [batch, 1])],
+        [numpy_helper.from_array(np.array([constant], np.float16), "c")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def open_session(content: bytes, level: str) -> Any:
+    """An `onnxruntime.InferenceSession`."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def run_session(session: Any, feeds: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Run once; outputs by name."""
+    return dict(zip((output.name for output in session.get_outputs()), session.run(None, dict(feeds)), strict=True))

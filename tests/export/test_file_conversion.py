@@ -14,7 +14,7 @@ from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded
 from export.conversion_targets import FileTarget, RepositoryTarget
 from export.errors import ExportError
-from export.file_conversion import Options, SearchFailed, Verification, convert_verified
+from export.file_conversion import ConversionOptions, SearchFailed, Verification, convert_verified
 from export.onnx_files.model_file import ModelFile, open_model
 from export.verification.samples import Array
 from tests.export.search.nets import planted
@@ -55,7 +55,7 @@ def test_each_step_is_told(source: Path, tmp_path: Path) -> None:
     done = convert_verified(
         source,
         FileTarget(path=tmp_path / "out.onnx"),
-        options=Options(),
+        options=ConversionOptions(),
         verification=Verification(samples=samples, budget=Budget(), adversarial=False),
         progress=told.append,
     )
@@ -72,22 +72,25 @@ def test_a_difference_that_the_float32_model_has_already_is_no_question_of_preci
         convert_verified(
             source,
             FileTarget(path=tmp_path / "out.onnx"),
-            options=Options(),
+            options=ConversionOptions(),
             verification=verification,
             progress=lambda _: None,
         )
     assert "the float32 ONNX model itself is over budget beside the reference: output 'y': max error" in str(caught.value)
     assert (caught.value.search.passed, caught.value.search.runs) == (False, 2)
+    assert "keep sensitive layers" not in str(caught.value)
     assert not (tmp_path / "out.onnx").exists()
 
 
+@pytest.mark.long
 def test_the_search_asks_for_headroom_too(source: Path, tmp_path: Path) -> None:
     verification = Verification(samples=samples, budget=Budget(min_headroom=1e9))
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(SearchFailed, match=r"even with all 3 in float32: headroom 64 \(least 1e\+09\)"):
-        convert_verified(source, target, options=Options(), verification=verification, progress=lambda _: None)
+        convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=lambda _: None)
 
 
+@pytest.mark.long
 def test_an_interrupted_search_writes_the_best_model_so_far(tmp_path: Path) -> None:
     onnx.save(planted(4, {1: "overflow"}), tmp_path / "in.onnx")
     told: list[str] = []
@@ -100,7 +103,7 @@ def test_an_interrupted_search_writes_the_best_model_so_far(tmp_path: Path) -> N
     done = convert_verified(
         tmp_path / "in.onnx",
         FileTarget(path=tmp_path / "out.onnx"),
-        options=Options(repair=False),
+        options=ConversionOptions(repair=False),
         verification=Verification(samples=lambda _: planted_samples(), budget=Budget(), adversarial=False),
         progress=progress,
     )
@@ -120,11 +123,14 @@ def test_what_compares_nothing_is_neither_written_nor_searched(tmp_path: Path) -
     verification = Verification(samples=lambda _: [np.ones(4, np.float32)], budget=Budget())
     target = FileTarget(path=tmp_path / "out.onnx")
     with pytest.raises(BudgetExceeded, match="no output holds a number that was compared, so nothing is proved") as caught:
-        convert_verified(tmp_path / "in.onnx", target, options=Options(), verification=verification, progress=lambda _: None)
+        convert_verified(
+            tmp_path / "in.onnx", target, options=ConversionOptions(), verification=verification, progress=lambda _: None
+        )
     assert not isinstance(caught.value, SearchFailed)
     assert not target.path.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (1.0, False)])
 def test_another_reference_may_be_given(offset: float, passes: bool, source: Path, tmp_path: Path) -> None:
     reference = Sums(onnx.load(source), offset).eval()
@@ -132,7 +138,9 @@ def test_another_reference_may_be_given(offset: float, passes: bool, source: Pat
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
 
     def run() -> Path:
-        return convert_verified(source, target, options=Options(), verification=verification, progress=list[str]().append).path
+        return convert_verified(
+            source, target, options=ConversionOptions(), verification=verification, progress=list[str]().append
+        ).path
 
     if passes:
         assert run() == tmp_path / "models" / "m" / "1"
@@ -147,7 +155,7 @@ def test_labels_reach_the_certificate(source: Path, tmp_path: Path) -> None:
     done = convert_verified(
         source,
         FileTarget(path=tmp_path / "out.onnx"),
-        options=Options(),
+        options=ConversionOptions(),
         verification=verification,
         progress=list[str]().append,
     )
@@ -162,7 +170,7 @@ def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path)
         convert_verified(
             source,
             FileTarget(path=tmp_path / "out.onnx", overwrite=True),
-            options=Options(keep_io_types=False),
+            options=ConversionOptions(keep_io_types=False),
             verification=verification,
             progress=list[str]().append,
         )
@@ -173,17 +181,22 @@ def test_a_model_over_budget_leaves_what_was_there(source: Path, tmp_path: Path)
 def test_a_repository_takes_no_model_without_a_certificate(source: Path, tmp_path: Path) -> None:
     target = RepositoryTarget(repository=tmp_path / "models", name="m")
     with pytest.raises(ExportError, match="a version in a repository needs a certificate"):
-        convert_verified(source, target, options=Options(), verification=None, progress=list[str]().append)
+        convert_verified(source, target, options=ConversionOptions(), verification=None, progress=list[str]().append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.onnx"]
 
 
+@pytest.mark.long
 def test_what_cannot_be_placed_is_written_all_the_same(tmp_path: Path) -> None:
     model = sums(2)
     model.graph.node[0].domain, model.graph.node[0].op_type = "com.example", "Unknown"
     model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
     source = in_one_file(model, tmp_path / "in.onnx")
     done = convert_verified(
-        source, FileTarget(path=tmp_path / "out.onnx"), options=Options(), verification=None, progress=list[str]().append
+        source,
+        FileTarget(path=tmp_path / "out.onnx"),
+        options=ConversionOptions(),
+        verification=None,
+        progress=list[str]().append,
     )
     assert isinstance(done.placement, str)
     assert "cannot open the model" in done.placement
@@ -200,6 +213,6 @@ def test_an_error_names_the_place_that_was_given(source: Path, tmp_path: Path, k
     place = tmp_path / "out.onnx" if kind == "file" else tmp_path / "r" / "m" / "model.onnx"
     verification = Verification(samples=samples, budget=Budget(), adversarial=False)
     with pytest.raises(ExportError, match=f"{re.escape(str(place))}: No such file") as caught:
-        convert_verified(source, target, options=Options(), verification=verification, progress=taken_away)
+        convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=taken_away)
     assert "/." not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]

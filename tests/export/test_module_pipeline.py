@@ -35,6 +35,7 @@ def test_a_module_of_ones_own_becomes_a_certified_version(tmp_path: Path) -> Non
     assert told[0] == "exporting to ONNX"
 
 
+@pytest.mark.long
 def test_inputs_in_order_and_alone(tmp_path: Path) -> None:
     inputs, _ = words(8)
     in_order = export_module(Reader().eval(), (inputs["words"], inputs["lengths"]), tmp_path, "in_order")
@@ -55,6 +56,7 @@ def test_what_overflows_is_searched_for_unless_told_otherwise(tmp_path: Path) ->
     assert (done.path / "fp32" / "model.onnx").is_file()
 
 
+@pytest.mark.long
 def test_an_output_that_no_float16_holds_keeps_its_type_by_name(tmp_path: Path) -> None:
     module, samples = models.pricing(), torch.rand(10, 4)
     done = export_module(module, samples, tmp_path, "pricing", keep_io_types=["price"])
@@ -66,6 +68,7 @@ def test_an_output_that_no_float16_holds_keeps_its_type_by_name(tmp_path: Path) 
         export_module(module, samples, tmp_path, "pricing", keep_io_types=["prize"])
 
 
+@pytest.mark.long
 def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
     model, samples = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.rand(8, 4)
     with torch.no_grad():
@@ -78,6 +81,7 @@ def test_what_training_recorded_stays_in_float32(tmp_path: Path) -> None:
     assert done.report.kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("keep", "kind"), [(False, onnx.TensorProto.FLOAT16), (True, onnx.TensorProto.DOUBLE)])
 def test_a_float64_module_becomes_float16(tmp_path: Path, keep: bool, kind: int) -> None:
     module, samples = nn.Sequential(nn.Linear(64, 32), nn.Tanh()).double().eval(), torch.rand(8, 64).double()
@@ -90,6 +94,7 @@ def test_a_float64_module_becomes_float16(tmp_path: Path, keep: bool, kind: int)
     assert done.certificate.outputs[0].figures.max_abs_error > 0
 
 
+@pytest.mark.long
 def test_a_float64_module_that_overflows_is_searched(tmp_path: Path) -> None:
     samples = torch.stack([models.rows()[1][index][0] for index in range(10)]).double()
     done = export_module(models.peaking().double().eval(), samples, tmp_path, "peaking")

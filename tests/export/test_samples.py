@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from export.errors import ExportError
-from export.samples import take_samples
+from export.samples import DTYPES, inputs_from_descriptions, take_samples
 
 A = torch.zeros(3)
 
@@ -96,10 +98,31 @@ def test_other_targets_are_no_labels(target: Any) -> None:
         ([torch.zeros(3)], 1, r"must hold pairs \(input, target\)"),
         ([(torch.zeros(3), 0)], 0, "samples is 0; expected at least 1"),
         ([("text", 0)], 1, "the held-out inputs cannot be stacked"),
-        ([({"x": A}, 0), ({"y": A}, 0)], 2, "that of item 1 has other parts than the first one's"),
-        ([((A, A), 0), (A, 0)], 2, "that of item 1 has other parts than the first one's"),
+        ([({"x": A}, 0), ({"y": A}, 0)], 2, "item 1 is nested differently from item 0"),
+        ([((A, A), 0), (A, 0)], 2, "item 1 is nested differently from item 0"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(items: list[Any], count: int, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         take_samples(Items(*items), count)
+
+
+@given(dtype=st.sampled_from(sorted(DTYPES)), sizes=st.lists(st.integers(0, 4), max_size=4), limit=st.integers(1, 100))
+def test_a_description_gives_what_it_says(dtype: str, sizes: list[int], limit: int) -> None:
+    (made,) = inputs_from_descriptions([f"{dtype}{sizes}<{limit}"]).args
+    assert (made.dtype, list(made.shape)) == (DTYPES[dtype], sizes)
+    if not made.is_floating_point() and made.numel():
+        assert 0 <= int(made.max()) < max(limit, 2)
+
+
+def test_names_and_order() -> None:
+    inputs = inputs_from_descriptions(["int64[2,3]<9", "mask=bool[2,3]", "float32[]"])
+    assert [made.dtype for made in inputs.args] == [torch.int64, torch.float32]
+    assert list(inputs.kwargs) == ["mask"]
+    assert torch.equal(inputs_from_descriptions(["float32[3]"]).args[0], inputs_from_descriptions(["float32[3]"]).args[0])
+
+
+@pytest.mark.parametrize("text", ["", "float32", "float32[2", "float[2]", "float32[-1]", "2,3", "x=y=float32[1]"])
+def test_what_is_no_description_is_refused(text: str) -> None:
+    with pytest.raises(ExportError, match="expected DTYPE"):
+        inputs_from_descriptions([text])

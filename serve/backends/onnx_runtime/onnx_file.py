@@ -112,11 +112,11 @@ def open_onnx(path: Path) -> Iterator[OnnxFile]:
         yield OnnxFile(path=path, model=outline.model, data_files=files, _left_out=outline.left_out, _file=file, _stamp=stamp)
 
 
-def _outline(path: Path, file: BinaryIO, size: int) -> OnnxOutline:
+def _outline(path: Path, file: BinaryIO, size: int) -> OnnxOutline[onnx.ModelProto]:
     try:
         # Binary, as the runtime reads it: onnx.load takes some file names for text formats.
         if size > SMALL_FILE_BYTES:
-            outline = read_outline(file, size)
+            outline = read_outline(file, size, onnx.ModelProto)
         else:
             outline = OnnxOutline(model=onnx.ModelProto.FromString(file.read()), left_out={})
     except (DecodeError, ValueError, OSError) as error:

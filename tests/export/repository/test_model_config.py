@@ -7,7 +7,7 @@ from google.protobuf import text_format
 from export.errors import ExportError
 from export.repository.model_config import config_for, read_config, require_agreement, write_config
 from protos.model_config_pb2 import TYPE_FP16, ModelConfig
-from tests.export.chain import chain
+from tests.export.stored_models import chain
 
 
 def test_it_describes_the_model_without_its_batch(model: onnx.ModelProto) -> None:

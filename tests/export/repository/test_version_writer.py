@@ -23,8 +23,7 @@ from export.repository.version_writer import FP32_TWIN, write_model_version
 from export.to_onnx.export_onnx import serialize
 from protos.model_config_pb2 import ModelConfig
 from serve.engine.repository.model_repository import find_models
-from tests.export.chain import chain
-from tests.export.stored_models import in_one_file, sums, with_data_files
+from tests.export.stored_models import chain, in_one_file, sums, with_data_files
 
 Certify = Callable[[onnx.ModelProto], Certificate]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from export.onnx_files.model_file import serialize
-from export.to_onnx.results import named_tensors
+from export.to_onnx.forward_call import named_tensors
 
 
 def session(model: onnx.ModelProto | str) -> Any:

@@ -85,12 +85,14 @@ def test_the_models_own_limits_hold_where_none_were_given_and_equal_sizes_stay_a
         assert difference(module, opened, inputs) < 1e-6
 
 
+@pytest.mark.long
 def test_limits_can_be_given_and_examples_of_one_are_enough() -> None:
     sizes = {"x": {0: "batch", 1: Dim("length", min=2, max=10)}, "factors": {0: Dim.DYNAMIC}}
     model = export_onnx(Positions().eval(), {"x": torch.randn(1, 2, 4), "factors": torch.randn(1)}, dynamic_shapes=sizes)
     assert limits(model) == {"batch": [1, None], "length": [2, 10], "factors_dim_0": [2, None]}
 
 
+@pytest.mark.long
 def test_conditions_on_memory_layout_do_not_matter() -> None:
     torch.manual_seed(0)
     module = Listening().eval()
@@ -142,6 +144,7 @@ class UNet(nn.Module):
         return torch.cat([b, a[..., : b.shape[3]]], dim=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["2*height", 2 * Dim("_height", min=1)])
 def test_sizes_may_be_multiples(step: Any) -> None:
     module = UNet().eval()
@@ -193,6 +196,7 @@ def test_recurrent_layers_take_every_length(kind: Callable[..., nn.Module], opti
         assert difference(module, opened, {"input": torch.rand(length, batch, 4)}) < 1e-5
 
 
+@pytest.mark.long
 def test_plain_recurrent_layers_keep_their_length() -> None:
     module = nn.Sequential(nn.RNN(4, 4, batch_first=True)).eval()
     with pytest.raises(ExportError, match=r"fixes dimension 'length' at 3: it unrolls recurrent layers \(0\)"):
@@ -222,6 +226,7 @@ def test_what_onnx_has_no_recurrent_operator_for_is_said(module: nn.Module, inpu
         export_onnx(module.eval(), inputs)
 
 
+@pytest.mark.long
 def test_numbers_that_are_read_from_a_tensor_are_no_sizes() -> None:
     model = export_onnx(Strided().eval(), torch.rand(2, 3))
     assert limits(model) == {"batch": [1, None]}

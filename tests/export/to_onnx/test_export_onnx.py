@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from amp_core.policy import Policy
 from export.errors import ExportError
-from export.halving.to_half import to_half
+from export.half_module.to_half import to_half
 from export.to_onnx.export_onnx import export_onnx, serialize
 from tests.export import models
-from tests.export.to_onnx.answers import fed, session
+from tests.export.to_onnx.answers import difference, fed, session
 
 
 class Frozen(nn.Module):
@@ -44,6 +44,7 @@ def test_batch_is_dynamic_and_names_are_the_models() -> None:
     assert {value.type.tensor_type.elem_type for value in [*model.graph.input, *model.graph.output]} == {TensorProto.FLOAT16}
 
 
+@pytest.mark.long
 def test_outputs_may_be_called_like_values_inside() -> None:
     model = export_onnx(models.mlp(), torch.rand(2, 8), output_names=["linear"])
     assert [value.name for value in model.graph.output] == ["linear"]
@@ -77,6 +78,7 @@ def test_provenance_travels_and_the_machine_does_not() -> None:
     assert str(Path(__file__).parent).encode() not in serialize(model)
 
 
+@pytest.mark.long
 def test_the_policy_travels() -> None:
     found = export_onnx(models.mlp(), torch.rand(2, 8), policy=Policy.parse("cuda+fp32:gelu")).metadata_props
     assert next(entry.value for entry in found if entry.key == "halfserve.policy") == "cuda+fp32:gelu"
@@ -96,9 +98,10 @@ def test_a_sum_in_float16_is_an_output_in_float16() -> None:
     assert (str(answer["total"].dtype), answer["total"].tolist()) == ("float16", [4, 4, 4])
 
 
+@pytest.mark.long
 def test_the_same_module_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     program = (
-        "import sys, torch; from tests.export import models; from export.halving.to_half import to_half; "
+        "import sys, torch; from tests.export import models; from export.half_module.to_half import to_half; "
         "from export.to_onnx.export_onnx import export_onnx; "
         "export_onnx(to_half(models.cnn()).module, torch.rand(2, 1, 8, 8).half(), sys.argv[1])"
     )
@@ -114,6 +117,7 @@ def test_it_prints_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.Log
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.long
 def test_float32_modules_of_a_half_model_have_their_casts() -> None:
     model = export_onnx(to_half(models.cnn(), keep_fp32=["1"]).module, torch.rand(2, 1, 8, 8).half())
     assert [node.op_type for node in model.graph.node][:4] == ["Conv", "Cast", "BatchNormalization", "Cast"]
@@ -157,3 +161,57 @@ def test_training_mode_is_refused() -> None:
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"cannot write .*nowhere/model\.onnx: No such file or directory"):
         export_onnx(models.mlp(), torch.rand(2, 8), tmp_path / "nowhere" / "model.onnx")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).eval()
+
+
+INPUT = torch.rand(2, 3, 64)
+
+
+@pytest.mark.long
+def test_over_the_limit_weights_go_beside_the_file(tmp_path: Path) -> None:
+    returned = export_onnx(model(), INPUT, tmp_path / "model.onnx", limit_bytes=10_000)
+    data = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".data")
+    assert len(data) == 1
+    assert (tmp_path / "model.onnx").stat().st_size < 10_000
+    assert {t.data_location for t in returned.graph.initializer if t.name.endswith("weight")} == {onnx.TensorProto.EXTERNAL}
+    onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
+    assert difference(model(), session(str(tmp_path / "model.onnx")), {"input": INPUT}) < 1e-6
+    again = tmp_path / "again"
+    again.mkdir()
+    export_onnx(model(), INPUT, again / "model.onnx", limit_bytes=10_000)
+    for name in ("model.onnx", *data):
+        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_external_data_can_be_asked_for_and_forbidden(tmp_path: Path) -> None:
+    export_onnx(model(), INPUT, tmp_path / "model.onnx", external_data="yes")
+    assert any(path.suffix == ".data" for path in tmp_path.iterdir())
+    with pytest.raises(ExportError, match="too much for one file; allow external data"):
+        export_onnx(model(), INPUT, tmp_path / "model.onnx", external_data="no", limit_bytes=10_000)
+
+
+@pytest.mark.long
+def test_large_models_need_a_path_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="give a path, beside which they can be stored"):
+        export_onnx(model(), INPUT, limit_bytes=10_000)
+    with pytest.raises(ExportError, match=r"cannot write .*nowhere/model\.onnx: No such file or directory"):
+        export_onnx(model(), INPUT, tmp_path / "nowhere" / "model.onnx", limit_bytes=10_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("version", [17, 99, "18"])
+def test_opsets_that_cannot_be_reached_are_refused(version: int) -> None:
+    with pytest.raises(ExportError, match=f"opset_version is {version}; expected a whole number from 18 to 25"):
+        export_onnx(model(), INPUT, opset_version=version)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", [18, 25])
+def test_opsets_can_be_chosen(version: int) -> None:
+    exported = export_onnx(model(), INPUT, opset_version=version)
+    assert [(entry.domain, entry.version) for entry in exported.opset_import if not entry.domain] == [("", version)]
+    assert difference(model(), session(exported), {"input": INPUT}) < 1e-5

@@ -2,19 +2,27 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from export.halving.to_half import to_half
+from export.half_module.to_half import to_half
 from export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, halved, session
 from tests.export.to_onnx.families import FAMILIES, resized
 
 FP32_TOLERANCE, HALF_TOLERANCE = 5e-6, 5e-3
+SINGLE = [name for name, family in FAMILIES.items() if family.single]
+HALF = [name for name, family in FAMILIES.items() if family.half]
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.single])
+def lanes(names: list[str], *, short: set[str]) -> list[Any]:
+    """Representatives in the short lane, the other families in the long one."""
+    return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize("name", lanes(SINGLE, short={"bert"}))
 def test_float32_answers_as_torch_does_at_every_size(name: str) -> None:
     family = FAMILIES[name]
     torch.manual_seed(0)
@@ -33,7 +41,7 @@ def test_float32_answers_as_torch_does_at_every_size(name: str) -> None:
     assert most is None or max(family.lengths) <= most
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.half])
+@pytest.mark.parametrize("name", lanes(HALF, short={"vit"}))
 def test_the_half_module_answers_within_float16_at_every_size(name: str) -> None:
     family = FAMILIES[name]
     torch.manual_seed(0)

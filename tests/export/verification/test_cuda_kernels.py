@@ -16,7 +16,7 @@ from export.verification.executions import gpu_is_there
 from export.verification.samples import Array
 from export.verification.simulation import round_every_node
 from export.verification.verify import verify
-from tests.export.sessions import open_session, run_session
+from tests.export.stored_models import open_session, run_session
 
 ENTRIES = np.random.default_rng(0).uniform(-30, 900, (3, 200, 2)).astype(np.float16)
 LARGE = np.linspace(4e4, 6e4, 32, dtype=np.float32).reshape(4, 8)

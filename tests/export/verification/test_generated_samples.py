@@ -12,7 +12,7 @@ from export.errors import ExportError
 from export.onnx_files.model_file import serialize
 from export.verification.generated_samples import FACTORS, ROWS, AdversarialCase, adversarial_cases, is_mask, synthesize
 from export.verification.samples import Array, Input
-from tests.export.sessions import open_session, run_session
+from tests.export.stored_models import open_session, run_session
 
 X = Input(name="x", elem_type=TensorProto.FLOAT16, dims=("batch", "length"))
 IDS = Input(name="ids", elem_type=TensorProto.INT64, dims=("batch", "length"))

@@ -10,15 +10,14 @@ from onnx import numpy_helper, parser
 from torch import nn
 
 from export.certificate.certificate import BudgetExceeded, Risk
-from export.halving.to_half import to_half
+from export.half_module.to_half import to_half
 from export.onnx_files.model_file import serialize
 from export.to_onnx.export_onnx import export_onnx
 from export.verification.samples import Array
 from export.verification.simulation import SumChecks, round_every_node, with_sum_checks
 from export.verification.verify import verify
 from tests.export import models
-from tests.export.chain import chain
-from tests.export.sessions import open_session, run_session
+from tests.export.stored_models import chain, open_session, run_session
 
 CASES = [(["Add", "Sub"], 2048.0), (["Mul", "Mul", "Div", "Div"], 300.0), (["Div", "Div", "Mul", "Mul"], 700.0)]
 X = np.linspace(-2, 2, 21).astype(np.float16)[:, None]

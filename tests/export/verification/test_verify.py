@@ -13,15 +13,14 @@ from export.certificate.budget import Budget
 from export.certificate.certificate import BudgetExceeded, Certificate
 from export.certificate.embed import graph_sha256
 from export.errors import ExportError
-from export.halving.to_half import to_half
+from export.half_module.to_half import to_half
 from export.onnx_files.model_file import ModelFile, serialize
 from export.onnx_fp16.convert import convert_float_to_float16
 from export.to_onnx.export_onnx import export_onnx
 from export.verification import executions
 from export.verification.verify import verify
 from tests.export import models
-from tests.export.chain import chain
-from tests.export.stored_models import sums
+from tests.export.stored_models import chain, sums
 
 SHAPES = {"mlp": (8,), "cnn": (1, 8, 8), "lstm": (5, 8), "transformer": (5, 16)}
 DETECTOR = """
@@ -47,7 +46,7 @@ MISSING_AS_ZERO = """<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x, fl
 
 
 class Chain(nn.Module):
-    """The torch twin of tests.export.chain: x * c * c / c / c."""
+    """The torch twin of tests.export.onnx_files: x * c * c / c / c."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 300.0 * 300.0 / 300.0 / 300.0

@@ -1,0 +1,297 @@
+"""`halfserve convert` and `halfserve export`: an ONNX file or a checkpoint becomes a verified float16 model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from export.certificate.budget import Budget
+from export.certificate.certificate import BudgetExceeded
+from export.cli.options import (
+    EXIT_CODES,
+    NOTE,
+    AccumulatorType,
+    Adversarial,
+    AsJson,
+    CertificateFile,
+    Fp32Twin,
+    HtmlPage,
+    KeepIoTypes,
+    MaxAbsError,
+    MaxMinutes,
+    MaxRuns,
+    MaxScaledError,
+    MinAgreement,
+    ModelVersion,
+    Search,
+    budget_limit,
+    conversion,
+    dynamic_sizes,
+    hint_for_synthetic_inputs,
+    load_samples,
+    page_beside,
+    report,
+    repository_version,
+    sizes_of,
+    verification,
+)
+from export.cli.output import as_plain, explain, print_conversion, progress_on, verdict_files
+from export.conversion_targets import ConversionTarget, FileTarget, RepositoryTarget
+from export.errors import ExportError, UsageError
+from export.file_conversion import ConversionOptions, Converted, Verification, convert_verified
+from export.onnx_files.model_writer import ExternalData
+from export.search.narrowing import MAX_RUNS, SearchLimits
+
+if TYPE_CHECKING:
+    from export.onnx_files.model_file import ModelFile
+    from export.verification.samples import Array
+
+__all__ = ["EXIT_CODES", "convert", "export"]
+
+MAX_BATCH_SIZE = 32
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="The float32 ONNX model; its data files lie beside it.", show_default=False)],
+    target: Annotated[
+        Path | None, typer.Argument(help="The float16 ONNX model to write; or give --repository.", show_default=False)
+    ] = None,
+    keep_io_types: KeepIoTypes = True,
+    block_op: Annotated[
+        list[str] | None, conversion(help="Operator to keep in float32, as a shell pattern; may be repeated.")
+    ] = None,
+    block_node: Annotated[
+        list[str] | None, conversion(help="Node to keep in float32, as a shell pattern; may be repeated.")
+    ] = None,
+    repair: Annotated[bool, conversion(help="Rewrite what float16 could not hold, such as large BatchNorm statistics.")] = True,
+    upgrade_opset: Annotated[
+        bool,
+        conversion(
+            "--upgrade-opset", help="Raise a model from before opset 17 to it: a LayerNormalization is one operator there."
+        ),
+    ] = False,
+    external_data: Annotated[
+        ExternalData, conversion(help="Weights in files of their own: as in the source or over 2 GiB, always, or never.")
+    ] = "auto",
+    verify: Annotated[bool, verification(help="Compare the result with the source before it is written.")] = True,
+    samples: Annotated[
+        Path | None, verification(help="An .npz with an array per input to verify on; by default inputs are made up.")
+    ] = None,
+    dim: Annotated[
+        list[str] | None, verification(help="Size of a variable dimension for made-up inputs, as NAME=SIZE; may be repeated.")
+    ] = None,
+    max_abs_error: MaxAbsError = None,
+    max_scaled_error: MaxScaledError = 0.01,
+    min_agreement: MinAgreement = 0.995,
+    adversarial: Adversarial = True,
+    accumulators: AccumulatorType = "float32",
+    search: Search = True,
+    max_runs: MaxRuns = MAX_RUNS,
+    max_minutes: MaxMinutes = None,
+    certificate: CertificateFile = None,
+    html: HtmlPage = False,
+    placement: Annotated[
+        bool, report("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
+    ] = False,
+    repository: Annotated[
+        Path | None, repository_version(help="Add a version to this model repository instead of writing a file.")
+    ] = None,
+    name: Annotated[str | None, repository_version(help="The model's name there; by default the source's.")] = None,
+    version: ModelVersion = None,
+    max_batch_size: Annotated[
+        int | None, repository_version(help="Largest batch that the server may form, 0 for none; 32 by default.")
+    ] = None,
+    fp32_twin: Fp32Twin = False,
+    overwrite: Annotated[bool, repository_version("--overwrite", help="Replace a model that is there already.")] = False,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a float32 ONNX model to float16, verify it, and write it.
+
+    The float16 model is compared with the float32 one; where it differs by more than the budget allows, the fewest nodes that
+    have to stay float32 are searched for, and if that is not enough nothing is written and the exit code is 3. Ctrl-C ends the
+    search, a second one the command: the smallest set that passed so far is written. Models of any size are converted weight
+    by weight.
+
+    Example: halfserve convert model.onnx model.fp16.onnx --samples samples.npz
+
+    Example: halfserve convert model.onnx --repository models --fp32-twin
+    """
+    budget = Budget(max_abs_error=max_abs_error, max_scaled_error=max_scaled_error, min_agreement=min_agreement)
+    place = _target(source, target, repository, name, version, max_batch_size, fp32_twin=fp32_twin, overwrite=overwrite)
+    needing = [
+        option for option, value in (("samples", samples), ("certificate", certificate), ("repository", repository)) if value
+    ]
+    if not verify and needing:
+        raise UsageError(f"--{needing[0]} needs verification; leave --no-verify out")
+    page = page_beside(certificate, html=html, others=(source, target, samples))
+    inputs = _inputs(samples, sizes_of(dim or ()))
+    work = partial(
+        convert_verified,
+        source,
+        place,
+        options=ConversionOptions(
+            keep_io_types=keep_io_types,
+            op_block_list=block_op or (),
+            node_block_list=block_node or (),
+            repair=repair,
+            upgrade_opset=upgrade_opset,
+            external_data=external_data,
+        ),
+        verification=Verification(
+            samples=inputs,
+            budget=budget,
+            adversarial=adversarial,
+            accumulators=accumulators,
+            search=search,
+            limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
+            notes=(NOTE,) if samples is None else (),
+        )
+        if verify
+        else None,
+        beside=verdict_files(certificate, page),
+    )
+    with hint_for_synthetic_inputs(synthetic=samples is None):
+        done = _run(work)
+    if as_json:
+        typer.echo(json.dumps(as_plain(done)))
+    else:
+        print_conversion(done, in_full=placement)
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A file that `halfserve train` wrote.", show_default=False)],
+    repository: Annotated[Path, typer.Option(help="The model repository's folder; made if missing.", show_default=False)],
+    name: Annotated[str | None, repository_version(help="The model's name; by default from the model's module.")] = None,
+    version: ModelVersion = None,
+    max_abs_error: Annotated[
+        float | None, budget_limit(help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude.")
+    ] = None,
+    min_agreement: MinAgreement = 0.995,
+    max_batch_size: Annotated[int, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE,
+    keep_fp32: Annotated[
+        list[str] | None, conversion(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
+    ] = None,
+    keep_io_types: KeepIoTypes = False,
+    dynamic: Annotated[
+        list[str] | None,
+        conversion(
+            help="Size, beside the batch's, that may vary, as INPUT.AXIS=NAME: tokens.1=length, or image.2=4*height for "
+            "multiples of 4; may be repeated."
+        ),
+    ] = None,
+    samples: Annotated[int, verification(help="How many held-out samples to verify on, at most.")] = 1024,
+    search: Search = True,
+    max_runs: MaxRuns = MAX_RUNS,
+    max_minutes: MaxMinutes = None,
+    adversarial: Adversarial = True,
+    accumulators: AccumulatorType = "float32",
+    fp32_twin: Fp32Twin = False,
+    certificate: CertificateFile = None,
+    html: HtmlPage = False,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a checkpoint's model to fp16, verify it, and add it to a model repository.
+
+    The fp16 model is compared with the float32 one on held-out samples; where it differs by more than the budget allows, the
+    fewest nodes that have to stay float32 are searched for, and if that is not enough nothing is written and the exit code
+    is 3. Ctrl-C ends the search, a second one the command: the smallest set that passed so far is written. What the training
+    policy added to float32, and what the training record shows over float16's range, stays float32.
+
+    Example: halfserve export runs/digits/checkpoint.pt --repository models
+    """
+    page = page_beside(certificate, html=html, others=(checkpoint,))
+    budget = Budget(max_abs_error=max_abs_error, min_agreement=min_agreement)
+    # torch takes seconds to import; --help and wrong usage answer before it.
+    from amp_core.checkpoint import CheckpointError  # noqa: PLC0415  (see above)
+    from export.checkpoint_pipeline import export_checkpoint  # noqa: PLC0415  (see above)
+    from export.module_pipeline import ExportOptions  # noqa: PLC0415  (see above)
+
+    options = ExportOptions(
+        budget=budget,
+        keep_fp32=keep_fp32 or (),
+        keep_io_types=keep_io_types,
+        dynamic=dynamic_sizes(dynamic or ()),
+        search=search,
+        limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
+        adversarial=adversarial,
+        accumulators=accumulators,
+        beside=verdict_files(certificate, page),
+    )
+    work = partial(
+        export_checkpoint,
+        checkpoint,
+        repository,
+        options=options,
+        samples=samples,
+        name=name,
+        version=version,
+        max_batch_size=max_batch_size,
+        fp32_twin=fp32_twin,
+    )
+    try:
+        done = _run(work)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps({**as_plain(done), "version": int(done.path.name)}))
+    else:
+        print_conversion(done)
+
+
+def _run(work: Callable[..., Converted]) -> Converted:
+    """Run a conversion with its progress on standard error; explain a model that is over budget."""
+    stderr = Console(stderr=True)
+    try:
+        with progress_on(stderr) as progress:
+            return work(progress=progress)
+    except BudgetExceeded as error:
+        explain(stderr, error)
+        raise
+
+
+def _target(
+    source: Path,
+    target: Path | None,
+    repository: Path | None,
+    name: str | None,
+    version: int | None,
+    max_batch_size: int | None,
+    *,
+    fp32_twin: bool,
+    overwrite: bool,
+) -> ConversionTarget:
+    if (target is None) == (repository is None):
+        raise UsageError("give either the file to write or --repository, one of the two")
+    if target is not None:
+        if name is not None or version is not None or max_batch_size is not None or fp32_twin:
+            raise UsageError(
+                "--name, --version, --max-batch-size and --fp32-twin belong to --repository; leave the file to write out"
+            )
+        return FileTarget(path=target, overwrite=overwrite)
+    if overwrite:
+        raise UsageError("a version in a repository is never replaced; leave --overwrite out")
+    return RepositoryTarget(
+        repository=repository or Path(),
+        name=source.stem if name is None else name,
+        version=version,
+        max_batch_size=MAX_BATCH_SIZE if max_batch_size is None else max_batch_size,
+        fp32_twin=fp32_twin,
+        default_name=name is None,
+    )
+
+
+def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:
+    def synthetic(model: ModelFile) -> Sequence[Array]:
+        from export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
+
+        return synthesize(model, dims=sizes)
+
+    return synthetic if samples is None else lambda model: load_samples(samples, model)

@@ -1,0 +1,216 @@
+"""Options that several commands share, and how their values are read: sizes, sample files, output files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import numpy as np
+import typer
+
+from export.certificate.certificate import BudgetExceeded
+from export.errors import ExportError, UsageError
+from export.file_conversion import Accumulators
+from export.verification.samples import Input, inputs_of
+
+if TYPE_CHECKING:
+    from export.onnx_files.model_file import ModelFile
+
+EXIT_CODES: dict[type[Exception], int] = {BudgetExceeded: 3, UsageError: 2, ExportError: 1}
+
+conversion = partial(typer.Option, rich_help_panel="Conversion")
+verification = partial(typer.Option, rich_help_panel="Verification")
+budget_limit = partial(typer.Option, rich_help_panel="Budget")
+report = partial(typer.Option, rich_help_panel="Report")
+repository_version = partial(typer.Option, rich_help_panel="Model repository")
+
+KeepIoTypes: TypeAlias = Annotated[
+    bool, conversion("--keep-io-types/--float16-io", help="Inputs and outputs stay float32, or become float16 too.")
+]
+MaxAbsError: TypeAlias = Annotated[
+    float | None, budget_limit(help="Largest error of an output, in its unit; replaces --max-scaled-error.")
+]
+MaxScaledError: TypeAlias = Annotated[
+    float, budget_limit(help="Largest error of an output, as a share of its largest magnitude.")
+]
+MinAgreement: TypeAlias = Annotated[float, budget_limit(help="Least share of samples with the reference's argmax.")]
+Adversarial: TypeAlias = Annotated[
+    bool, verification(help="Try inputs at the edge of the samples too: zeros, large ones, masked rows.")
+]
+AccumulatorType: TypeAlias = Annotated[
+    Accumulators, verification(help="In which type the runtime sums: float32 as ONNX Runtime, or float16 as TensorRT.")
+]
+Search: TypeAlias = Annotated[
+    bool, verification(help="Find the fewest nodes to keep in float32 where the result is over budget.")
+]
+MaxRuns: TypeAlias = Annotated[
+    int, verification(help="How many sets of such nodes the search may try; it keeps the smallest that passed.")
+]
+MaxMinutes: TypeAlias = Annotated[
+    float | None, verification(help="Minutes after which the search tries no further set; no limit by default.")
+]
+CertificateFile: TypeAlias = Annotated[Path | None, report(help="Write the verdict to this JSON file too.")]
+HtmlPage: TypeAlias = Annotated[bool, report("--html", help="Write it as an HTML page beside --certificate too.")]
+ModelVersion: TypeAlias = Annotated[int | None, repository_version(help="The version; the next free one by default.")]
+Fp32Twin: TypeAlias = Annotated[
+    bool, repository_version("--fp32-twin", help="Put the float32 model there too, for a server that can fall back on it.")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+Array = np.ndarray[Any, Any]
+UNNAMED = "arr_0"  # what numpy.savez calls an array that is given without a name
+
+NOTE = "the inputs were made up; give --samples for a verdict on your own"
+DYNAMIC = re.compile(r"(?P<input>.+)\.(?P<axis>\d+)=(?P<size>(?:[1-9]\d*\*)?(?P<name>\w+))")
+
+
+def load_samples(path: Path, model: ModelFile) -> list[Array]:
+    """Read samples that `numpy.savez(path, input_name=array, ...)` wrote; each array's first dimension counts them.
+
+    Args:
+        path: The .npz file; for a model with a single input, one array without a name will do, also as an .npy file.
+        model: The model whose inputs they are.
+
+    Returns:
+        The arrays in the order of the model's inputs, in their types.
+
+    Raises:
+        ExportError: The file cannot be read, holds no such arrays, one does not fit its input, or an input is no tensor.
+    """
+    inputs = inputs_of(model.outline)
+    arrays = _read(path)
+    if len(inputs) == 1 and arrays.keys() == {UNNAMED} and inputs[0].name != UNNAMED:
+        arrays = {inputs[0].name: arrays[UNNAMED]}
+    names = [value.name for value in inputs]
+    absent = [name for name in names if name not in arrays]
+    if absent:
+        raise ExportError(
+            f"{path} has no array {absent[0]!r}; it has {', '.join(arrays) or 'none'}; the model takes {', '.join(names)}"
+        )
+    unknown = [name for name in arrays if name not in names]
+    if unknown:
+        raise ExportError(f"{path} has an array {unknown[0]!r}, which is no input of the model; it takes {', '.join(names)}")
+    return [_fitting(arrays[value.name], value, path) for value in inputs]
+
+
+def _read(path: Path) -> dict[str, Array]:
+    try:
+        with path.open("rb") as file:  # numpy does not close a path that holds no archive
+            loaded = np.load(file, allow_pickle=False)
+            return {UNNAMED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+    except OSError as error:
+        raise ExportError(f"cannot read the samples {path}: {error.strerror or error}") from error
+    except Exception as error:  # numpy evaluates the header, and allocates the size that it states
+        raise ExportError(f"{path} is no .npz file of numbers; write one with numpy.savez(path, input_name=array)") from error
+
+
+def _fitting(array: Array, wanted: Input, path: Path) -> Array:
+    texts = array.dtype.kind == wanted.dtype.kind == "U"
+    if not texts and not np.can_cast(array.dtype, wanted.dtype, "same_kind"):
+        raise ExportError(f"{path}: {wanted.name!r} is {array.dtype}, the model takes {wanted.dtype}")
+    if wanted.dims is not None:
+        fits = len(wanted.dims) == array.ndim and all(
+            not isinstance(want, int) or want == have for want, have in zip(wanted.dims[1:], array.shape[1:], strict=True)
+        )
+        if not fits:
+            shown = ", ".join("?" if dim is None else str(dim) for dim in wanted.dims)
+            raise ExportError(
+                f"{path}: {wanted.name!r} has shape {list(array.shape)}, the model takes [{shown}] (samples first)"
+            )
+    return array if texts else array.astype(wanted.dtype, copy=False)
+
+
+def sizes_of(entries: Sequence[str]) -> dict[str, int]:
+    """Parse `--dim NAME=SIZE` options into sizes by name.
+
+    Raises:
+        UsageError: An entry has another form.
+    """
+    sizes = {}
+    for entry in entries:
+        name, _, size = entry.rpartition("=")
+        if not name or not (size.isascii() and size.isdigit()) or int(size) < 1:
+            raise UsageError(f"--dim {entry!r} is not of the form NAME=SIZE, such as --dim sequence=128")
+        sizes[name] = int(size)
+    return sizes
+
+
+@contextmanager
+def hint_for_synthetic_inputs(*, synthetic: bool) -> Iterator[None]:
+    """Add what to do to the error of a model that fails on synthetic inputs."""
+    try:
+        yield
+    except ExportError as error:
+        if synthetic and "fails on the samples" in str(error):
+            hint = "the inputs were made up: give --samples, or sizes with --dim NAME=SIZE"
+            raise ExportError(f"{error}; {hint}") from error
+        raise
+
+
+def dynamic_sizes(options: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Parse `--dynamic INPUT.AXIS=NAME` options into names of dimensions by input and axis.
+
+    Raises:
+        UsageError: An option has another form, is about the batch, or repeats an axis.
+    """
+    from export.to_onnx.dimensions import BATCH  # noqa: PLC0415  (torch takes seconds to import)
+
+    sizes: dict[str, dict[int, str]] = {}
+    for option in options:
+        found = DYNAMIC.fullmatch(option)
+        if found is None or not found["name"].isidentifier():
+            raise UsageError(f"--dynamic {option!r}: expected INPUT.AXIS=NAME, such as tokens.1=length")
+        if found["name"] == BATCH:
+            raise UsageError(f"--dynamic {option!r}: {BATCH!r} is the name of axis 0; give this size another name")
+        axes, axis = sizes.setdefault(found["input"], {}), int(found["axis"])
+        if axis == 0:
+            raise UsageError(f"--dynamic {option!r}: axis 0 is the batch, which always varies; expected axis 1 or more")
+        if axis in axes:
+            raise UsageError(f"--dynamic names axis {axis} of input {found['input']!r} twice; expected each once")
+        axes[axis] = found["size"]
+    return sizes
+
+
+def require_output(path: Path | None, what: str, *, others: Iterable[Path | None]) -> None:
+    """Check before any work is done that a file can be written.
+
+    Args:
+        path: The file; None for none.
+        what: What will be in it, such as "the certificate".
+        others: The files that the command reads or writes besides; None for absent ones.
+
+    Raises:
+        ExportError: The file cannot be written, its folder does not exist, or it is one of the others.
+    """
+    if path is None:
+        return
+    try:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ExportError(f"cannot write {what} {path}: expected a file in a folder that exists")
+        if any(other is not None and path.resolve() == other.resolve() for other in others):
+            raise ExportError(f"cannot write {what} to {path}: that is another file of this command; give it a name of its own")
+        if path.is_file() or not path.exists():  # pipes and devices are written to directly
+            with TemporaryFile(dir=path.resolve().parent):
+                pass
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        raise ExportError(f"cannot write {what} {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def page_beside(certificate: Path | None, *, html: bool, others: Sequence[Path | None]) -> Path | None:
+    """Check the paths of a certificate and of its HTML page (see `require_output`), and return the page's, None without `html`.
+
+    Raises:
+        UsageError: `html` without a certificate.
+        ExportError: One of the two cannot be written.
+    """
+    if html and certificate is None:
+        raise UsageError("--html writes its page beside the certificate; give --certificate PATH too")
+    page = certificate.with_suffix(".html") if html and certificate is not None else None
+    require_output(certificate, "the certificate", others=others)
+    require_output(page, "the page", others=(*others, certificate))
+    return page

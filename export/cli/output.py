@@ -1,0 +1,222 @@
+"""What commands print about a conversion, and their progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from export.certificate.certificate import BudgetExceeded, Certificate
+from export.certificate.table import certificate_table
+from export.file_conversion import Beside, Converted, SearchFailed
+from export.placement.audit import placement_lines, placement_table
+
+if TYPE_CHECKING:
+    from export.onnx_fp16.report import ConversionReport, KeptNode
+    from export.search.result import SearchResult
+
+SHOWN = 20  # rows of a table; the rest is counted
+EXAMPLES = 3  # nodes named for one reason
+SECONDS_BETWEEN_LINES = 10.0
+SEARCH = "searching"  # a search may take long, so its first line appears at once
+
+
+def explain(console: Console, error: BudgetExceeded) -> None:
+    """Print the figures of a model that is over budget, and the best result of a search."""
+    console.print(certificate_table(error.certificate))
+    if isinstance(error, SearchFailed):
+        console.print(_search_table(error.search))
+
+
+def _search_table(found: SearchResult) -> Group:
+    from export.search.result import search_table  # noqa: PLC0415  (needed only after a search)
+
+    return search_table(found)
+
+
+def verdict_files(path: Path | None, page: Path | None) -> Beside:
+    """The files to write with a model: its certificate as JSON, and as an HTML page, where a path is given."""
+
+    def files(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:
+        found = [] if path is None else [(path, certificate.to_bytes())]
+        if page is not None:
+            from export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
+
+            found.append((page, certificate_page(certificate).encode()))
+        return found
+
+    return files
+
+
+def as_plain(done: Converted) -> dict[str, Any]:
+    """Everything about a conversion, in JSON's own types."""
+    return {
+        "path": str(done.path),
+        "size_bytes": done.size_bytes,
+        "source_bytes": done.source_bytes,
+        "conversion": done.report.to_json(),
+        "certificate": done.certificate and done.certificate.to_json(),
+        "search": done.search and done.search.to_json(),
+        "placement": {"error": done.placement} if isinstance(done.placement, str) else done.placement.to_json(),
+        "superseded": list(done.superseded),
+    }
+
+
+def print_conversion(done: Converted, *, in_full: bool = False) -> None:
+    """Print everything about a conversion; `in_full` lists the placement of every node."""
+    console, placed = Console(), done.placement
+    console.print(
+        conversion_table(
+            done.report, source_bytes=done.source_bytes, size_bytes=done.size_bytes, certified=done.certificate is not None
+        )
+    )
+    if done.search is not None:
+        console.print(_search_table(done.search))
+    if isinstance(placed, str):
+        lines = [f"placement {placed}"]
+    elif in_full:
+        console.print(placement_table(placed))
+        lines = []
+    else:
+        lines = placement_lines(placed)
+    if done.certificate is not None:
+        console.print(certificate_table(done.certificate))
+    else:
+        lines.append("verdict   none: not verified")
+    lines += [
+        f"left over {name}: only the model before used it; remove it when no process reads that model"
+        for name in done.superseded
+    ]
+    for line in [*lines, f"written   {done.path}"]:
+        console.print(Text(line), soft_wrap=True)
+
+
+def conversion_table(
+    report: ConversionReport, *, source_bytes: int | None = None, size_bytes: int | None = None, certified: bool = False
+) -> Group:
+    """Tables of float32 nodes, repairs and weights that lost numbers, where there are any, and lines with the totals.
+
+    `certified` leaves size and rounding to the certificate's table, which follows.
+    """
+    tables = [table for table in (_kept(report.kept), _repairs(report), _weights(report)) if table is not None]
+    return Group(*tables, *(Text(line) for line in _facts(report, source_bytes, size_bytes, certified=certified)))
+
+
+def _kept(kept: Sequence[KeptNode]) -> Table | None:
+    if not kept:
+        return None
+    title = f"{_counted(len(kept), 'node')} in float32"
+    if len(kept) > SHOWN:
+        return _by_reason(kept, title)
+    table = _new_table(title, "node", "operator", "reason", "module", "source")
+    for node in kept:
+        _add(table, node.name, node.op_type, node.reason, node.module or "", node.source or "")
+    return table
+
+
+def _by_reason(kept: Sequence[KeptNode], title: str) -> Table:
+    """A row for each reason, the most frequent first."""
+    groups: dict[str, list[str]] = {}
+    for node in kept:
+        groups.setdefault(node.reason, []).append(node.name)
+    table = _new_table(title, "nodes", "reason", "such as")
+    for reason, names in sorted(groups.items(), key=lambda group: -len(group[1]))[:SHOWN]:
+        _add(table, str(len(names)), reason, ", ".join(names[:EXAMPLES]))
+    table.caption, table.caption_justify = Text("--json lists all"), "left"
+    return table
+
+
+def _repairs(report: ConversionReport) -> Table | None:
+    if not report.repairs:
+        return None
+    table = _new_table(_counted(len(report.repairs), "repair"), "repair", "nodes", "what was done")
+    for repair in report.repairs[:SHOWN]:
+        nodes = ", ".join(repair.nodes[:3]) + (f" and {len(repair.nodes) - 3} more" if len(repair.nodes) > 3 else "")
+        _add(table, repair.pass_name, nodes, repair.text)
+    return _ended(table, len(report.repairs))
+
+
+def _weights(report: ConversionReport) -> Table | None:
+    """Weights with numbers that overflowed or became 0; subnormal ones lost digits only, and are in the totals."""
+    lost = [weight for weight in report.weights if weight.ledger.overflow or weight.ledger.flushed]
+    if not lost:
+        return None
+    table = _new_table("weights that lost numbers", "tensor", "elements", "over 65504", "became 0", "subnormal")
+    for weight in sorted(lost, key=lambda weight: (-weight.ledger.overflow, -weight.ledger.flushed))[:SHOWN]:
+        counts = (weight.elements, weight.ledger.overflow, weight.ledger.flushed, weight.ledger.subnormal)
+        _add(table, weight.name, *(f"{count:,}" for count in counts))
+    return _ended(table, len(lost))
+
+
+def _facts(report: ConversionReport, source_bytes: int | None, size_bytes: int | None, *, certified: bool) -> list[str]:
+    ledger, nodes = report.ledger, _counted(report.float_nodes, "node")
+    without = f", {report.unsupported_nodes} more have no float16" if report.unsupported_nodes else ""
+    casts = _counted(abs(report.casts_added), "cast") + (" fewer" if report.casts_added < 0 else " added")
+    lines = [f"float16   {report.fp16_nodes} of {nodes} that compute on floats{without}; {casts}"]
+    if report.converted_before:
+        lines.insert(0, "the model had been converted with these settings before, and is unchanged")
+    if report.random_nodes:
+        more = f" and {len(report.random_nodes) - EXAMPLES} more" if len(report.random_nodes) > EXAMPLES else ""
+        drawn = f"{', '.join(report.random_nodes[:EXAMPLES])}{more}"
+        lines.append(f"random    {drawn}: their outputs differ from run to run, and a comparison proves little about them")
+    if certified:
+        return lines
+    lines.append(f"rounding  {ledger.overflow:,} overflow, {ledger.flushed:,} flushed, {ledger.subnormal:,} subnormal")
+    if size_bytes is not None and source_bytes:
+        lines.append(f"size      {size_bytes:,} bytes, {size_bytes / source_bytes:.0%} of float32's {source_bytes:,}")
+    return lines
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell) for cell in cells))  # a Text: brackets in a model's names are no markup
+
+
+def _ended(table: Table, total: int) -> Table:
+    if total > SHOWN:
+        table.caption = Text(f"and {total - SHOWN} more; --json lists all")
+        table.caption_justify = "left"
+    return table
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+@contextmanager
+def progress_on(console: Console) -> Iterator[Callable[[str], None]]:
+    """Yield the function to call with each step: a spinner on a terminal, `ProgressLines` elsewhere."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield lambda step: status.update(Text(step))
+    else:
+        yield ProgressLines(console)
+
+
+class ProgressLines:
+    """Prints the first step of a search, and any step at least 10 s after the last line or the start."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._last, self._searching = clock(), False
+
+    def __call__(self, step: str) -> None:
+        first_of_search = step.startswith(SEARCH) and not self._searching
+        self._searching |= first_of_search
+        now = self._clock()
+        if first_of_search or now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
+            self._console.print(Text(step), soft_wrap=True)

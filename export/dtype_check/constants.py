@@ -1,0 +1,200 @@
+"""Numbers in the source that float16 cannot hold, in lines that ran and in lines that did not."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from export.dtype_check.findings import FindingLog
+from export.dtype_check.inherit_dtype import HELPERS
+from export.dtype_check.source_lines import SourceLine, SourceLocator, parsed
+from export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
+from export.weight_ledger import FP16_LARGEST_FLUSHED, FP16_MAX, FP16_OVERFLOW, FP16_SMALLEST_NORMAL
+
+NOTABLE_ERROR = 0.01  # 1e-5 is subnormal too and off by 0.1 %, which does not matter for an epsilon
+
+FILLS = frozenset({"fill_", "fill", "full", "full_like", "new_full", "masked_fill", "masked_fill_", "where", "constant_pad_nd"})
+SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
+BOUNDS = frozenset(
+    {"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "maximum", "minimum", "nan_to_num"}
+)
+SCALES = frozenset({"mul", "mul_", "div", "div_", "true_divide", "reciprocal"})
+WATCHED = FILLS | SUMS | BOUNDS | SCALES | {"scalar_tensor"}
+
+# Without a dtype these are float32, whatever their arguments are.
+FLOAT_FACTORIES = frozenset({"zeros", "ones", "empty", "eye", "rand", "randn", "linspace"})
+
+
+@dataclass
+class ConstantCheck:
+    """Checks the numbers that operations on float16 tensors take."""
+
+    log: FindingLog
+    _scalars: Any = field(default_factory=WeakTensorKeyDictionary)
+
+    def before(self, operation: Operation) -> bool:
+        """Log the constants that do not fit.
+
+        Returns:
+            Whether one of them is beyond float16's range, so that the kernel may refuse it.
+        """
+        if operation.name not in WATCHED or not _is_half(operation):
+            return False
+        beyond = [self._check(operation, number) for number in self._numbers(operation)]  # all of them are logged
+        return any(beyond)
+
+    def beyond_wide(self, operation: Operation) -> list[float]:
+        """The finite numbers beyond float16's range that an operation writes into a tensor of another dtype."""
+        if operation.name not in FILLS | SCALES or _is_half(operation):
+            return []
+        return [number for number in self._numbers(operation) if FP16_OVERFLOW <= abs(number) < math.inf]
+
+    def after(self, operation: Operation, result: Any) -> None:
+        """Remember tensors that hold one constant (`torch.tensor(1e-8)`), and check masks that turn infinite when rounded."""
+        for made in results_of(result):
+            if made.dtype in WIDE and not made.dim() and not made.is_complex() and not _computed(operation):
+                self._scalars[made] = float(made)
+            if operation.name == "_to_copy" and made.dtype == HALF:
+                self._check_rounding(operation, operation.tensors[0], made)
+
+    def _numbers(self, operation: Operation) -> Iterator[float]:
+        named = (operation.kwargs.get(name) for name in ("min", "max", "value", "nan", "posinf", "neginf"))
+        for value in (*operation.args, *named):
+            if isinstance(value, Tensor) and value in self._scalars:
+                yield self._scalars[value]
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield float(value)
+
+    def _check(self, operation: Operation, number: float) -> bool:
+        size = abs(number)
+        if math.isinf(number):
+            if number < 0 and operation.name in FILLS and operation.place is not None:
+                text = "-inf hides, but a row that is hidden whole is NaN after softmax, and so is 0 * -inf"
+                self._log(operation, "infinite_mask", "note", text, "mask_value(x)")
+        elif size >= FP16_OVERFLOW:
+            self._log(operation, "constant", "error", _beyond(operation, number), _fix_beyond(operation, number))
+            return True
+        elif 0 < size < FP16_SMALLEST_NORMAL:
+            self._check_small(operation, number)
+        return False
+
+    def _check_small(self, operation: Operation, number: float) -> None:
+        fix = "finfo(x).tiny" if operation.name in SUMS | BOUNDS | FILLS else "rescale"
+        if abs(number) <= FP16_LARGEST_FLUSHED:
+            text = f"{number:g} is 0 in float16 (nothing between 0 and 6e-08): {_consequence(operation)}"
+            self._log(operation, "epsilon", "error", text, fix)
+            return
+        held = float(torch.tensor(number, dtype=torch.float64).half())
+        off = abs(held - number) / abs(number)
+        severity = "warning" if off > NOTABLE_ERROR else "note"
+        text = f"{number:g} is subnormal in float16: {held:g}, off by {off:.2%}, and 0 where subnormals are flushed"
+        self._log(operation, "epsilon", severity, text, fix)
+
+    def _check_rounding(self, operation: Operation, wide: Tensor, made: Tensor) -> None:
+        if wide.dtype == HALF or not wide.is_floating_point():
+            return
+        lost = wide.isfinite() & made.isinf()
+        if lost.any():
+            worst = wide[lost].abs().max().item()
+            sign = "-" if bool((wide[lost] < 0).all()) else ""
+            text = (
+                f"{int(lost.sum())} of {wide.numel()} values, up to {sign}{worst:g}, become {sign}inf when rounded to float16"
+            )
+            self._log(operation, "constant", "error", text, "mask_value(x)" if sign else "rescale")
+
+    def _log(self, operation: Operation, kind: str, severity: Any, text: str, fix: str) -> None:
+        self.log.add(kind, severity, operation.place, operation.module, text, fix)
+
+
+def _is_half(operation: Operation) -> bool:
+    if operation.kwargs.get("dtype") == HALF:
+        return True
+    values = [t for t in operation.tensors if t.dtype in WIDE and t.dim()]
+    return not values and any(tensor.dtype == HALF for tensor in operation.tensors)
+
+
+def _computed(operation: Operation) -> bool:
+    return bool(operation.tensors) and operation.name not in ("lift_fresh", "detach", "clone")
+
+
+def _beyond(operation: Operation, number: float) -> str:
+    infinite = "-inf" if number < 0 else "inf"
+    if operation.name in FILLS:
+        return (
+            f"{number:g} does not fit float16 (largest 65504): torch refuses to write it, an exported graph writes {infinite}"
+        )
+    if operation.name in SCALES:
+        return (
+            f"{number:g} is {infinite} in a float16 graph (largest {FP16_MAX:g}), and 0 * {infinite} is NaN where eager gives 0"
+        )
+    return f"{number:g} is {infinite} in float16 (largest {FP16_MAX:g})"
+
+
+def _fix_beyond(operation: Operation, number: float) -> str:
+    if operation.name in FILLS | SUMS or (number < 0 and operation.name in SCALES):
+        return "mask_value(x)"
+    return "finfo(x).max" if operation.name in BOUNDS else "rescale"
+
+
+def _consequence(operation: Operation) -> str:
+    if operation.name in SCALES:
+        return "x * it is 0, x / it is inf or NaN"
+    return "a division, log or rsqrt behind it gives inf or NaN where the tensor is 0"
+
+
+def check_unexecuted(locator: SourceLocator, log: FindingLog) -> None:
+    """Log factories without dtype and constants that do not fit, in the lines that did not run of functions that ran.
+
+    Only the user's own files are read, not installed ones.
+    """
+    for code in locator.seen:
+        function = _function(code) if locator.is_own(code.co_filename) else None
+        if function is None:
+            continue
+        ran = locator.lines_of(code.co_filename)
+        for node in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            symptom = _symptom(node)
+            if symptom is not None and not ran.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1)):
+                text, fix = symptom
+                place = SourceLine(code.co_filename, node.lineno)
+                log.add("not_reached", "note", place, "", f"{text}; the inputs did not reach this line", fix)
+
+
+def _function(code: CodeType) -> ast.AST | None:
+    functions = [node for node in ast.walk(parsed(code.co_filename)) if isinstance(node, ast.FunctionDef)]
+    starts = {line: node for node in functions for line in (node.lineno, *(d.lineno for d in node.decorator_list))}
+    return starts.get(code.co_firstlineno)
+
+
+def _symptom(node: ast.Call) -> tuple[str, str] | None:
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    name = node.func.attr
+    if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" and name in FLOAT_FACTORIES:
+        if not any(keyword.arg in ("dtype", "out", None) for keyword in node.keywords):
+            return f"torch.{name} without dtype makes float32", HELPERS.get(name, "dtype=x.dtype")
+    elif name in ("masked_fill", "masked_fill_", "clamp", "clamp_min", "add"):
+        number = next((value for value in map(_number, node.args) if value is not None and _unfit(value)), None)
+        if number is not None:
+            return f"{number:g} does not fit float16", "mask_value(x)" if abs(number) > 1 else "finfo(x).tiny"
+    return None
+
+
+def _number(node: ast.expr) -> float | None:
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _unfit(number: float) -> bool:
+    return FP16_OVERFLOW <= abs(number) < math.inf or 0 < abs(number) <= FP16_LARGEST_FLUSHED

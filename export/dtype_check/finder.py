@@ -1,0 +1,188 @@
+"""The dtype check: finds the lines at which a model leaves float16."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils import _pytree as pytree
+
+from amp_core.calling import without_fast_path
+from export.dtype_check.constants import check_unexecuted
+from export.dtype_check.findings import FindingLog, LeakReport
+from export.dtype_check.half_copy import cast_inputs, declare_wide_tensors, half_copy
+from export.dtype_check.source_lines import SourceLine, SourceLocator, run_watched
+from export.dtype_check.watched_run import HALF, WIDE, WatchedRun, own_compilations, results_of, short, without_autocast
+from export.dtype_check.watchers import HalfWatcher, ReferenceWatcher
+from export.dtype_check.wide_tensors import described, first_line
+from export.errors import ExportError
+from export.half_module.tensors import detached_copy
+from export.to_onnx.capture import silenced
+from export.to_onnx.forward_call import require_python
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+LONGEST = 160  # characters of another program's message
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def find_dtype_leaks(module: nn.Module, *inputs: Any, **kwargs: Any) -> LeakReport:
+    """Find where a float32 model would leave float16, get numbers that float16 cannot hold, or crash.
+
+    Copies of the model run in float32 and as `to_half` converts it, and the float16 copy is captured with `torch.export`; every
+    operation of the float16 run is checked. An operation that fails on mixed dtypes is logged and repeated in the form that
+    its fix would give, so one call finds everything on the path that these inputs take. Lines that they do not reach are read,
+    and give notes.
+
+    Args:
+        module: A module whose floating tensors are float32; it is not changed.
+        *inputs: Example inputs, as `module(*inputs)` takes them; their values matter for overflow.
+        **kwargs: Named inputs.
+
+    Returns:
+        The findings, by line.
+
+    Raises:
+        ExportError: The model fails in float32 on these inputs, cannot be copied, or holds NaN.
+    """
+    module = _unwrapped(module)
+    locator = SourceLocator.of(module)
+    log = FindingLog()
+    with warnings.catch_warnings(), without_autocast(), without_fast_path(), own_compilations():
+        warnings.simplefilter("ignore")  # the findings replace them
+        reference = ReferenceWatcher()
+        expected = _run_reference(module, WatchedRun(reference, locator), (inputs, kwargs))
+        half = half_copy(module, log)
+        watcher = HalfWatcher(log, reference.overflow.expected, locator)
+        run = WatchedRun(watcher, locator)
+        given = cast("Inputs", cast_inputs((inputs, kwargs), torch.float16))
+        declare_wide_tensors(half, watcher.wide_tensors)
+        try:
+            with run.watching(half):
+                result = run_watched(half, *given)
+        except Exception as error:  # noqa: BLE001  (the user's model may raise anything)
+            _log_crash(log, run, error)
+        else:
+            _record_outputs(watcher, expected, result)
+            if not watcher.recovered:  # the graph of a model that fails shows nothing more
+                _compare_with_export(half, given, result, watcher, log)
+    for origin in watcher.wide_tensors.origins.values():
+        origin.report(log)
+    check_unexecuted(locator, log)
+    return LeakReport(model=type(module).__name__, findings=log.sorted())
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise ExportError(f"expected a torch.nn.Module to check, got a {type(module).__name__}")
+    require_python(module)
+    if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+        raise ExportError("the model's weights are on the meta device, which holds no numbers; load the model with its weights")
+    return module._orig_mod if isinstance(module, OptimizedModule) else module  # noqa: SLF001  (what torch.compile wraps; torch has no public way)
+
+
+def _run_reference(module: nn.Module, run: WatchedRun, inputs: Inputs) -> object:
+    given = cast("Inputs", cast_inputs(inputs, torch.float32))
+    try:
+        twin = detached_copy(module).eval().float()
+    except Exception as error:  # the user's __deepcopy__ may raise anything
+        raise ExportError(f"the model cannot be copied: {_one_line(error)}") from error
+    try:
+        with run.watching(twin):
+            return run_watched(twin, *given)
+    except Exception as error:
+        shown = ", ".join(described(leaf) for leaf in results_of(given))
+        raise ExportError(f"the model fails in float32 on inputs {shown or 'none'}: {_one_line(error)}") from error
+
+
+def _log_crash(log: FindingLog, run: WatchedRun, error: Exception) -> None:
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        frames.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
+        step = step.tb_next
+    text = f"the float16 model fails where the float32 one does not: {_one_line(error)}"
+    log.add("crash", "error", run.locator.from_texts(iter(frames)), run.modules.failed, text, "dtype=x.dtype")
+
+
+def _record_outputs(watcher: HalfWatcher, expected: object, result: object) -> None:
+    references = _labelled(expected)
+    for label, output in _labelled(result).items():
+        reference = references.get(label)
+        if output.dtype in WIDE and (reference is None or reference.dtype in (torch.float32, torch.float16)):
+            watcher.wide_tensors.returned(output, label)
+
+
+def _labelled(outputs: object) -> dict[str, Tensor]:
+    try:
+        leaves = pytree.tree_flatten_with_path(outputs)[0]
+    except ValueError:  # a container that its library registered without names for its members, as diffusers does
+        leaves = [((pytree.SequenceKey(index),), leaf) for index, leaf in enumerate(pytree.tree_leaves(outputs))]
+    tensors = [(pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]
+    return {f"output {path}" if path else "the output": leaf for path, leaf in tensors}
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _compare_with_export(half: nn.Module, given: Inputs, result: object, watcher: HalfWatcher, log: FindingLog) -> None:
+    """Capture a float16 model, and log where its dtypes differ from those of the eager run."""
+    try:
+        with silenced(), torch.no_grad():
+            program = torch.export.export(_TensorOutputs(half), *given, strict=False)
+    except Exception as error:  # noqa: BLE001  (capturing runs the user's code, which may raise anything)
+        text = f"torch.export cannot capture the float16 model: {type(error).__name__}: {first_line(error)[:LONGEST]}"
+        log.add("export", "note", None, "", text, "torch.export")
+        return
+    for node in program.graph.nodes:
+        dtype = _dtype(node)
+        if node.op == "call_function" and dtype in WIDE and not any(_dtype(source) in WIDE for source in node.all_input_nodes):
+            frames = FRAME.findall(str(node.meta.get("stack_trace", "")))
+            place: SourceLine | None = watcher.locator.from_texts((path, int(line)) for path, line in frames)
+            # The graph names lines of `forward` alone; `dtypes` holds what each made in the functions it called, too.
+            if place is not None and dtype not in watcher.dtypes.get(place, set()):
+                text = f"the exported graph computes {node.name} in {short(dtype)}, which eager mode does not do on this line"
+                log.add("export_dtype", "warning", place, _module(node), text, "dtype=x.dtype")
+                break  # later differences follow from this one
+    _compare_outputs(program, result, log)
+
+
+def _compare_outputs(program: torch.export.ExportedProgram, result: object, log: FindingLog) -> None:
+    eager = [leaf.dtype for leaf in results_of(result)]
+    node = next(node for node in program.graph.nodes if node.op == "output")
+    names = set(program.graph_signature.user_outputs)
+    values = [arg.meta.get("val") for arg in node.args[0] if isinstance(arg, torch.fx.Node) and arg.name in names]
+    graph = [value.dtype for value in values if isinstance(value, Tensor)]
+    if len(eager) != len(graph):
+        return
+    for index, (ours, theirs) in enumerate(zip(eager, graph, strict=True)):
+        if ours != theirs and HALF in (ours, theirs):
+            text = f"output {index} is {short(ours)} in eager mode and {short(theirs)} in the exported graph"
+            log.add("export_dtype", "error", None, f"output {index}", text, "dtype=x.dtype")
+
+
+def _dtype(node: torch.fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _module(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(path) for path, _ in stack.values()]
+    return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
+
+
+class _TensorOutputs(nn.Module):
+    """A model without the outputs that torch.export cannot name, such as a key-value cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        return results_of(self.model(*args, **kwargs))

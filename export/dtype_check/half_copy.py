@@ -1,0 +1,129 @@
+"""The float16 copy of a model that the dtype check runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from export.dtype_check.findings import FindingLog
+from export.dtype_check.source_lines import SourceLine, assigned_at
+from export.dtype_check.watched_run import WIDE
+from export.dtype_check.wide_tensors import WideTensorTracker, described
+from export.errors import ExportError
+from export.half_module.report import TensorDecision
+from export.half_module.tensors import HeldTensor, detached_copy, held_tensors
+from export.half_module.to_half import to_half
+
+OUTERMOST = re.compile(r"'(?P<name>\w+)' must stay float32 \((?P<reason>.*)\) and belongs to the outermost module")
+PULLED_ALONG = ("part of ", "tied to ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorAttribute:
+    """A wide tensor that is an attribute, in a list, tuple or dict that is one, or an attribute of the class.
+
+    Attributes:
+        module: Dotted name of the module that holds it.
+        name: The attribute, from the module: "scale", "tables.0".
+        tensor: The tensor.
+        place: Where the attribute is assigned.
+    """
+
+    module: str
+    name: str
+    tensor: Tensor
+    place: SourceLine | None
+
+
+def half_copy(module: nn.Module, log: FindingLog) -> nn.Module:
+    """A float16 copy of a model in evaluation mode; tensors that have to stay float32 are logged.
+
+    Raises:
+        ExportError: A parameter is not finite, or has no size yet.
+    """
+    try:
+        half = to_half(module)
+    except ExportError as error:
+        found = OUTERMOST.match(str(error))
+        if found is None:
+            raise
+        text = (
+            f"the outermost module holds {found['name']!r}, which must stay float32 ({found['reason']}), and its code with it"
+        )
+        log.add("outermost_table", "warning", assigned_at(type(module), found["name"]), "", text, "submodule")
+        return detached_copy(module).eval().half()
+    # Undo what to_half does for attributes: .half() and .to() do not do it.
+    originals = {held.name: held.tensor for held in _unregistered_wide(module)}
+    for held in held_tensors(half.module):
+        if held.kind == "attribute" and held.name in originals:
+            held.tensor.data = originals[held.name].detach().clone()
+    for decision in half.report.tensors:
+        if decision.action == "kept" and decision.kind != "attribute" and not decision.reason.startswith(PULLED_ALONG):
+            _log_kept(module, decision, log)
+    return half.module
+
+
+def declare_wide_tensors(half: nn.Module, tracker: WideTensorTracker) -> None:
+    """Declare the tensors of a float16 model that are not float16 to the tracker."""
+    for name, tensor in [*half.named_parameters(), *half.named_buffers()]:
+        if tensor.dtype in WIDE:
+            owner = name.rpartition(".")[0]
+            what = f"{name!r} stays {described(tensor)} because float16 cannot hold it, and is read past its module's forward"
+            tracker.declare(tensor, "kept", what, None, owner)
+    for held in tensor_attributes(half):
+        what = f"the attribute {held.name!r} is {described(held.tensor)}: .half() and .to() skip what is not registered"
+        tracker.declare(held.tensor, "attribute", what, held.place, held.module)
+
+
+def tensor_attributes(model: nn.Module) -> Iterator[TensorAttribute]:
+    """The wide tensors that the modules of a model hold unregistered, except for torch's own modules."""
+    for held in _unregistered_wide(model):
+        name = held.name.removeprefix(f"{held.owner}.")
+        yield _attribute(held.owner, type(model.get_submodule(held.owner)), name, held.tensor)
+    for path, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if not _is_torchs(cls):
+                for name, value in vars(cls).items():
+                    if isinstance(value, Tensor) and value.dtype in WIDE:
+                        yield _attribute(path, cls, name, value)
+
+
+def cast_inputs(value: object, dtype: torch.dtype) -> object:
+    """A copy of nested inputs with every floating tensor in another dtype."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+    return pytree.tree_map_only(Tensor, cast, value)
+
+
+def _unregistered_wide(model: nn.Module) -> list[HeldTensor]:
+    return [
+        held
+        for held in held_tensors(model)
+        if held.kind == "attribute" and held.tensor.dtype in WIDE and not _is_torchs(type(model.get_submodule(held.owner)))
+    ]
+
+
+def _attribute(path: str, cls: type, name: str, tensor: Tensor) -> TensorAttribute:
+    return TensorAttribute(module=path, name=name, tensor=tensor, place=assigned_at(cls, name.partition(".")[0]))
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "builtins")
+
+
+def _log_kept(module: nn.Module, decision: TensorDecision, log: FindingLog) -> None:
+    owner, name = decision.owner, decision.name.removeprefix(f"{decision.owner}.")
+    place = assigned_at(type(module.get_submodule(owner)), name)
+    if "complex" in decision.reason:
+        text = f"{name!r} is complex: .half() leaves it complex64, its module computes in float32, and ONNX has no such numbers"
+        log.add("complex", "warning", place, owner, text, "view_as_real")
+    else:
+        text = f"{name!r} stays float32 with its module under to_half ({decision.reason}); .half() would round it"
+        log.add("kept_float32", "note", place, owner, text, "to_half")

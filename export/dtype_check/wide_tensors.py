@@ -1,0 +1,254 @@
+"""Tensors wider than float16 in a float16 run: where each comes from and what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from export.dtype_check.findings import FindingLog
+from export.dtype_check.inherit_dtype import FACTORIES, HELPERS
+from export.dtype_check.source_lines import SourceLine
+from export.dtype_check.watched_run import HALF, WIDE, Operation, results_of, short
+from export.weight_ledger import FP16_MAX
+
+Kind = Literal["factory", "hard_coded_dtype", "integer_promotion", "numbers", "upcast", "attribute", "numpy", "outside", "kept"]
+OriginKey = tuple[str, SourceLine | None, str]
+
+FIXES: dict[Kind, str] = {
+    "factory": "dtype=x.dtype",
+    "hard_coded_dtype": "dtype=x.dtype",
+    "integer_promotion": ".to(x.dtype)",
+    "numbers": ".to(x.dtype)",
+    "upcast": ".to(x.dtype)",
+    "attribute": "register_buffer",
+    "numpy": "new_tensor(x, ...)",
+    "outside": "register_buffer",
+    "kept": "forward",
+}
+
+# These write into a tensor whose dtype the caller chose: rounding is intended.
+ASSIGNMENTS = frozenset({
+    "copy_", "_to_copy", "index_put_", "_index_put_impl_", "index_put", "index_copy_", "masked_scatter_", "scatter_",
+    "select_scatter", "slice_scatter", "fill_", "masked_fill_", "masked_fill", "set_",
+})  # fmt: skip
+
+# These check dtypes themselves instead of promoting, and CUDA's kernels check more than the CPU's.
+STRICT_ON_CUDA = (
+    "_scaled_dot_product", "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm", "_fused",
+)  # fmt: skip
+
+
+class WrittenNumber(NamedTuple):
+    """A number beyond float16's range that was written into a wide tensor, at a line, in a module's forward."""
+
+    number: float
+    place: SourceLine | None
+    module: str
+
+
+@dataclass(eq=False, kw_only=True)
+class Origin:
+    """What made a tensor wider than float16, and the effects of that tensor.
+
+    Attributes:
+        kind: How the tensor was made.
+        what: The same in words: "torch.zeros makes float32[2, 8]".
+        place: The user's line.
+        module: Dotted name of the module that was running, or that owns the tensor.
+        fix: What to write instead.
+        crash: The operation that refused to mix it with float16, and torch's error.
+        refused_on_cuda: The operation that mixes it with float16 on the CPU alone.
+        met: The first operation in which it made a float16 tensor wide.
+        rounded_into: The first in-place operation that rounded it into a float16 tensor.
+        joined: The first operation where, having no dimensions, it took float16's dtype.
+        outputs: Labels of the outputs that are wide because of it.
+        met_before_output: Whether an operation with a float16 tensor lies between it and an output.
+        beyond: Numbers written into it that float16 cannot hold: they will not fit once its dtype is fixed.
+    """
+
+    kind: Kind
+    what: str
+    place: SourceLine | None
+    module: str
+    fix: str
+    crash: str = ""
+    refused_on_cuda: str = ""
+    met: str = ""
+    rounded_into: str = ""
+    joined: str = ""
+    outputs: list[str] = field(default_factory=list)
+    met_before_output: bool = False
+    beyond: list[WrittenNumber] = field(default_factory=list)
+
+    def report(self, log: FindingLog) -> None:
+        """Log the worst effect; a tensor without effect is not mentioned."""
+        harmless = self.kind in ("upcast", "kept")
+        if not harmless and (self.crash or self.refused_on_cuda or self.outputs or self.rounded_into or self.met):
+            for number, place, module in self.beyond:
+                text = f"{number:g} does not fit float16 (largest {FP16_MAX:g}), which this tensor becomes once fixed"
+                log.add("constant", "error", place, module, text, "mask_value(x)" if number < 0 else "finfo(x).max")
+        outputs = ", ".join(dict.fromkeys(self.outputs))
+        severity: Literal["error", "warning", "note"] = "note"
+        if self.crash:
+            severity, text = "error", self.crash
+        elif self.refused_on_cuda:
+            severity = "error"
+            text = f"{self.refused_on_cuda} takes it beside float16 on the CPU, but CUDA's kernels want one dtype"
+        elif self.outputs and self.met_before_output:
+            severity = "warning"
+            text = f"it meets float16 in {self.met}, and everything from there to {outputs} is float32"
+        elif self.outputs:
+            severity = "note" if harmless else "warning"
+            text = f"{outputs} is float32 in a float16 model"
+        elif self.rounded_into and not harmless:
+            text = f"{self.rounded_into} computes in float32 and rounds into a float16 tensor in place"
+        elif self.met and not harmless:
+            text = f"from {self.met} on this is computed in float32, until it is rounded back or dropped"
+        elif self.joined and self.kind in ("factory", "hard_coded_dtype", "attribute"):
+            text = f"it has no dimensions, so that {self.joined} takes float16's dtype; with a dimension it would be float32"
+        else:
+            return
+        log.add(self.kind, severity, self.place, self.module, f"{self.what}; {text}", self.fix)
+
+
+class Lineage(NamedTuple):
+    """A wide tensor's origin, and whether a float16 tensor took part since."""
+
+    origin: Origin
+    met: bool = False
+
+
+@dataclass
+class WideTensorTracker:
+    """The wide tensors that are alive, with their origins.
+
+    Attributes:
+        origins: One for each kind and line (or name).
+    """
+
+    origins: dict[OriginKey, Origin] = field(default_factory=dict)
+    _lineages: Any = field(default_factory=WeakTensorKeyDictionary)
+
+    def declare(self, tensor: Tensor, kind: Kind, what: str, place: SourceLine | None, module: str) -> Origin:
+        """Give the origin of a tensor that no watched operation makes: an attribute, a weight that stays float32."""
+        origin = self._origin(kind, what, place, module, FIXES[kind])
+        self._lineages[tensor] = Lineage(origin)
+        return origin
+
+    def after(self, operation: Operation, result: Any) -> None:
+        """Trace an operation's results to the wide tensors among its arguments."""
+        for made in results_of(result):
+            if made.dtype in WIDE:
+                self._lineages[made] = self._traced(operation, made)
+            elif made.dtype == HALF:
+                self._settle(operation, made)
+
+    def wrote(self, operation: Operation, result: Any, numbers: list[float]) -> None:
+        """Record numbers beyond float16's range that an operation wrote into a wide result."""
+        for made in results_of(result):
+            if made in self._lineages:
+                written = [WrittenNumber(number, operation.place, operation.module) for number in numbers]
+                self._lineages[made].origin.beyond += written
+
+    def refused(self, operation: Operation, error: Exception) -> bool:
+        """Attribute a failed operation to the wide tensor in it, if it mixes dtypes."""
+        if not operation.wides or not any(tensor.dtype == HALF for tensor in operation.tensors):
+            return False
+        origin = self._chosen(operation).origin
+        origin.crash = origin.crash or f"{operation} fails: {first_line(error)}"
+        return True
+
+    def after_call(self, operation: Operation, result: Any) -> None:
+        """Check attention with a wide mask beside float16: the CPU's fallback adds the mask in float32, CUDA refuses it."""
+        if operation.call is None or operation.call.name != "scaled_dot_product_attention":
+            return
+        masks = [tensor for tensor in operation.wides if tensor.dim()]
+        if masks and operation.halves and any(made.dtype == HALF for made in results_of(result)):
+            origin = self._known(operation, masks[0]).origin
+            origin.refused_on_cuda = origin.refused_on_cuda or str(operation)
+
+    def returned(self, tensor: Tensor, label: str) -> None:
+        """Record an output that should be float16 and is wide."""
+        lineage = self._lineages.get(tensor)
+        if lineage is not None:
+            lineage.origin.outputs.append(label)
+            lineage.origin.met_before_output |= lineage.met
+
+    def _traced(self, operation: Operation, made: Tensor) -> Lineage:
+        if not operation.wides or operation.name == "lift_fresh":
+            kind, what, fix = _making(operation, made)
+            return Lineage(self._origin(kind, what, operation.place, operation.module, fix))
+        lineage = self._chosen(operation)
+        if not operation.halves or operation.name in ASSIGNMENTS:
+            return lineage
+        lineage.origin.met = lineage.origin.met or str(operation)
+        return Lineage(lineage.origin, met=True)
+
+    def _settle(self, operation: Operation, made: Tensor) -> None:
+        self._lineages.pop(made, None)  # written in place
+        if not operation.wides or not operation.halves or operation.name in ASSIGNMENTS:
+            return
+        origin = self._chosen(operation).origin
+        if not any(tensor.dim() for tensor in operation.wides):
+            origin.joined = origin.joined or str(operation)
+        elif operation.name.startswith(STRICT_ON_CUDA):
+            origin.refused_on_cuda = origin.refused_on_cuda or str(operation)
+        elif operation.in_place:
+            origin.rounded_into = origin.rounded_into or str(operation)
+
+    def _chosen(self, operation: Operation) -> Lineage:
+        # An upcast that is not rounded back is the line to fix: fixing the other operand would leave it wide.
+        lineages = [self._known(operation, tensor) for tensor in operation.wides]
+        return min(lineages, key=lambda lineage: (lineage.origin.kind == "kept", lineage.origin.kind != "upcast"))
+
+    def _known(self, operation: Operation, tensor: Tensor) -> Lineage:
+        if tensor not in self._lineages:
+            what = f"a {described(tensor)} comes from outside of forward"
+            self.declare(tensor, "outside", what, operation.place, operation.module)
+        lineage: Lineage = self._lineages[tensor]
+        return lineage
+
+    def _origin(self, kind: Kind, what: str, place: SourceLine | None, module: str, fix: str) -> Origin:
+        key = (kind, place, "" if place is not None and kind != "attribute" else what)
+        return self.origins.setdefault(key, Origin(kind=kind, what=what, place=place, module=module, fix=fix))
+
+
+def described(tensor: Tensor) -> str:
+    """`float32[2, 8]`."""
+    return f"{short(tensor.dtype)}{list(tensor.shape)}"
+
+
+def first_line(error: Exception) -> str:
+    """An exception's first line, or its type where it has no text."""
+    text = str(error).strip()
+    return text.splitlines()[0].removesuffix(".") if text else type(error).__name__
+
+
+def _making(operation: Operation, made: Tensor) -> tuple[Kind, str, str]:
+    """How an operation made a wide tensor: its kind, the same in words, and the fix."""
+    call = operation.call
+    name = call.name if call else operation.name
+    whole = [tensor for tensor in operation.tensors if not tensor.is_floating_point() and not tensor.is_complex()]
+    if any(tensor.dtype == HALF for tensor in operation.tensors):
+        kind, what = "upcast", f"{name} raises float16 to {described(made)}"
+    elif operation.name == "lift_fresh" and (call is None or call.function not in FACTORIES or _from_array(call.args)):
+        kind, what = "numpy", f"an array enters as {described(made)}"
+    elif whole and operation.name != "lift_fresh":
+        chosen = call is not None and (call.kwargs.get("dtype") in WIDE or name in ("float", "double", "to", "type", "type_as"))
+        kind = "hard_coded_dtype" if chosen else "integer_promotion"
+        what = f"{name} turns {short(whole[0].dtype)} into {described(made)}"
+    elif call is not None and call.kwargs.get("dtype") in WIDE:
+        kind, what = "hard_coded_dtype", f"{name} with dtype={short(made.dtype)} makes {described(made)}"
+    elif call is not None and call.function not in FACTORIES:
+        kind, what = "numbers", f"{name} makes {short(made.dtype)} of Python's numbers"
+    else:
+        return "factory", f"torch.{name} without dtype makes {described(made)}", HELPERS.get(name, FIXES["factory"])
+    return cast("Kind", kind), what, FIXES[cast("Kind", kind)]
+
+
+def _from_array(args: tuple[Any, ...]) -> bool:
+    return bool(args) and hasattr(args[0], "dtype") and not isinstance(args[0], torch.Tensor)

@@ -1,0 +1,158 @@
+"""The tensors of a module, and which of them float16 can hold."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from export import weight_ledger
+from export.errors import ExportError
+from export.weight_ledger import FP16_MAX, Ledger
+
+Kind = Literal["parameter", "buffer", "attribute"]
+Action = Literal["halved", "saturated", "kept", "untouched"]
+
+MASK_THRESHOLD = -1e4
+# Frequencies that are multiplied by a position: a relative error of 2**-11 turns into 0.5 rad at position 1000.
+FREQUENCY_TABLE = re.compile(r"(^|\.|_)(inv_freqs?|inverse_frequenc(y|ies)|freqs?|frequencies|timescales?)$")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeldTensor:
+    """A tensor in a module.
+
+    Attributes:
+        name: Its dotted name; `block.tables.0` for the first tensor of the list `block.tables`.
+        owner: Dotted name of the submodule that holds it.
+        kind: A parameter, a buffer, or an attribute: assigned without registration, so that `.half()` skips it.
+        tensor: The tensor.
+    """
+
+    name: str
+    owner: str
+    kind: Kind
+    tensor: Tensor
+
+
+def held_tensors(module: nn.Module) -> list[HeldTensor]:
+    """All tensors of a module, tied ones once for each name; attributes come last.
+
+    Raises:
+        ExportError: A lazy module has no sizes before its first input.
+    """
+    found: list[HeldTensor] = []
+    for owner, part in module.named_modules(remove_duplicate=False):
+        found += [_registered(owner, name, p, "parameter") for name, p in part._parameters.items() if p is not None]  # noqa: SLF001  (named_parameters walks the whole tree each time)
+        found += [_registered(owner, name, b, "buffer") for name, b in part._buffers.items() if b is not None]  # noqa: SLF001  (see above)
+    known = {id(held.tensor) for held in found}
+    for owner, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in _plain(part):
+            if id(tensor) not in known:
+                found.append(HeldTensor(name=_joined(owner, name), owner=owner, kind="attribute", tensor=tensor))
+    return found
+
+
+def detached_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module; attributes from earlier computations lose their autograd history, which cannot be copied."""
+    attributes = [tensor for part in module.modules() for _, tensor in _plain(part)]
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in attributes if tensor.grad_fn is not None}
+    return copy.deepcopy(module, memo)
+
+
+def _registered(owner: str, name: str, tensor: Tensor, kind: Kind) -> HeldTensor:
+    if is_lazy(tensor):
+        raise ExportError(f"{_joined(owner, name)!r} has no size yet (a lazy module); run the model once on an example first")
+    return HeldTensor(name=_joined(owner, name), owner=owner, kind=kind, tensor=tensor)
+
+
+def _plain(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, value in vars(part).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _in_value(name, value)
+
+
+def _in_value(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _in_value(f"{name}.{index}", item)
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield from _in_value(f"{name}.{key}", item)
+
+
+def _joined(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name
+
+
+def ledger_of(tensor: Tensor) -> Ledger:
+    """Count what rounding a floating torch tensor to float16 does to its elements."""
+    values = tensor.detach()
+    return weight_ledger.ledger_of((values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True))
+
+
+def decide(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool) -> tuple[Action, str]:
+    """The action for one tensor by its values and its name, and the reason in a few words.
+
+    Raises:
+        ExportError: A parameter is not finite, or a buffer holds NaN.
+    """
+    if tensor.is_complex():
+        return "kept", "complex numbers have no float16 form that ONNX knows"
+    if not tensor.is_floating_point():
+        return "untouched", f"{str(tensor.dtype).removeprefix('torch.')} holds no fractions"
+    _require_usable(name, tensor, is_buffer=is_buffer)
+    if is_buffer and ledger.overflow and _is_additive_mask(tensor):
+        return "saturated", "an additive mask: -65504 hides as well as a number float16 cannot hold"
+    reason = _reason_to_keep(name, tensor, ledger, is_buffer=is_buffer)
+    if reason:
+        return "kept", reason
+    lossless = ledger == Ledger()
+    return "halved", "within float16's range" if lossless else "some values are under float16's normal range, most are not"
+
+
+def rounded(tensor: Tensor, action: Action) -> Tensor:
+    """A floating tensor in float16, as the action says ("halved" or "saturated")."""
+    if action == "saturated":
+        return tensor.clamp(min=-FP16_MAX).masked_fill(tensor == -torch.inf, -torch.inf).half()
+    return tensor.half()
+
+
+def _reason_to_keep(name: str, tensor: Tensor, ledger: Ledger, *, is_buffer: bool) -> str | None:
+    if ledger.overflow:
+        largest = tensor.detach().abs().max().item()
+        return f"{ledger.overflow} of {tensor.numel()} values over 65504 (largest {largest:.3g})"
+    if ledger.flushed and ledger.flushed == _count(tensor != 0):
+        return "every non-zero value is under 6e-8 and would become 0"
+    if is_buffer and FREQUENCY_TABLE.search(name):
+        return "a frequency table: its rounding error grows with the position"
+    if is_buffer and _loses_counts(tensor):
+        return "whole numbers over 2048, which float16 cannot tell apart"
+    return None
+
+
+def _require_usable(name: str, tensor: Tensor, *, is_buffer: bool) -> None:
+    if tensor.isnan().any() or (tensor.isinf().any() and not is_buffer):
+        kind = "buffer" if is_buffer else "parameter"
+        raise ExportError(f"the {kind} {name!r} holds NaN or infinity; export a checkpoint from before training diverged")
+
+
+def _is_additive_mask(tensor: Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor <= MASK_THRESHOLD)).all())
+
+
+def _loses_counts(tensor: Tensor) -> bool:
+    whole = tensor.isfinite().all() and (tensor == tensor.round()).all()
+    return bool(whole) and bool((tensor.half().to(tensor.dtype) != tensor).any())
+
+
+def _count(mask: Tensor) -> int:
+    return int(mask.sum())

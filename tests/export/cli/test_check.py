@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import halfserve
+from amp_core.checkpoint import Checkpoint, save_checkpoint
+from tests.export.dtype_check.pairs import command_line, factories
+
+PAIRS = command_line.__name__
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = halfserve.Stage(module="export.cli.check", function="check", help="Find what leaves float16.", extra="export")
+    monkeypatch.setitem(halfserve.STAGES, "check", stage)
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exited:
+        halfserve.main(["check", *(str(argument) for argument in arguments)])
+    return exited.value.code if isinstance(exited.value.code, int) else 0
+
+
+def test_a_leak_is_shown_with_its_line_and_fix(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]") == 4
+    out, err = capfd.readouterr()
+    lines = Path(factories.__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "start = torch.zeros(len(x), 4)" in text)
+    assert f"factories.py:{line}" in out
+    assert "start = torch.zeros(len(x), 4)" in out
+    assert "new_zeros(x, ...)" in out
+    assert "Factory: 1 error" in out
+    assert "halfserve check: 1 error" in err
+
+
+def test_json_is_one_object_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{PAIRS}:leaking", "--input", "float32[2,4]", "--json") == 4
+    report = json.loads(capfd.readouterr().out)
+    assert (report["model"], report["clean"], report["counts"]) == ("Factory", False, {"error": 1, "warning": 0, "note": 0})
+    assert report["findings"][0]["fix"] == "new_zeros(x, ...)"
+
+
+def test_a_clean_model_exits_with_0(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{PAIRS}:mended", "--input", "float32[2,4]") == 0
+    assert "FactoryMended: no dtype leaks" in capfd.readouterr().out
+
+
+def test_inputs_come_from_a_data_factory(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{PAIRS}:mended", "--data", "tests.export.models:rows") == 0
+    assert run("tests.export.models:cnn", "--data", "tests.export.models:images", "--json") == 0
+    assert '"clean": true' in capfd.readouterr().out
+
+
+def test_a_checkpoint_brings_its_model_and_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    empty: dict[str, dict[str, object]] = {n: {} for n in ("optimizer", "scheduler", "scaler", "rng", "metrics", "versions")}
+    checkpoint = Checkpoint(
+        model=f"{PAIRS}:leaking",
+        data="tests.export.models:rows",
+        weights=command_line.leaking().state_dict(),
+        policy="native",
+        dtype="float16",
+        epoch=1,
+        step=1,
+        **empty,  # type: ignore[arg-type]  # (empty dicts of any value type)
+    )
+    save_checkpoint(tmp_path / "checkpoint.pt", checkpoint)
+    assert run(tmp_path / "checkpoint.pt") == 4
+    assert "Factory: 1 error" in capfd.readouterr().out
+    (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
+    assert run(tmp_path / "broken.pt") == 1
+    assert "is damaged or no checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((f"{PAIRS}:mended",), 'nothing to run the model on; give --input "float32[2,3,32,32]", or --data MODULE:FACTORY'),
+        ((f"{PAIRS}:mended", "--input", "float32[2,4]", "--data", "a:b"), "both --input and --data are given"),
+        ((f"{PAIRS}:mended", "--input", "float33[2,4]"), "input 'float33[2,4]': expected DTYPE[SIZES], such as"),
+        ((f"{PAIRS}:mended", "--input", "float32[2,,4]"), "input 'float32[2,,4]': expected sizes between commas"),
+        ((f"{PAIRS}:mended", "--input", "float32[2,5]"), "the model fails in float32 on inputs float32[2, 5]: RuntimeError"),
+        ((f"{PAIRS}:mended", "--input", "z=float32[2,4]"), "the model fails in float32 on inputs float32[2, 4]: TypeError"),
+        ((f"{PAIRS}:mendet", "--input", "float32[2,4]"), "has no 'mendet'; did you mean 'mended'?"),
+        ((f"{PAIRS}:failing", "--input", "float32[2,4]"), "raised KeyError: 'weights' when called without arguments"),
+        ((f"{PAIRS}:not_a_module", "--input", "float32[2,4]"), "returned a float; expected a torch.nn.Module"),
+        (("nonsense", "--input", "float32[2,4]"), "'nonsense' names no factory; expected MODULE:FACTORY"),
+        ((f"{PAIRS}:mended", "--data", f"{PAIRS}:not_a_module"), "expected a pair of torch data sets"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code = run(*arguments)
+    out, err = capfd.readouterr()
+    assert code == (2 if message.startswith(("nothing to run", "both --input", "input ")) else 1)
+    assert out == ""
+    assert err.strip().splitlines()[-1].startswith("halfserve check: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("model", ["run/checkpoint.pt", "run/last", "last.pth"])
+def test_a_checkpoint_that_is_not_there_is_said_to_be_missing(model: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(model) == 1
+    assert (
+        f"there is no checkpoint at {model}; give one that `halfserve train` wrote, or MODULE:FACTORY" in capfd.readouterr().err
+    )

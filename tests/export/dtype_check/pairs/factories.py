@@ -1,0 +1,151 @@
+"""Tensors made inside forward: by factories, for functions that want one dtype, from arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from export.dtype_check.dtype_inheritance import new_eye, new_tensor, new_zeros
+from export.dtype_check.inherit_dtype import inherit_dtype
+from tests.export.dtype_check.pairs.projected import Case, Projected
+
+
+class Factory(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        start = torch.zeros(len(x), 4)  # here
+        return self.project(x + start)
+
+
+class FactoryMended(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x + new_zeros(x, len(x), 4))
+
+
+class FactoryInherited(Projected):
+    @inherit_dtype
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x + torch.zeros(len(x), 4))
+
+
+class FactoryAtTheEnd(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x) + torch.ones(4)  # here
+
+
+class FactoryRoundedBack(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x + torch.ones(4).to(x.dtype))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(1, len(x), 4)  # here
+        return self.lstm(x[:, None], (state, state))[0]  # type: ignore[no-any-return]  # (nn.Module's call is untyped)
+
+
+class RecurrentMended(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        state = new_zeros(x, 1, len(x), 4)
+        return self.lstm(x[:, None], (state, state))[0]  # type: ignore[no-any-return]  # (nn.Module's call is untyped)
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 4)  # here
+        for _ in range(3):
+            state = self.cell(x, state)
+        return state
+
+
+class CellMended(Cell):
+    def forward(self, x: Tensor) -> Tensor:
+        state = new_zeros(x, len(x), 4)
+        for _ in range(3):
+            state = self.cell(x, state)
+        return state
+
+
+FACTORIES: dict[str, Case] = {
+    "factory": (Factory, FactoryMended, "factory", "error", "new_zeros(x, ...)", "linear at PROJECTED:"),
+    "factory under inherit_dtype": (Factory, FactoryInherited, "factory", "error", "new_zeros(x, ...)", "float32[2, 4]"),
+    "factory that reaches the output": (
+        FactoryAtTheEnd, FactoryRoundedBack, "factory", "warning", "new_ones(x, ...)", "meets float16 in add"
+    ),
+    "LSTM state": (Recurrent, RecurrentMended, "factory", "error", "new_zeros(x, ...)", "lstm at PLACE:"),
+    "GRU cell": (Cell, CellMended, "factory", "error", "new_zeros(x, ...)", "gru_cell at PLACE:"),
+}  # fmt: skip
+
+
+class AttentionMask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(len(x), len(x))  # here
+        return functional.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=mask)
+
+
+class AttentionMaskMended(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = new_zeros(x, len(x), len(x))
+        return functional.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=mask)
+
+
+class AttentionKeys(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.zeros(1, len(x), 4)  # here
+        return functional.scaled_dot_product_attention(x[None], keys, x[None])
+
+
+class Grid(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        identity = torch.eye(2, 3)  # here
+        grid = functional.affine_grid(identity[None], [1, 1, 2, 4], align_corners=False)
+        return functional.grid_sample(x[None, None], grid, align_corners=False)
+
+
+class GridMended(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        grid = functional.affine_grid(new_eye(x, 2, 3)[None], [1, 1, 2, 4], align_corners=False)
+        return functional.grid_sample(x[None, None], grid, align_corners=False)
+
+
+FUNCTIONS: dict[str, Case] = {
+    "attention mask": (AttentionMask, AttentionMaskMended, "factory", "error", "new_zeros(x, ...)", "want one dtype"),
+    "attention keys": (AttentionKeys, None, "factory", "error", "new_zeros(x, ...)", "to have the same dtype"),
+    "grid_sample": (Grid, GridMended, "factory", "error", "new_eye(x, ...)", "expected scalar type Half but found Float"),
+}  # fmt: skip
+
+
+class Array(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.from_numpy(np.arange(4, dtype=np.float32))  # here
+        return self.project(x) + steps
+
+
+class ArrayMended(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x) + new_tensor(x, [0, 1, 2, 3])
+
+
+class RoundTrip(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(torch.tensor(x.numpy() * 2))  # here
+
+
+class RoundTripMended(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x * 2)
+
+
+ARRAYS: dict[str, Case] = {
+    "array": (Array, ArrayMended, "numpy", "warning", "new_tensor(x, ...)", "an array enters as float32[4]"),
+    "round trip": (RoundTrip, RoundTripMended, "round_trip", "warning", "torch", ".numpy() leaves torch"),
+}  # fmt: skip

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from export.dtype_check.finder import find_dtype_leaks
+from export.dtype_check.findings import KINDS, LeakReport
+from export.errors import ExportError
+from tests.export.dtype_check.pairs.cases import CASES
+from tests.export.dtype_check.pairs.factories import Factory, FactoryMended
+from tests.export.dtype_check.pairs.held import Complex, Turn
+from tests.export.dtype_check.pairs.projected import Projected
+from tests.export.dtype_check.pairs.values import MaskedFill, Table
+
+
+def file_of(model: type) -> str:
+    """The file of a class as findings name it."""
+    path = Path(inspect.getfile(model))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def marked_line(model: type) -> int:
+    """The line that `# here` marks in a class, or in the class of a part of it."""
+    for owner in (model, *(Turn,) * (model is Complex)):
+        lines, start = inspect.getsourcelines(owner)
+        marked = [start + index for index, line in enumerate(lines) if "# here" in line]
+        if marked:
+            return marked[0]
+    raise AssertionError(f"{model} has no mark")
+
+
+def check(model: type[nn.Module]) -> LeakReport:
+    torch.manual_seed(0)
+    return find_dtype_leaks(model(), torch.tensor([[0.5, -1.0, 1.5, 0.25], [-0.75, 1.0, 0.125, 2.0]]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_leak_is_found_at_its_line_and_nothing_else_is(name: str) -> None:
+    model, _, kind, severity, fix, symptom = CASES[name]
+    report = check(model)
+    assert not report.clean
+    (found,) = [finding for finding in report.findings if finding.severity != "note"]
+    assert (found.kind, found.severity, found.fix) == (kind, severity, fix)
+    assert (found.file, found.line) == (file_of(model), marked_line(model))
+    assert found.source.endswith("# here")
+    assert symptom.replace("PLACE", file_of(model)).replace("PROJECTED", file_of(Projected)) in found.symptom
+    assert found.kind in KINDS
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[1] is not None])
+def test_the_mended_twin_is_clean(name: str) -> None:
+    mended = CASES[name][1]
+    assert mended is not None
+    report = check(mended)
+    assert report.findings == (), str(report)
+
+
+def test_several_leaks_are_found_in_one_run() -> None:
+    class Three(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.project(x + torch.zeros(4))
+            x = self.project(x.float())
+            return self.project(x).masked_fill(x > 0, -1e9)
+
+    report = check(Three)
+    start = inspect.getsourcelines(Three)[1]
+    assert [(finding.line, finding.kind) for finding in report.errors] == [
+        (start + 2, "factory"),
+        (start + 3, "upcast"),
+        (start + 4, "constant"),
+    ]
+
+
+def test_a_line_that_runs_in_every_layer_is_one_finding() -> None:
+    report = find_dtype_leaks(nn.Sequential(*(MaskedFill() for _ in range(3))), torch.ones(2, 4))
+    (found,) = report.errors
+    assert (found.module, found.times) == ("0", 3)
+
+
+def test_a_rounded_back_factory_is_a_note() -> None:
+    class Quiet(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project((x + torch.ones(4)).to(x.dtype))
+
+    report = check(Quiet)
+    assert report.clean
+    assert [(note.kind, note.fix) for note in report.notes] == [("factory", "new_ones(x, ...)")]
+    assert "until it is rounded back" in report.notes[0].symptom
+
+
+def test_a_float32_output_by_choice_is_a_note() -> None:
+    class Logits(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x).float()
+
+    report = check(Logits)
+    assert report.clean
+    assert "the output is float32 in a float16 model" in report.notes[0].symptom
+
+
+def test_infinities_of_the_float32_model_are_not_blamed_on_float16() -> None:
+    class Logarithm(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x).relu().mul(0).log()
+
+    assert check(Logarithm).findings == ()
+
+
+def test_the_table_of_a_submodule_is_a_note_because_to_half_keeps_it() -> None:
+    report = find_dtype_leaks(nn.Sequential(nn.Linear(4, 4), Table()), torch.ones(2, 4))
+    assert report.clean
+    assert [(note.kind, note.module, note.fix) for note in report.notes] == [("kept_float32", "1", "to_half")]
+
+
+def test_lines_that_did_not_run_are_read() -> None:
+    class Branching(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 100:
+                x = x + torch.zeros(4)
+                x = x.masked_fill(x > 0, -1e9)
+            return self.project(x + torch.zeros(4, dtype=x.dtype))
+
+    report = check(Branching)
+    start = inspect.getsourcelines(Branching)[1]
+    assert report.clean
+    assert [(note.line, note.kind, note.fix) for note in report.notes] == [
+        (start + 3, "not_reached", "new_zeros(x, ...)"),
+        (start + 4, "not_reached", "mask_value(x)"),
+    ]
+
+
+def test_the_model_and_its_inputs_stay_as_they_were() -> None:
+    class Counting(Projected):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.project(x.mul_(2))
+
+    model, x = Counting().train(), torch.ones(2, 4)
+    assert find_dtype_leaks(model, x).clean
+    assert (model.calls, model.training, model.linear.weight.dtype) == (0, True, torch.float32)
+    assert torch.equal(x, torch.ones(2, 4))
+
+
+def test_nested_and_named_inputs_are_halved() -> None:
+    class Nested(Projected):
+        def forward(self, batch: dict[str, list[Tensor]], *, scale: Tensor) -> dict[str, Tensor]:
+            return {"y": self.project(batch["x"][0]) * scale}
+
+    assert find_dtype_leaks(Nested(), {"x": [torch.ones(2, 4)]}, scale=torch.ones(4)).findings == ()
+
+
+def test_a_history_in_an_attribute_does_not_hinder() -> None:
+    class Kept(Projected):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = self.project(torch.ones(1, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x) + self.last
+
+    assert [finding.kind for finding in check(Kept).warnings] == ["attribute"]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (len, (), "expected a torch.nn.Module to check, got a builtin_function_or_method"),
+        (nn.Linear(4, 4), (torch.ones(2, 5),), r"fails in float32 on inputs float32\[2, 5\]: RuntimeError: mat1 and mat2"),
+        (nn.Linear(4, 4), (), "fails in float32 on inputs none: TypeError: Linear.forward"),
+        (nn.LazyLinear(4), (torch.ones(2, 4),), "a lazy module"),
+        (nn.Linear(4, 4, device="meta"), (torch.ones(2, 4),), "on the meta device, which holds no numbers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_checked_is_one_line(model: nn.Module, inputs: tuple[Tensor, ...], message: str) -> None:
+    with pytest.raises(ExportError, match=message) as raised:
+        find_dtype_leaks(model, *inputs)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_what_torch_compile_wraps_is_checked() -> None:
+    report = find_dtype_leaks(torch.compile(Factory()), torch.ones(2, 4))  # type: ignore[arg-type]  # (it returns a module)
+    assert (report.model, len(report.errors)) == ("Factory", 1)
+
+
+def test_a_weight_that_stays_float32_must_be_used_through_its_module() -> None:
+    class Reading(Projected):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.Linear(4, 4)
+            nn.init.constant_(self.large.weight, 1e5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(nn.functional.linear(x, self.large.weight / 1e4))
+
+    (found,) = check(Reading).errors
+    assert (found.kind, found.module, found.fix) == ("kept", "large", "forward")
+    assert "'large.weight' stays float32[4, 4]" in found.symptom
+    assert "linear at" in found.symptom
+
+
+def test_rounding_in_place_is_a_note() -> None:
+    class Accumulating(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.project(x)
+            y += torch.ones(4)
+            return y
+
+    report = check(Accumulating)
+    assert report.clean
+    assert "rounds into a float16 tensor in place" in report.notes[0].symptom
+
+
+def test_a_number_that_leaves_torch_is_a_note() -> None:
+    class Scaled(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.project(x) * max(x.abs().max().item(), 1.0)
+
+    report = check(Scaled)
+    assert report.clean
+    (note,) = [note for note in report.notes if note.kind == "round_trip"]
+    assert ".item() leaves torch" in note.symptom
+
+
+def test_the_callers_autocast_region_is_not_the_models() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert check(FactoryMended).findings == ()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_control_flow_operators_are_let_through() -> None:
+    class Branches(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.cond(x.sum() > 0, lambda a: a + 1, lambda a: a * 2, (x,))
+            return self.project(y)
+
+    assert check(Branches).clean
+
+
+class Choosing(nn.Module):
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        return torch.cond(flag, torch.sin, torch.clone, (x * 2,))  # type: ignore[no-any-return]  # (torch's is untyped)
+
+
+@pytest.mark.long
+def test_a_model_that_compiles_parts_of_itself_works_afterwards() -> None:
+    model, x, flag = Choosing().eval(), torch.ones(2, 4), torch.tensor(True)
+    find_dtype_leaks(model, x, flag)
+    torch.testing.assert_close(model(x, flag), torch.sin(x * 2))
+
+
+class Answer(dict[str, Tensor]):
+    """A container of a library's own."""
+
+
+def _flattened(answer: Answer) -> tuple[list[Tensor], list[str]]:
+    return list(answer.values()), list(answer)
+
+
+def _answer(members: Iterable[Tensor], names: list[str]) -> Answer:
+    return Answer(zip(names, members, strict=True))
+
+
+class Answering(nn.Module):
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(same=x, wide=x.float())
+
+
+def test_members_of_a_container_without_names_are_counted() -> None:
+    pytree.register_pytree_node(Answer, _flattened, _answer)  # as diffusers does: it has no names for members
+    try:
+        (found,) = find_dtype_leaks(Answering(), torch.rand(2, 4)).findings
+    finally:
+        for registry in (pytree.SUPPORTED_NODES, pytree.SUPPORTED_SERIALIZED_TYPES):
+            registry.pop(Answer)
+    assert "output [1]" in found.symptom

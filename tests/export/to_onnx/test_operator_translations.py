@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export.errors import ExportError
+from export.half_module.to_half import to_half
+from export.to_onnx.export_onnx import export_onnx
+from tests.export.to_onnx.answers import difference, fed, session
+
+PLACES = torch.tensor([[0, 0, 2], [1, 0, 0]])
+
+
+class Calling(nn.Module):
+    """A function of two inputs."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(x, y)
+
+
+def mean_of_places(*, include_self: bool) -> nn.Module:
+    return Calling(lambda x, y: x.scatter_reduce(1, PLACES, y, "mean", include_self=include_self)).eval()
+
+
+@pytest.mark.parametrize("function", [torch.logaddexp, torch.logaddexp2])
+def test_a_sum_of_exponentials_holds_far_from_zero(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    far = torch.tensor([[-500.0, 300.0, 0.5, -math.inf, -math.inf, math.inf]])
+    near = torch.tensor([[-501.0, 299.5, -0.5, -math.inf, 7.0, 7.0]])
+    module = Calling(function).eval()
+    model = export_onnx(module, [far, near])
+    np.testing.assert_allclose(fed(session(model), {"x": far, "y": near})["output"], module(far, near), rtol=1e-6)
+
+
+@pytest.mark.long
+def test_a_sum_of_exponentials_holds_in_half() -> None:
+    module = Calling(torch.logaddexp).eval()
+    inputs = {"x": torch.tensor([[-50.0, 30.0]]), "y": torch.tensor([[-51.0, 29.5]])}
+    opened = session(export_onnx(to_half(module).module, [value.half() for value in inputs.values()]))
+    assert difference(module, opened, inputs, half=True) < 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(), ({0: "batch", 1: "length"},)], ids=["fixed", "of any length"])
+def test_a_running_sum_of_exponentials_holds_far_below_the_largest(sizes: tuple[Any, ...]) -> None:
+    class Running(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.logcumsumexp(x, 1), torch.logcumsumexp(x, -1)
+
+    x = torch.arange(2 * 7 * 3).reshape(2, 7, 3) * 40.0 - 900
+    opened = session(export_onnx(Running().eval(), {"x": x}, dynamic_shapes=sizes))
+    assert difference(Running(), opened, {"x": x}) < 1e-6
+    if sizes:
+        longer = torch.cat([x, x.flip(1), x[:, :4] * 0.01], dim=1)[:1]
+        np.testing.assert_allclose(fed(opened, {"x": longer})["output_0"], torch.logcumsumexp(longer, 1), rtol=1e-5)
+    half = session(export_onnx(to_half(Running().eval()).module, {"x": x.half()}, dynamic_shapes=sizes))
+    assert difference(Running(), half, {"x": x}, half=True) < 1e-3
+
+
+def test_the_logarithm_of_a_sigmoid_holds_far_from_zero() -> None:
+    x = torch.tensor([[-500.0, -30, -15, -1, 0, 1, 30]])
+    model = export_onnx(nn.LogSigmoid().eval(), x)
+    np.testing.assert_allclose(fed(session(model), {"input": x})["output"], nn.LogSigmoid()(x), rtol=1e-5, atol=1e-12)
+    double = session(export_onnx(nn.LogSigmoid().eval(), x.double()))
+    np.testing.assert_allclose(fed(double, {"input": x.double()})["output"], nn.LogSigmoid()(x.double()), rtol=1e-5, atol=1e-12)
+    half = session(export_onnx(to_half(nn.LogSigmoid().eval()).module, x.half()))
+    assert difference(nn.LogSigmoid(), half, {"input": x}, half=True) < 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("include_self", [True, False])
+def test_a_mean_of_what_is_scattered_divides(include_self: bool) -> None:
+    inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), "y": torch.tensor([[10.0, 20, 30], [40, 50, 60]])}
+    module = mean_of_places(include_self=include_self)
+    assert difference(module, session(export_onnx(module, inputs, dynamic_shapes=())), inputs) < 1e-6
+
+
+@pytest.mark.long
+def test_a_mean_of_whole_numbers_is_refused() -> None:
+    with pytest.raises(ExportError, match="'mean' of whole numbers"):
+        export_onnx(mean_of_places(include_self=True), [torch.ones(2, 4).int(), torch.ones(2, 3).int()], dynamic_shapes=())
+
+
+@pytest.mark.long
+def test_a_loss_of_smoothed_labels_is_refused_and_another_is_right() -> None:
+    inputs = {"x": torch.tensor([[0.1, 2.0, -1.0], [1.0, 0.0, 3.0]]), "y": torch.tensor([1, 0])}
+    weight = torch.tensor([1.0, 2.0, 0.5])
+    plain = Calling(nn.CrossEntropyLoss(weight=weight, ignore_index=2)).eval()
+    assert difference(plain, session(export_onnx(plain, inputs)), inputs) < 1e-6
+    with pytest.raises(ExportError, match="label_smoothing has no form in ONNX"):
+        export_onnx(Calling(nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)).eval(), inputs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", [torch.special.erfcx, torch.special.log_ndtr])
+def test_tails_of_the_normal_distribution_hold(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.tensor([[-9.0, -5, -1, -0.1, 0, 0.1, 1, 3, 5, 9, 20, 90, 1e4, math.inf]])
+    x = x if function is torch.special.erfcx else -x[:, :-1]
+    module = Calling(lambda a, _: function(a)).eval()
+    inputs = {"x": x, "y": torch.ones(1)}
+    answer = fed(session(export_onnx(module, inputs, dynamic_shapes=())), inputs)["output"]
+    np.testing.assert_allclose(answer, function(x), rtol=3e-6, atol=2e-8)
+
+
+SIDES = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, math.inf, -math.inf, math.nan]
+Y, X = (torch.tensor([side]) for side in zip(*itertools.product(SIDES, SIDES), strict=True))
+
+
+class CallingOnAngles(nn.Module):
+    """A function of one or two inputs."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.function(x) if y is None else self.function(x, y)
+
+
+def require_same_angles(function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    module = CallingOnAngles(function).eval()
+    found = fed(session(export_onnx(module, inputs)), dict(zip("xy", inputs, strict=False)))["output"]
+    wanted = module(*inputs).numpy()
+    assert found.dtype == wanted.dtype
+    np.testing.assert_allclose(found, wanted, rtol=2e-3 if wanted.dtype == np.float16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_angle_is_in_the_quarter_that_both_signs_say(dtype: torch.dtype) -> None:
+    require_same_angles(torch.atan2, Y.to(dtype), X.to(dtype))
+
+
+@pytest.mark.long
+def test_an_angle_of_a_complex_number_is_the_one_between_its_parts() -> None:
+    require_same_angles(lambda real, imaginary: torch.complex(real, imaginary).angle(), X, Y)
+    require_same_angles(lambda x: torch.angle(torch.fft.rfft(x))[..., :2], torch.tensor([[-1.0, -2, -3, -4.5], [1, 2, 3, 4]]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "x",
+    [torch.tensor([SIDES]), torch.tensor([SIDES]).half(), torch.tensor([[-3, 0, 3]]), torch.tensor([[True, False]])],
+    ids=["float32", "float16", "int64", "bool"],
+)
+def test_an_angle_of_a_real_number_is_half_a_turn_or_none(x: Tensor) -> None:
+    require_same_angles(torch.angle, x)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "x", [torch.tensor([SIDES]), torch.tensor([SIDES]).half(), torch.tensor([[-3, 0, 3]])], ids=["float32", "float16", "int64"]
+)
+def test_the_sign_of_a_zero_is_seen(x: Tensor) -> None:
+    require_same_angles(torch.signbit, x)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+        return (x >> 0).float(), (x << 1).float(), x >> places, x << places, torch.stack([x & 15, (x >> 4) & 15], -1)
+
+
+def require_same_shifts(x: Tensor, places: Tensor) -> None:
+    found = fed(session(export_onnx(Shifted().eval(), [x, places])), {"x": x, "places": places})
+    for (name, answer), wanted in zip(found.items(), Shifted()(x, places), strict=True):
+        np.testing.assert_array_equal(answer, wanted.numpy(), err_msg=name)
+        assert answer.dtype == wanted.numpy().dtype
+
+
+def test_a_shifted_byte_stays_a_byte() -> None:
+    require_same_shifts(torch.tensor([[200, 129, 3, 255]], dtype=torch.uint8), torch.tensor([[0, 1, 2, 4]], dtype=torch.uint8))
+
+
+@pytest.mark.long
+def test_a_shifted_whole_number_keeps_its_sign() -> None:
+    require_same_shifts(torch.tensor([[-200, 129, -1, 1 << 40]]), torch.tensor([[0, 1, 2, 4]]))
