@@ -6,7 +6,8 @@ FROM python:3.12-slim AS base
 ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH
 WORKDIR /opt/halfserve
 RUN python -m venv .venv && useradd --create-home --uid 10001 halfserve
-COPY pyproject.toml constraints.txt README.md LICENSE halfserve.py ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY halfserve halfserve
 COPY protos protos
 COPY serve serve
 COPY amp_core amp_core
@@ -28,6 +29,6 @@ WORKDIR /models
 EXPOSE 8000 8001 8002
 # Whether the server is ready is told without a token. With TLS, give a check with certificates of your own (--health-cmd).
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
-  CMD ["python", "-P", "-c", "import serve.client, sys; sys.exit(not serve.client.Client('127.0.0.1:8001', timeout_s=4).is_ready())"]
+  CMD ["python", "-P", "-c", "import halfserve, sys; sys.exit(not halfserve.Client('127.0.0.1:8001', timeout_s=4).is_ready())"]
 ENTRYPOINT ["halfserve"]
 CMD ["serve", "/models", "--host", "0.0.0.0", "--grpc-port", "8001"]

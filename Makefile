@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs everything in it, so any of them works on a fresh clone.
-.PHONY: help install demo test lint types format proto clean
+.PHONY: help install demo test test-long test-all docs lint types format proto clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -11,7 +11,9 @@ READY := $(VENV)/.installed
 
 help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
-	@echo "make test    the whole test suite, as CI runs it"
+	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
+	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
+	@echo "make docs    the documentation site, into build/docs"
 	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile)"
 	@echo "make types   mypy, strict"
 	@echo "make format  rewrite the sources in the project's format"
@@ -29,12 +31,24 @@ install: $(READY)
 demo: $(READY)
 	$(BIN)/halfserve demo
 
-# The suite starts hundreds of processes: each would compile the project anew where the environment forbids to keep what is compiled.
-test: export PYTHONDONTWRITEBYTECODE =
-# In two runs: data loading forks, and a fork of a process in which gRPC's threads run may hang.
+# The suite starts hundreds of processes: each would compile the project again where the environment forbids .pyc files.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+# In two runs each: data loading forks, and a fork of a process in which gRPC's threads run may hang.
+SERVER_TESTS := tests/serve tests/end_to_end
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist worksteal
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses logical --dist worksteal --ignore=tests/serve --ignore=tests/end_to_end
-	$(BIN)/python -m pytest --numprocesses logical --dist worksteal tests/serve tests/end_to_end
+	$(PYTEST) -m "not long" $(addprefix --ignore=,$(SERVER_TESTS))
+	$(PYTEST) -m "not long" $(SERVER_TESTS)
+
+test-long: $(READY)
+	$(PYTEST) -m long $(addprefix --ignore=,$(SERVER_TESTS))
+	$(PYTEST) -m long $(SERVER_TESTS)
+
+test-all: test test-long
+
+docs: $(READY)
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,6 +56,8 @@ lint: $(READY)
 	$(BIN)/hadolint Dockerfile
 
 types: $(READY)
+	@mkdir -p build/types/halfserve
+	@ln -sfn $(addprefix $(CURDIR)/,halfserve/__init__.py halfserve/__main__.py halfserve/cli.py amp_core examples export protos serve) build/types/halfserve/
 	$(BIN)/mypy
 
 format: $(READY)
@@ -49,7 +65,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 proto: $(READY)
-	$(BIN)/python -m protos.generate
+	$(BIN)/python -m halfserve.protos.generate
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from amp_core.factory import call_factory, one_line
-from protos.atomic_files import atomic_file
+from halfserve.amp_core.factory import call_factory, one_line
+from halfserve.protos.atomic_files import atomic_file
 
 # Raised by torch.load for bytes that are no archive, a truncated archive, or an archive with more than data in it.
 UNREADABLE = (
@@ -92,7 +92,7 @@ class Checkpoint:
         settings: The other settings of the run by name; `--resume` compares them with its own.
         batch: The number of completed batches of the next epoch.
         other_ranks: As `rng`, for the ranks from 1 on of a run in several processes.
-        record: Operations with dtypes and ranges, as `amp_core.recorder` reads it; empty if nothing was recorded.
+        record: Operations with dtypes and ranges, as `halfserve.amp_core.recorder` reads it; empty if nothing was recorded.
     """
 
     model: str

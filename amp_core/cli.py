@@ -17,18 +17,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from amp_core.checkpoint import CheckpointError
-from amp_core.data import DataError
-from amp_core.factory import FactoryError
-from amp_core.policy import PolicyError
-from amp_core.recorder import Record, table
-from amp_core.training.distributed import World, joined_world
-from amp_core.training.run import Evaluation
-from amp_core.training.run_folder import RECORD
-from amp_core.training.settings import PeerError, TrainingError, TrainingSettings
-from amp_core.training.train import Progress as TrainingProgress
-from amp_core.training.train import TrainingResult
-from amp_core.training.train import train as run_training
+from halfserve.amp_core.checkpoint import CheckpointError
+from halfserve.amp_core.data import DataError
+from halfserve.amp_core.factory import FactoryError
+from halfserve.amp_core.policy import PolicyError
+from halfserve.amp_core.recorder import Record, table
+from halfserve.amp_core.training.distributed import World, joined_world
+from halfserve.amp_core.training.run import Evaluation
+from halfserve.amp_core.training.run_folder import RECORD
+from halfserve.amp_core.training.settings import PeerError, TrainingError, TrainingSettings
+from halfserve.amp_core.training.train import Progress as TrainingProgress
+from halfserve.amp_core.training.train import TrainingResult
+from halfserve.amp_core.training.train import train as run_training
 
 Callbacks = tuple["Callable[[TrainingProgress], None]", "Callable[[Evaluation], None]"]
 
@@ -127,7 +127,7 @@ def train(
 ) -> None:
     """Train a PyTorch model in mixed precision, and write a checkpoint that `halfserve export` reads.
 
-    Example: halfserve train examples.digits.model:model --data examples.digits.data:data --out runs/digits
+    Example: halfserve train halfserve.examples.digits.model:model --data halfserve.examples.digits.data:data --out runs/digits
 
     On several GPUs: torchrun --nproc-per-node 2 -m halfserve train ...
 

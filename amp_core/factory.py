@@ -24,7 +24,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
     """Import the FACTORY of a `MODULE:FACTORY`, looking in the working directory first.
 
     Args:
-        spec: For example `examples.digits.model:model` or `torch.nn.functional:cross_entropy`.
+        spec: For example `halfserve.examples.digits.model:model` or `torch.nn.functional:cross_entropy`.
 
     Returns:
         The function or class called FACTORY in MODULE.
@@ -34,7 +34,7 @@ def load_factory(spec: str) -> Callable[..., Any]:
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        raise FactoryError(f"{spec!r} names no factory; expected MODULE:FACTORY, such as examples.digits.model:model")
+        raise FactoryError(f"{spec!r} names no factory; expected MODULE:FACTORY, such as halfserve.examples.digits.model:model")
     module = _import(module_name, spec)
     factory = getattr(module, name, None)
     if factory is None:

@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amp_core import GradScaler, autocast
-from amp_core.recorder import Recorder
+from halfserve import GradScaler, autocast
+from halfserve.amp_core.recorder import Recorder
 
 Step = Callable[[], None]
 Region = Callable[[], AbstractContextManager[Any]]

@@ -21,12 +21,12 @@ from typing import IO, Annotated, cast
 import numpy as np
 import typer
 
-from serve.backends.onnx_runtime.onnx_interface import read_interface
-from serve.backends.onnx_runtime.session import SessionOpener
-from serve.benchmark.level import Load
-from serve.benchmark.load_target import LoadTarget, RequestSettings
-from serve.benchmark.measurement import Measurement, measure
-from serve.engine.backend import DevicePlacement
+from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
+from halfserve.serve.backends.onnx_runtime.session import SessionOpener
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.engine.backend import DevicePlacement
 
 
 class Bare:

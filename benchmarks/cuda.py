@@ -1,6 +1,6 @@
 """Everything that is promised of a GPU, measured on one: a ResNet-50 and a BERT-base with random weights, in fp32 and fp16.
 
-    python -m benchmarks.cuda                      # on the first CUDA device; prints tables for docs/benchmarks.md
+    python -m benchmarks.cuda                      # on the first CUDA device; prints tables for docs/explanation/benchmarks.md
     python -m benchmarks.cuda --device cpu --tiny  # the same program on little, anywhere
 
 What cannot be measured is told on standard error, with exit code 1 in the end; the rest is measured. `--only` takes some of the
@@ -34,16 +34,16 @@ from benchmarks.converters.runtime import Session
 from benchmarks.cuda_device.alone import Alone, locked
 from benchmarks.cuda_device.in_process import rows_per_second
 from benchmarks.cuda_device.networks import FP16, FP32, Network, write_networks
-from export.certificate.budget import Figures
-from export.verification.metrics import compare
-from export.verification.simulation import round_every_node
-from serve.benchmark.level import Load
-from serve.benchmark.load_target import RequestSettings
-from serve.benchmark.measurement import Measurement, measure
-from serve.engine.backend import DevicePlacement
-from serve.engine.cuda_driver import device_count
-from serve.engine.errors import BackendError, ModelLoadError
-from serve.observability.exposition import find_nvml
+from halfserve.export.certificate.budget import Figures
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.simulation import round_every_node
+from halfserve.serve.benchmark.level import Load
+from halfserve.serve.benchmark.load_target import RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.cuda_driver import device_count
+from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.observability.exposition import find_nvml
 
 PARTS = "accuracy,alone,options,memory,served"
 # Of https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, such as may pay, each beside the default.

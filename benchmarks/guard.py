@@ -35,16 +35,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from protos.inference_pb2 import ModelInferRequest
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.model_config import Defaults
-from serve.engine.execution.batch import run_batch
-from serve.engine.model import Model
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_models
-from serve.engine.requests import InferRequest
-from serve.server import ServerOptions, serve
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.execution.batch import run_batch
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.server import ServerOptions, serve
 
 OFF = "off"
 GUARDS: dict[str, dict[str, str]] = {

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from benchmarks.footprint import resident_kb
 from benchmarks.serving_models import resnet
-from protos.inference_pb2 import ModelInferRequest
-from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.spec import LoadEndpoint, LoadSpec, LoadStatistics
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.benchmark.load.load_generator import LoadGenerator
+from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec, LoadStatistics
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 CONCURRENCIES = (8, 16, 32)

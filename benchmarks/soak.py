@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.soaking.clients import clients
+from benchmarks.soaking.fault_injection import Scene, keep_at_it
 from benchmarks.soaking.judgement import Report, report
-from benchmarks.soaking.mischief import Scene, keep_at_it
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.process_watch import look, watch, write_samples
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
-from serve.client import Client
+from halfserve import Client
 
 SAMPLE_S = 0.25
 LISTED = 10
@@ -40,7 +40,7 @@ LISTED = 10
 def main(
     seconds: Annotated[float, typer.Option(min=5, help="How long.")] = 120.0,
     count: Annotated[int, typer.Option("--clients", min=1, help="Clients that ask one thing after the other.")] = 6,
-    pause_s: Annotated[float, typer.Option("--pause", min=0.0, help="Seconds from one piece of mischief to the next.")] = 0.2,
+    pause_s: Annotated[float, typer.Option("--pause", min=0.0, help="Seconds from one injected fault to the next.")] = 0.2,
     think_s: Annotated[float, typer.Option("--think", min=0.0, help="Seconds that a client waits after an answer.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the random choices.")] = 0,
     samples: Annotated[Path | None, typer.Option(help="Write memory, files, threads and processor time there, as CSV.")] = None,
@@ -80,7 +80,7 @@ def _soak(server: ServerProcess, seconds: float, load: _Load, keep: Path | None)
         scene = Scene(server.address, server.process.pid, client, channel, np.random.default_rng(load.seed), tally)
         threads = [
             *clients(server.address, load.clients, load.think_s, stop, tally),
-            threading.Thread(target=keep_at_it, args=(scene, load.pause_s, stop), name="mischief"),
+            threading.Thread(target=keep_at_it, args=(scene, load.pause_s, stop), name="fault injection"),
             threading.Thread(target=watch, args=(server.process.pid, SAMPLE_S, stop, samples), name="watch"),
         ]
         started = time.monotonic()

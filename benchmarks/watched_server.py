@@ -21,16 +21,16 @@ import typer
 import uvloop
 
 from benchmarks.request_cost import loaded, one_row
-from serve.engine.errors import ModelLoadError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.model_statistics import StageHistograms
-from serve.http.options import HttpOptions
-from serve.observability.observability import Observability
-from serve.observability.settings import AccessLog, ObserveOptions
-from serve.protocol.service import Service
-from serve.server import start_http
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import StageHistograms
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.observability.observability import Observability
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.server import start_http
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 
 PLAIN_S, OBSERVED_S = 0.03, 0.09  # of a window; what happens once in so many seconds is to be shared by most of them
 WARM_UP_S = 1.0  # of load

@@ -31,7 +31,7 @@ from benchmarks.soaking.clients import TIMEOUT_S, ask_affine
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
 from benchmarks.soaking.tally import Tally
-from serve.client import Client, ClientError, RetryPolicy
+from halfserve import Client, ClientError, RetryPolicy
 
 KILLS_PER_SERVER = 5  # with more of them, waiting for the supervisor's back-off is all that the program does
 ALLOWED_S = 2.0  # beyond the time that loading takes

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from torch import nn
 
-from amp_core.calling import arguments_of
-from amp_core.checkpoint import Checkpoint, load_checkpoint
-from amp_core.policy import Policy
-from amp_core.recorder import Record
-from export.conversion_targets import RepositoryTarget
-from export.errors import ExportError
-from export.file_conversion import Certified
-from export.module_pipeline import EXAMPLES, ExportOptions, export_verified
-from export.repository.version_writer import FACTORY
-from export.samples import Samples, take_samples
-from export.to_onnx.capture import run
-from export.to_onnx.forward_call import call_of
+from halfserve.amp_core.calling import arguments_of
+from halfserve.amp_core.checkpoint import Checkpoint, load_checkpoint
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record
+from halfserve.export.conversion_targets import RepositoryTarget
+from halfserve.export.errors import ExportError
+from halfserve.export.file_conversion import Certified
+from halfserve.export.module_pipeline import EXAMPLES, ExportOptions, export_verified
+from halfserve.export.repository.version_writer import FACTORY
+from halfserve.export.samples import Samples, take_samples
+from halfserve.export.to_onnx.capture import run
+from halfserve.export.to_onnx.forward_call import call_of
 
 GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
 
@@ -85,7 +85,7 @@ def export_checkpoint(
 def model_name(factory: str) -> str:
     """The default name of a model made by `MODULE:FACTORY`: the last part of the module's name that is not generic.
 
-    `examples.digits.model:model` is `digits`. Where every part is generic, it is the factory's name.
+    `halfserve.examples.digits.model:model` is `digits`. Where every part is generic, it is the factory's name.
     """
     module, _, function = factory.partition(":")
     specific = [part for part in module.split(".") if part not in GENERIC_MODULES and not part.startswith("_")]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from export.errors import ExportError, telling_place
-from export.onnx_files.model_file import ModelFile, open_model
-from export.onnx_files.model_writer import StagedModel, superseded_files
-from export.onnx_fp16.convert import require_free
-from export.repository.version_writer import require_addable, require_same_network, write_model_version
+from halfserve.export.errors import ExportError, telling_place
+from halfserve.export.onnx_files.model_file import ModelFile, open_model
+from halfserve.export.onnx_files.model_writer import StagedModel, superseded_files
+from halfserve.export.onnx_fp16.convert import require_free
+from halfserve.export.repository.version_writer import require_addable, require_same_network, write_model_version
 
 if TYPE_CHECKING:
-    from export.certificate.certificate import Certificate
+    from halfserve.export.certificate.certificate import Certificate
 
 
 @dataclass(frozen=True, kw_only=True)

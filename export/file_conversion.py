@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import onnx_ir
 
-from export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
-from export.conversion_targets import ConversionTarget
-from export.errors import ExportError
-from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
-from export.onnx_files.model_writer import ExternalData, waiting_file
-from export.onnx_fp16.convert import StagedConversion, staged_conversion
-from export.onnx_fp16.prepare import upgrade_opset
-from export.placement.audit import Placement, audit_placement
-from export.search.narrowing import SearchLimits
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
+from halfserve.export.conversion_targets import ConversionTarget, FileTarget
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
+from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
+from halfserve.export.onnx_fp16.prepare import upgrade_opset
+from halfserve.export.placement.audit import Placement, audit_placement
+from halfserve.export.search.narrowing import SearchLimits
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amp_core.recorder.record import Record
-    from export.certificate.budget import Budget
-    from export.onnx_fp16.report import ConversionReport
-    from export.search.result import SearchResult
-    from export.verification.samples import Array
+    from halfserve.amp_core.recorder.record import Record
+    from halfserve.export.certificate.budget import Budget
+    from halfserve.export.onnx_fp16.report import ConversionReport
+    from halfserve.export.search.result import SearchResult
+    from halfserve.export.verification.samples import Array
 
 
 Accumulators: TypeAlias = Literal["float32", "float16"]
@@ -132,6 +132,70 @@ class SearchFailed(BudgetExceeded):
         self.search = search
 
 
+def convert(
+    source: Path | str,
+    target: Path | str,
+    *,
+    samples: Mapping[str, Array] | Path | str | None = None,
+    budget: Budget | None = None,
+    labels: Array | None = None,
+    keep_io_types: bool | Collection[str] = True,
+    upgrade_opset: bool = False,
+    search: bool = True,
+    limits: SearchLimits | None = None,
+    adversarial: bool = True,
+    accumulators: Accumulators = "float32",
+    overwrite: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Certified:
+    """Convert a float32 ONNX file to float16, verify it, and write it if it is within the budget.
+
+    `halfserve convert SOURCE TARGET` does the same. Over budget, it searches for the fewest nodes that must stay float32.
+
+    Args:
+        source: The float32 model.
+        target: The file to write.
+        samples: Arrays by input name, samples first, or a file that `numpy.savez` wrote; by default random inputs.
+        budget: How much the float16 model may differ; `Budget()` by default.
+        labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
+        keep_io_types: True: inputs and outputs stay float32; False: they become float16; or the names of those that stay.
+        upgrade_opset: Whether to raise a model below opset 17 to it first.
+        search: Whether to search for nodes that must stay float32.
+        limits: When the search ends although a smaller set may be found.
+        adversarial: Whether to also verify on samples at the edge of the given ones.
+        accumulators: The type in which the target runtime sums.
+        overwrite: Whether an existing model at `target` may be replaced.
+        progress: Called with each step before it begins.
+
+    Returns:
+        The path, the certificate, the report of the conversion and the result of the search.
+
+    Raises:
+        BudgetExceeded: The float16 model is over budget; nothing was written.
+        ExportError: The conversion fails for another reason; nothing was written.
+    """
+    from halfserve.export.certificate.budget import Budget  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.samples import load_samples  # noqa: PLC0415  (slow to import)
+
+    given = Path(samples) if isinstance(samples, str) else samples
+    verification = Verification(
+        samples=synthesize if given is None else lambda model: load_samples(given, model),
+        budget=budget or Budget(),
+        labels=labels,
+        adversarial=adversarial,
+        accumulators=accumulators,
+        search=search,
+        limits=limits or SearchLimits(),
+        notes=("the inputs are random; give samples for a verdict on your own",) if given is None else (),
+    )
+    options = ConversionOptions(keep_io_types=keep_io_types, upgrade_opset=upgrade_opset)
+    place = FileTarget(path=Path(target), overwrite=overwrite)
+    return Certified(
+        **vars(convert_verified(Path(source), place, options=options, verification=verification, progress=progress))
+    )
+
+
 def convert_verified(
     source: Path,
     target: ConversionTarget,
@@ -213,8 +277,8 @@ def _attempt(
 def _verified(
     attempt: _Attempt, arrays: Sequence[Array], verification: Verification, name: str, progress: Callable[[str], None]
 ) -> Certificate:
-    from export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
-    from export.verification.verify import verify  # noqa: PLC0415  (slow to import)
+    from halfserve.export.certificate.embed import embed_in_file  # noqa: PLC0415  (slow to import)
+    from halfserve.export.verification.verify import verify  # noqa: PLC0415  (slow to import)
 
     progress("verifying")
     done, placement = attempt
@@ -244,7 +308,7 @@ def _searched(
     error: BudgetExceeded,
     progress: Callable[[str], None],
 ) -> SearchResult:
-    from export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
+    from halfserve.export.search.smallest_fp32_set import find_fp32_nodes  # noqa: PLC0415  (needed only where float16 fails)
 
     progress("searching for what must stay float32; Ctrl-C ends the search and keeps the best set found")
     model = onnx_ir.from_proto(source.proto)

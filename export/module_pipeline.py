@@ -13,13 +13,13 @@ import onnx_ir
 import torch
 from torch import Tensor, nn
 
-from amp_core.calling import arguments_of, described_call
-from amp_core.policy import Policy
-from amp_core.recorder import Record
-from export.certificate.budget import Budget
-from export.conversion_targets import RepositoryTarget
-from export.errors import ExportError
-from export.file_conversion import (
+from halfserve.amp_core.calling import arguments_of, described_call
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.conversion_targets import RepositoryTarget
+from halfserve.export.errors import ExportError
+from halfserve.export.file_conversion import (
     Accumulators,
     Beside,
     Certified,
@@ -28,18 +28,18 @@ from export.file_conversion import (
     convert_verified,
     nothing_beside,
 )
-from export.half_module.fp32_modules import overflowing_modules, pinned_modules
-from export.samples import Samples
-from export.search.narrowing import MAX_RUNS, SearchLimits
-from export.to_onnx.capture import FlatModel, run
-from export.to_onnx.dimensions import BATCH
-from export.to_onnx.export_onnx import traced_model, write_onnx
-from export.to_onnx.forward_call import ForwardCall, call_of, require_python
-from export.to_onnx.provenance import MODULE
-from export.verification.torch_reference import require_batch_invariance
+from halfserve.export.half_module.fp32_modules import overflowing_modules, pinned_modules
+from halfserve.export.samples import Samples
+from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
+from halfserve.export.to_onnx.capture import FlatModel, run
+from halfserve.export.to_onnx.dimensions import BATCH
+from halfserve.export.to_onnx.export_onnx import traced_model, write_onnx
+from halfserve.export.to_onnx.forward_call import ForwardCall, call_of, require_python
+from halfserve.export.to_onnx.provenance import MODULE
+from halfserve.export.verification.torch_reference import require_batch_invariance
 
 if TYPE_CHECKING:
-    from amp_core.recorder import Record
+    from halfserve.amp_core.recorder import Record
 
 
 EXAMPLES = 2

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
-from amp_core.calling import arguments_of
-from amp_core.checkpoint import build_data, load_checkpoint
-from amp_core.checkpoint import call_factory as _call_factory  # type: ignore[attr-defined]  # (a checkpoint names factories)
-from export.errors import ExportError, UsageError
+from halfserve.amp_core.calling import arguments_of
+from halfserve.amp_core.checkpoint import build_data, load_checkpoint
+from halfserve.amp_core.checkpoint import call_factory as _call_factory  # type: ignore[attr-defined]  # (a checkpoint names factories)
+from halfserve.export.errors import ExportError, UsageError
 
 EXAMPLES = 2
 DESCRIPTION = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>\w+)\[(?P<shape>[\d\s,]*)\](?:<(?P<limit>\d+))?")

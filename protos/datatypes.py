@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from protos import model_config_pb2
+from halfserve.protos import model_config_pb2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Write `*_pb2.py` and its type stub `*_pb2.pyi` for each `.proto` file of this folder: `python -m protos.generate`.
+"""Write `*_pb2.py` and its type stub `*_pb2.pyi` for each `.proto` file of this folder: `python -m halfserve.protos.generate`.
 
 The modules register their descriptors in the pool of protos/pool.py instead of protobuf's default one, which is why protoc's
 own Python output is not used.
@@ -19,7 +19,7 @@ FILES = ("protos/model_config.proto", "protos/inference.proto")
 MODULE = '''\
 """Generated from {name} by protos/generate.py; not to be edited by hand."""
 
-{imports}from protos.pool import add_file
+{imports}from halfserve.protos.pool import add_file
 
 globals().update(
     add_file(
@@ -51,11 +51,12 @@ def generated_files() -> dict[str, str]:
 
 
 def _stub(output: Path, name: str) -> str:
-    return (output / f"{Path(name).with_suffix('')}_pb2.pyi").read_text()
+    text = (output / f"{Path(name).with_suffix('')}_pb2.pyi").read_text()
+    return text.replace("from protos import", "from halfserve.protos import")  # protoc knows the file's path alone
 
 
 def _module(name: str) -> str:
-    return f"{Path(name).with_suffix('')}_pb2".replace("/", ".")
+    return f"halfserve.{Path(name).with_suffix('')}_pb2".replace("/", ".")
 
 
 def _bytes_literal(data: bytes) -> str:

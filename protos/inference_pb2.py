@@ -1,7 +1,7 @@
 """Generated from protos/inference.proto by protos/generate.py; not to be edited by hand."""
 
-import protos.model_config_pb2  # noqa: F401  (the pool needs it first)
-from protos.pool import add_file
+import halfserve.protos.model_config_pb2  # noqa: F401  (the pool needs it first)
+from halfserve.protos.pool import add_file
 
 globals().update(
     add_file(

@@ -1,6 +1,6 @@
 """Generated from protos/model_config.proto by protos/generate.py; not to be edited by hand."""
 
-from protos.pool import add_file
+from halfserve.protos.pool import add_file
 
 globals().update(
     add_file(

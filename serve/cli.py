@@ -12,23 +12,23 @@ from typing import Annotated
 
 import typer
 
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.batching import BatchingOptions
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import FailedPreconditionError, ModelLoadError
-from serve.http.options import HttpOptions
-from serve.log_handler import log_to_standard_error
-from serve.model_control.options import ControlMode, ControlOptions
-from serve.observability.settings import AccessLog, ObserveOptions
-from serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
-from serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
-from serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
-from serve.server import LostDeviceError, ServerOptions, addresses
-from serve.startup_report import StartupReport, log_restart, print_json, print_text, report_startup
-from serve.supervisor.handover import LOST_DEVICE_CODE
-from serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
-from serve.transports.listening import BindError
-from serve.transports.transport import TransportName
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.batching import BatchingOptions
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.log_handler import log_to_standard_error
+from halfserve.serve.model_control.options import ControlMode, ControlOptions
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.process import ignore_hang_up, leave_at_once, leave_threads_behind
+from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_files
+from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
+from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
+from halfserve.serve.startup_report import StartupReport, log_restart, print_json, print_text, report_startup
+from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE
+from halfserve.serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
+from halfserve.serve.transports.listening import BindError
+from halfserve.serve.transports.transport import TransportName
 
 EXIT_CODES: dict[type[Exception], int] = {ModelLoadError: 1, BindError: 1, FailedPreconditionError: 1, SecurityError: 1}
 HTTP_PORT, METRICS_PORT = HttpOptions.port, HttpOptions.metrics_port
@@ -205,7 +205,7 @@ def serve(
     ] = ServerOptions.drain_s,
     supervise: Annotated[
         bool,
-        _ending("--supervise", help="Serve in a worker process, and start it anew when it ends; clients keep the address."),
+        _ending("--supervise", help="Serve in a worker process, and restart it when it ends; clients keep the address."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the ready line as JSON.")] = False,
 ) -> None:
@@ -331,8 +331,8 @@ def _run(
     trust_torch_archives: bool,
 ) -> None:
     # Imported here, so that `halfserve serve --help` does not wait for the runtimes.
-    from serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
-    from serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
+    from halfserve.serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
+    from halfserve.serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
     log_to_standard_error()
     runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from serve.engine.disk_files import remove_temporary_folders
+from halfserve.serve.engine.disk_files import remove_temporary_folders
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A request in flight is some ten tracked objects. With Python's threshold of 700 new ones the collector would scan those of 64

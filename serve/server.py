@@ -13,31 +13,31 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.engine.backend import DevicePlacement, Runtime
-from serve.engine.config.batching import BatchingOptions
-from serve.engine.config.model_config import Defaults
-from serve.engine.inference_core import InferenceCore
-from serve.engine.resource_limits import memory_limit_bytes
-from serve.http.options import HttpOptions
-from serve.model_control.loading import VersionLoader
-from serve.model_control.model_control import ModelControl
-from serve.model_control.options import ControlOptions
-from serve.observability.settings import ObserveOptions
-from serve.process import infrequent_collection, stop_on_signal
-from serve.protocol.open_files import most_connections, most_files
-from serve.protocol.service import Service
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.security.options import SecurityOptions
-from serve.security.security import PortSecurity, Security
-from serve.startup_report import StartupReport
-from serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
-from serve.supervisor.launch import SupervisorLink
-from serve.transports.listener import ConnectionLimit
-from serve.transports.listening import Address
-from serve.transports.transport import Transport, TransportName, make_transport
+from halfserve.serve.engine.backend import DevicePlacement, Runtime
+from halfserve.serve.engine.config.batching import BatchingOptions
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.resource_limits import memory_limit_bytes
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.model_control import ModelControl
+from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.process import infrequent_collection, stop_on_signal
+from halfserve.serve.protocol.open_files import most_connections, most_files
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.security import PortSecurity, Security
+from halfserve.serve.startup_report import StartupReport
+from halfserve.serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
+from halfserve.serve.supervisor.launch import SupervisorLink
+from halfserve.serve.transports.listener import ConnectionLimit
+from halfserve.serve.transports.listening import Address
+from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 
 if TYPE_CHECKING:
-    from serve.http.rest_server import RestServer
+    from halfserve.serve.http.rest_server import RestServer
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ async def start_http(
     """
     if options is None:
         return None
-    from serve.http.rest_server import RestServer  # noqa: PLC0415  (not imported with --no-http)
+    from halfserve.serve.http.rest_server import RestServer  # noqa: PLC0415  (not imported with --no-http)
 
     server = RestServer(core, service, host, options, guard, listening, connections=connections, budget=budget)
     await server.start()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import typer
 
-from serve.engine.model import Model
-from serve.transports.listening import address_of
+from halfserve.serve.engine.model import Model
+from halfserve.serve.transports.listening import address_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,14 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.longest_first import spread
 
-# As `halfserve` itself does, and before any test loads torch: see halfserve.py.
+# As `halfserve` itself does, and before any test loads torch: see halfserve/cli.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # What a shell without job control starts in the background has SIGINT ignored, and all that it starts inherits that.
@@ -53,3 +54,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path) -> Path:
+    """A user's folder, whose modules have the names of our folders and fail when they are imported."""
+    for name in ("amp_core.py", "export.py", "serve.py", "protos/__init__.py", "examples/__init__.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'raise AssertionError("imported the user\'s {name}")\n')
+    return tmp_path

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from protos.datatypes import DATATYPES
+from halfserve.protos.datatypes import DATATYPES
 
 OPSET, IR_VERSION = 20, 9
 Array: TypeAlias = np.ndarray[Any, Any]

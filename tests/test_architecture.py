@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("protos", "amp_core", "export", "serve")
+FOLDERS = (*STAGES, "examples")
 # What of our own each room may import, besides itself.
 ALLOWED = {
     "protos": set[str](),
-    "amp_core": set[str](),
+    "amp_core": {"protos.atomic_files"},
     "export": {"protos", "amp_core.policy", "amp_core.calling", "amp_core.checkpoint", "amp_core.recorder"},
     "serve": {"protos"},
 }
@@ -27,7 +29,6 @@ BELOW = {
     "serve/transports": {"serve.transports", "serve.security", "serve.protocol", "serve.engine.errors"},
     "serve/http": {
         "serve.http",
-        "serve.transports.transport",
         "serve.transports.listener",
         "serve.transports.listening",
         "serve.security",
@@ -50,7 +51,14 @@ TORCH_BACKEND = "serve/backends"  # there in files named torch_*, which nothing 
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every absolute module name that a file imports, wherever in the file; names that it takes from them look like modules."""
+    """Every module that a file imports, wherever in the file; names that it takes from them look like modules.
+
+    Ours are named by their place in the checkout: `halfserve.serve.cli` is `serve.cli`.
+    """
+    yield from (module.removeprefix("halfserve.") for module in written(path))
+
+
+def written(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -84,6 +92,12 @@ def test_a_stage_imports_only_what_it_may(stage: str) -> None:
                 assert under(module, ALLOWED[stage] | {stage}), f"{path.relative_to(ROOT)} imports {module}"
 
 
+@pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks", "halfserve", "tests"])
+def test_a_module_has_one_name(folder: str) -> None:
+    bare = [f"{path}: {module}" for path in files(folder) for module in written(path) if module.split(".")[0] in FOLDERS]
+    assert not bare, "write halfserve. in front"
+
+
 @pytest.mark.parametrize("room", BELOW)
 def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
     for path in files(room):
@@ -95,7 +109,8 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
 def test_protos_needs_protobuf_and_numpy_alone() -> None:
     outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
     # ml_dtypes gives numpy its bfloat16; it is imported when a tensor of that type is met.
-    assert outside - {"protos", "google", "numpy", "ml_dtypes", "__future__"} <= {"dataclasses", "functools", "typing"}
+    ours = {"protos", "google", "numpy", "ml_dtypes"}
+    assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 
 def test_torch_stays_where_it_belongs() -> None:

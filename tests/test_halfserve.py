@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import halfserve
+from halfserve import cli
 from tests.models import save_mlp
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +33,7 @@ def run(*arguments: str, stdout: int | IO[bytes] = subprocess.PIPE, **environmen
 def test_help_lists_every_command(arguments: list[str]) -> None:
     done = run(*arguments)
     assert done.returncode == 0
-    for name, stage in halfserve.STAGES.items():
+    for name, stage in cli.STAGES.items():
         assert f"  {name} " in done.stdout
         assert stage.help in done.stdout
 
@@ -41,9 +43,9 @@ def test_the_version_is_that_of_the_package() -> None:
     assert run("--version").stdout == f"halfserve {declared}\n"
 
 
-@pytest.mark.parametrize("name", halfserve.STAGES)
+@pytest.mark.parametrize("name", cli.STAGES)
 def test_every_command_has_a_help_with_an_example(name: str) -> None:
-    result = CliRunner().invoke(halfserve.app, [name, "--help"])
+    result = CliRunner().invoke(cli.app, [name, "--help"])
     assert result.exit_code == 0
     assert f"halfserve {name} " in result.output
     assert "Example" in result.output
@@ -51,7 +53,7 @@ def test_every_command_has_a_help_with_an_example(name: str) -> None:
 
 def options_by_heading(name: str) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
-    for line in CliRunner().invoke(halfserve.app, [name, "--help"]).output.splitlines():
+    for line in CliRunner().invoke(cli.app, [name, "--help"]).output.splitlines():
         if line.endswith(":") and not line.startswith(" "):
             groups[line[:-1]] = found = []
         elif groups and line.startswith("  --"):
@@ -68,9 +70,9 @@ def test_a_long_help_has_a_heading_for_each_group_of_options(name: str) -> None:
     assert max(map(len, groups.values())) <= MANY_OPTIONS
 
 
-@pytest.mark.parametrize("name", halfserve.STAGES)
+@pytest.mark.parametrize("name", cli.STAGES)
 def test_every_command_says_which_errors_are_the_users(name: str) -> None:
-    codes = importlib.import_module(halfserve.STAGES[name].module).EXIT_CODES
+    codes = importlib.import_module(cli.STAGES[name].module).EXIT_CODES
     assert codes
     assert all(issubclass(kind, Exception) and 0 < code < 128 for kind, code in codes.items())
 
@@ -86,7 +88,7 @@ def test_every_command_says_which_errors_are_the_users(name: str) -> None:
         ["convert", "in.onnx", "out.onnx", "--min-agreement", "2"],
         ["verify", "in.onnx", "out.onnx", "--dim", "n"],
         ["export", "checkpoint.pt", "--repository", "models", "--dynamic", "tokens"],
-        ["check", "examples.digits.model:model"],
+        ["check", "halfserve.examples.digits.model:model"],
     ],
     ids=" ".join,
 )
@@ -167,11 +169,19 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     done = run("train", "--help", PYTHONPATH=str(tmp_path))
     assert done.returncode == 69
-    assert done.stderr == "halfserve train: needs the package 'torch'; run: pip install 'halfserve[train]'\n"
+    assert (
+        done.stderr == "halfserve train: needs the package 'torch'; in a checkout of halfserve, run: pip install '.[train]'\n"
+    )
 
 
 def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
-    program = "import os, halfserve\ntry: halfserve.main(['--help'])\nexcept SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
+    lines = [
+        "import os",
+        "from halfserve import cli",
+        "try: cli.main(['--help'])",
+        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'])",
+    ]
+    program = "\n".join(lines)
     for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
         environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
         done = subprocess.run(
@@ -183,7 +193,7 @@ def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *([name, "--help"] for name in halfserve.STAGES if name != "train"),
+        *([name, "--help"] for name in cli.STAGES if name != "train"),
         ["export", "checkpoint.pt", "--repository", "models", "--html"],
         ["check", "MODULE:FACTORY", "--input", "float32[1]", "--data", "MODULE:FACTORY"],
         ["demo", "--concurrency", "none"],
@@ -191,6 +201,67 @@ def test_torch_s_threads_do_not_spin_unless_asked_to() -> None:
     ids=" ".join,
 )
 def test_help_and_wrong_usage_do_not_wait_for_torch(arguments: list[str]) -> None:
-    program = f"import sys, halfserve\ntry: halfserve.main({arguments})\nexcept SystemExit: print('torch' in sys.modules)"
+    lines = [
+        "import sys",
+        "from halfserve import cli",
+        f"try: cli.main({arguments})",
+        "except SystemExit: print('torch' in sys.modules)",
+    ]
+    program = "\n".join(lines)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.endswith("False\n")
+
+
+@pytest.mark.parametrize("name", halfserve.__all__)
+def test_public_names_are_typed_and_documented(name: str) -> None:
+    value = getattr(halfserve, name)
+    assert inspect.getdoc(value)
+    methods = (
+        [method for key, method in vars(value).items() if not key.startswith("_") and callable(method)]
+        if inspect.isclass(value)
+        else []
+    )
+    assert all(inspect.getdoc(method) for method in methods)
+
+
+def test_importing_the_package_imports_no_framework() -> None:
+    program = "import sys, halfserve; print(sorted({'torch', 'onnx', 'onnxruntime', 'grpc', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_model_that_uses_the_dtype_helpers_imports_no_onnx() -> None:
+    program = (
+        "import sys; from halfserve import new_zeros, mask_value, inherit_dtype; "
+        "print({name for name in sys.modules if name.startswith('onnx')})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'halfserve' has no attribute 'autocats'"):
+        _ = halfserve.autocats
+
+
+def test_a_users_own_modules_hide_no_command(own_modules: Path) -> None:
+    program = """
+import sys
+from typer.testing import CliRunner
+from halfserve import cli
+sys.path.insert(0, "")
+for name in cli.STAGES:
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0, result.output
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=own_modules,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

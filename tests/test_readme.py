@@ -29,7 +29,8 @@ def test_the_set_up_is_the_two_make_commands() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_blocks_run_in_order(tmp_path: Path, free_port: int) -> None:
+def test_the_blocks_run_in_order_beside_a_users_own_modules(own_modules: Path, free_port: int) -> None:
     after_the_set_up = [block for block in blocks() if not block.text.startswith("make ")]
-    assert run_in_order(after_the_set_up, tmp_path, free_port) >= 5
+    assert run_in_order(after_the_set_up, own_modules, free_port) >= 5

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-# Blocks in another terminal: started, and left running until the last block is done.
+# Blocks in another terminal: started, and left running until the next server or the last block.
 SERVER = "halfserve serve "
 # Blocks of Python that follow each other share a process, and with it the time that imports take; nothing else.
 EACH_BY_ITSELF = "import sys\nfor text in sys.argv[1:]: exec(compile(text, 'block', 'exec'), {'__name__': '__main__'})"
@@ -35,7 +35,8 @@ def blocks_of(document: str) -> list[Block]:
 def run_in_order(blocks: list[Block], folder: Path, port: int) -> int:
     """Run the blocks of shell and Python, as their reader would who stands in `folder`.
 
-    Servers run on this port, and until the last block is done. Fails where a block does, or where a server does not end well.
+    Servers run on this port, each until the next one or the last block. Fails when a block
+    fails, or a server ends badly.
 
     Returns:
         How many blocks were run beside the servers.
@@ -47,6 +48,7 @@ def run_in_order(blocks: list[Block], folder: Path, port: int) -> int:
     with ExitStack() as servers:
         for text, command in _commands(blocks, port):
             if text.startswith(SERVER):
+                servers.close()
                 servers.enter_context(_serving(command, folder, environment, port))
                 continue
             done = subprocess.run(

@@ -13,11 +13,19 @@ from typing import Any, Protocol, Self, TypeVar, cast, overload
 
 import torch
 
-from amp_core.autocast.policy_kernels import EXPORT_REFUSAL
-from amp_core.autocast.policy_state import policies_in_force, untraced
-from amp_core.autocast.region import AutocastRegion, enter, leave, may_have_a_policy, prepare, prepare_torch, traced_region
-from amp_core.policy import Policy
-from amp_core.policy.operations import has_autocast
+from halfserve.amp_core.autocast.policy_kernels import EXPORT_REFUSAL
+from halfserve.amp_core.autocast.policy_state import policies_in_force, untraced
+from halfserve.amp_core.autocast.region import (
+    AutocastRegion,
+    enter,
+    leave,
+    may_have_a_policy,
+    prepare,
+    prepare_torch,
+    traced_region,
+)
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.policy.operations import has_autocast
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 

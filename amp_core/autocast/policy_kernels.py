@@ -12,9 +12,9 @@ from torch import _ops
 from torch._ops import OpOverload
 from torch.utils import checkpoint
 
-from amp_core.autocast.policy_state import KEY, KEY_NAME, Policies, policies_in_force, put_in_force, restore, untraced
-from amp_core.policy import Rule, operations
-from amp_core.policy.operations import autocast_key, find_overload, qualified_name
+from halfserve.amp_core.autocast.policy_state import KEY, KEY_NAME, Policies, policies_in_force, put_in_force, restore, untraced
+from halfserve.amp_core.policy import Rule, operations
+from halfserve.amp_core.policy.operations import autocast_key, find_overload, qualified_name
 
 _C = torch._C  # noqa: SLF001  (dispatch keys have no public face)
 _OURS, _BELOW = _C.DispatchKeySet(KEY), _C._dispatch_keyset_full_after(KEY)  # noqa: SLF001  (see above)

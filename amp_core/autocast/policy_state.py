@@ -12,7 +12,7 @@ import torch
 import torch.compiler.config
 from torch._C._dynamo import eval_frame
 
-from amp_core.policy import Policy, Rule
+from halfserve.amp_core.policy import Policy, Rule
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 

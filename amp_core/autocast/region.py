@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_core.autocast.policy_kernels import require_kernels
-from amp_core.autocast.policy_state import Saved, policies_in_force, put_in_force, restore, untraced
-from amp_core.autocast.torch_kernels import repair_lstm, repair_promotion, watch_weight_writes
-from amp_core.policy import Policy
-from amp_core.policy.operations import has_autocast
+from halfserve.amp_core.autocast.policy_kernels import require_kernels
+from halfserve.amp_core.autocast.policy_state import Saved, policies_in_force, put_in_force, restore, untraced
+from halfserve.amp_core.autocast.torch_kernels import repair_lstm, repair_promotion, watch_weight_writes
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.policy.operations import has_autocast
 
 # torch has one cast cache for the whole process: float32 leaf -> its low-precision copy, regardless of dtype and thread, and
 # without a check for changed leaves. Here it belongs to one thread at a time, the first to open an outermost region; the others

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from amp_core.autocast.policy_kernels import cast_all, eligible_tensors, widest_dtype
-from amp_core.autocast.policy_state import untraced
-from amp_core.policy.operations import autocast_key, qualified_name
+from halfserve.amp_core.autocast.policy_kernels import cast_all, eligible_tensors, widest_dtype
+from halfserve.amp_core.autocast.policy_state import untraced
+from halfserve.amp_core.policy.operations import autocast_key, qualified_name
 
 # If the inputs include the low-precision dtype that is not the region's, torch's promotion step raises "Unexpected floating
 # ScalarType". Operations that promote by themselves give the same dtypes without that step: let them fall through. The others

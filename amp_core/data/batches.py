@@ -19,9 +19,9 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils import worker
 
-from amp_core.data.errors import DataError, WorkerTraceback
-from amp_core.data.sources import BatchFailure, BatchSource, IndexedSource, StreamEnd, StreamSource, to_device
-from amp_core.data.split import BatchPlan, Split, indexed_plans, stream_plans
+from halfserve.amp_core.data.errors import DataError, WorkerTraceback
+from halfserve.amp_core.data.sources import BatchFailure, BatchSource, IndexedSource, StreamEnd, StreamSource, to_device
+from halfserve.amp_core.data.split import BatchPlan, Split, indexed_plans, stream_plans
 
 # Open files of a process with workers: its own, and for each worker its pipes and the waiting batches, one file per tensor. If
 # they run out, torch prints a traceback of its incomplete iterator.

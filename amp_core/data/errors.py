@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from amp_core.factory import one_line
+from halfserve.amp_core.factory import one_line
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux: shm_open(3))
 _SHARED_FILE = re.compile(r"</(torch_\w+)>")  # as torch names each piece of it

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, distributed
 
-from amp_core.data.errors import DataError
-from amp_core.factory import one_line
-from amp_core.random_state import Purpose, generator
+from halfserve.amp_core.data.errors import DataError
+from halfserve.amp_core.factory import one_line
+from halfserve.amp_core.random_state import Purpose, generator
 
 
 @dataclass(frozen=True, kw_only=True)

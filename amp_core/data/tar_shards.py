@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from amp_core.data.errors import DataError
-from amp_core.data.tar_index import index_shards, shard_paths
-from amp_core.factory import one_line
+from halfserve.amp_core.data.errors import DataError
+from halfserve.amp_core.data.tar_index import index_shards, shard_paths
+from halfserve.amp_core.factory import one_line
 
 Decoder = Callable[[bytes], Any]
 

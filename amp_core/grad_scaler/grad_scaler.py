@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.grad_scaler.guarded_step import CONTRACT, split_closure
-from amp_core.grad_scaler.loss_scale import (
+from halfserve.amp_core.grad_scaler.guarded_step import CONTRACT, split_closure
+from halfserve.amp_core.grad_scaler.loss_scale import (
     DEFAULT_MIN_SCALE,
     LARGEST_SCALE,
     LossScale,
@@ -23,9 +23,9 @@ from amp_core.grad_scaler.loss_scale import (
     checked_on_min_scale,
     number_of,
 )
-from amp_core.grad_scaler.optimizers import FOUND, total
-from amp_core.grad_scaler.outcomes import Exhaustion, ScaleHistory, ScaleRecord, StepOutcomes
-from amp_core.grad_scaler.stepper import Stepper
+from halfserve.amp_core.grad_scaler.optimizers import FOUND, total
+from halfserve.amp_core.grad_scaler.outcomes import Exhaustion, ScaleHistory, ScaleRecord, StepOutcomes
+from halfserve.amp_core.grad_scaler.stepper import Stepper
 
 Outputs = TypeVar("Outputs", bound="Tensor | Iterable[Any]")
 
@@ -48,7 +48,8 @@ class GradScaler:
     is found; a closure is evaluated on scaled losses or refused; settings are checked; `update` takes any number; and the
     scaler answers whether a step was skipped and which parameters overflowed.
 
-    Example:
+    Example::
+
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core.grad_scaler.optimizers import listed, names_of, parameters_of
+from halfserve.amp_core.grad_scaler.optimizers import listed, names_of, parameters_of
 
 
 class StepSnapshot:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.grad_scaler.loss_scale import LossScale, OnMinScale
-from amp_core.grad_scaler.optimizers import FOUND, listed, names_of, with_non_finite_gradients
+from halfserve.amp_core.grad_scaler.loss_scale import LossScale, OnMinScale
+from halfserve.amp_core.grad_scaler.optimizers import FOUND, listed, names_of, with_non_finite_gradients
 
 
 class StepOutcome:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_core.grad_scaler.guarded_step import step_or_undo, step_with_closure, warn_of_undone_step
-from amp_core.grad_scaler.loss_scale import LossScale
-from amp_core.grad_scaler.optimizers import (
+from halfserve.amp_core.grad_scaler.guarded_step import step_or_undo, step_with_closure, warn_of_undone_step
+from halfserve.amp_core.grad_scaler.loss_scale import LossScale
+from halfserve.amp_core.grad_scaler.optimizers import (
     FOUND,
     OptState,
     bucket_gradients,
@@ -24,7 +24,7 @@ from amp_core.grad_scaler.optimizers import (
     refresh_per_optimizer_state,
     takes_scale,
 )
-from amp_core.grad_scaler.outcomes import StepOutcome, StepOutcomes
+from halfserve.amp_core.grad_scaler.outcomes import StepOutcome, StepOutcomes
 
 State = dict[str, Any]
 
@@ -114,7 +114,7 @@ class Stepper:
         """Step an optimizer that evaluates scaled losses itself; see `GradScaler.step`."""
         state = self._steppable_state(optimizer)
         if state["stage"] is not OptState.READY:
-            raise RuntimeError("unscale_() is of no use before a step with a closure, which computes the gradients anew.")
+            raise RuntimeError("unscale_() is of no use before a step with a closure, which computes the gradients again.")
 
         def backward(loss: Tensor) -> bool:
             torch.autograd.backward(self._loss_scale.scaled(loss))

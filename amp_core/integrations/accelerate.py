@@ -1,7 +1,7 @@
 """`HalfserveAccelerator`: our autocast, policies and GradScaler in Hugging Face accelerate.
 
 Example:
-    from amp_core.integrations.accelerate import HalfserveAccelerator
+    from halfserve.amp_core.integrations.accelerate import HalfserveAccelerator
 
     accelerator = HalfserveAccelerator(mixed_precision="fp16", policy="cuda")
 """
@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_core.autocast.autocast import autocast as region_of
-from amp_core.grad_scaler.grad_scaler import GradScaler
-from amp_core.integrations import not_installed
-from amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
-from amp_core.policy import Policy, PolicyError
-from protos.atomic_files import atomic_file
+from halfserve.amp_core.autocast.autocast import autocast as region_of
+from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler
+from halfserve.amp_core.integrations import not_installed
+from halfserve.amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
+from halfserve.amp_core.policy import Policy, PolicyError
+from halfserve.protos.atomic_files import atomic_file
 
 try:
     from accelerate import Accelerator, DistributedType

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_core.grad_scaler.grad_scaler import GradScaler, Outputs
-from amp_core.policy import Policy
+from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler, Outputs
+from halfserve.amp_core.policy import Policy
 
 
 def given_policy(policy: Policy | str | None) -> Policy:

@@ -1,7 +1,7 @@
 """Precision plugins for Lightning: `TrainerPrecision` for its Trainer, `FabricPrecision` for Fabric.
 
 Example:
-    from amp_core.integrations.lightning import TrainerPrecision
+    from halfserve.amp_core.integrations.lightning import TrainerPrecision
 
     Trainer(plugins=[TrainerPrecision("16-mixed", policy="cuda")])
 """
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from amp_core.autocast.autocast import autocast
-from amp_core.grad_scaler.grad_scaler import GradScaler, device_type
-from amp_core.integrations import not_installed
-from amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
-from amp_core.policy import Policy
+from halfserve.amp_core.autocast.autocast import autocast
+from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler, device_type
+from halfserve.amp_core.integrations import not_installed
+from halfserve.amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
+from halfserve.amp_core.policy import Policy
 
 try:
     import lightning.pytorch as pl

@@ -1,6 +1,6 @@
 """Which operation runs in which dtype: a value that users edit, print and store."""
 
-from amp_core.policy.operations import Rule
-from amp_core.policy.policy import Policy, PolicyError
+from halfserve.amp_core.policy.operations import Rule
+from halfserve.amp_core.policy.policy import Policy, PolicyError
 
 __all__ = ["Policy", "PolicyError", "Rule"]

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from amp_core.policy.operations import CUDA_RULES, Rule, explain_rule, has_autocast, qualified_names, rules_beyond_native
+from halfserve.amp_core.policy.operations import (
+    CUDA_RULES,
+    Rule,
+    explain_rule,
+    has_autocast,
+    qualified_names,
+    rules_beyond_native,
+)
 
 
 class PolicyError(ValueError):

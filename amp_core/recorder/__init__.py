@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from amp_core.recorder.record import Direction, Entry, Magnitudes, Record
-from amp_core.recorder.recorder import Recorder
-from amp_core.recorder.report import plot, table
+from halfserve.amp_core.recorder.record import Direction, Entry, Magnitudes, Record
+from halfserve.amp_core.recorder.recorder import Recorder
+from halfserve.amp_core.recorder.report import plot, table
 
 __all__ = ["Direction", "Entry", "Magnitudes", "Record", "Recorder", "plot", "table"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core.recorder.record import Direction
+from halfserve.amp_core.recorder.record import Direction
 
 ROOT, OUTSIDE = ".", ""
 _NO_TASK = -1

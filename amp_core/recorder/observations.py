@@ -14,7 +14,15 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Direction, Entry, Magnitudes, unscaled
+from halfserve.amp_core.recorder.record import (
+    LARGEST,
+    SMALLEST_NORMAL,
+    SMALLEST_SUBNORMAL,
+    Direction,
+    Entry,
+    Magnitudes,
+    unscaled,
+)
 
 # Communication continues after its call has returned: its tensors must not be read. The others compute nothing.
 _OTHER_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "prim", "profiler"}

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from amp_core.autocast.policy_state import KEY as POLICY_KEY
-from amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
-from amp_core.policy.operations import autocast_key, qualified_name
-from amp_core.recorder.module_spans import ModuleSpans, hooked
-from amp_core.recorder.observations import Observations, computes, dtypes_of, outputs_of
-from amp_core.recorder.record import Direction, Record, merge
+from halfserve.amp_core.autocast.policy_state import KEY as POLICY_KEY
+from halfserve.amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
+from halfserve.amp_core.policy.operations import autocast_key, qualified_name
+from halfserve.amp_core.recorder.module_spans import ModuleSpans, hooked
+from halfserve.amp_core.recorder.observations import Observations, computes, dtypes_of, outputs_of
+from halfserve.amp_core.recorder.record import Direction, Record, merge
 
 _C = torch._C  # noqa: SLF001  (dispatch keys have no public face)
 
@@ -177,6 +177,8 @@ _NOT_RECORDED = nullcontext()
 
 class Recorder:
     """Records the dtypes and ranges of all operations of a model's training, in one step of many.
+
+    Example::
 
         recorder = Recorder(model, every=200)
         for step, (inputs, targets) in enumerate(batches, start=1):

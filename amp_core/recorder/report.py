@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from amp_core.recorder.module_spans import OUTSIDE, ROOT
-from amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Entry, Magnitudes, Record
-from protos.atomic_files import atomic_file
+from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
+from halfserve.amp_core.recorder.record import LARGEST, SMALLEST_NORMAL, SMALLEST_SUBNORMAL, Entry, Magnitudes, Record
+from halfserve.protos.atomic_files import atomic_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
-from amp_core.checkpoint import Checkpoint, CheckpointError, load_weights
-from amp_core.factory import call_factory, load_factory, one_line
-from amp_core.policy.operations import has_autocast
-from amp_core.random_state import set_random_state
-from amp_core.training.distributed import World
-from amp_core.training.settings import TrainingError
-from amp_core.training.step import Training
+from halfserve.amp_core.checkpoint import Checkpoint, CheckpointError, load_weights
+from halfserve.amp_core.factory import call_factory, load_factory, one_line
+from halfserve.amp_core.policy.operations import has_autocast
+from halfserve.amp_core.random_state import set_random_state
+from halfserve.amp_core.training.distributed import World
+from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.step import Training
 
 
 def training_device(name: str, world: World) -> torch.device:

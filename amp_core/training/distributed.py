@@ -14,8 +14,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from amp_core.factory import one_line
-from amp_core.training.settings import PeerError, TrainingError
+from halfserve.amp_core.factory import one_line
+from halfserve.amp_core.training.settings import PeerError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.autocast.autocast import autocast
-from amp_core.calling import call
-from amp_core.random_state import preserved_random_state
-from amp_core.training.settings import TrainingError
-from amp_core.training.step import Batch, StepRecord, Training
+from halfserve.amp_core.autocast.autocast import autocast
+from halfserve.amp_core.calling import call
+from halfserve.amp_core.random_state import preserved_random_state
+from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.step import Batch, StepRecord, Training
 
 _LISTED = 3
 

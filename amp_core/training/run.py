@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from amp_core.autocast.autocast import autocast
-from amp_core.calling import described_call
-from amp_core.checkpoint import Checkpoint, build_data, require_readable
-from amp_core.data import Batches, DataError, until_one_ends
-from amp_core.factory import one_line, place_of
-from amp_core.grad_scaler.grad_scaler import GradScaler
-from amp_core.random_state import random_state, seed_everything
-from amp_core.recorder import Recorder
-from amp_core.training.components import (
+from halfserve.amp_core.autocast.autocast import autocast
+from halfserve.amp_core.calling import described_call
+from halfserve.amp_core.checkpoint import Checkpoint, build_data, require_readable
+from halfserve.amp_core.data import Batches, DataError, until_one_ends
+from halfserve.amp_core.factory import one_line, place_of
+from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler
+from halfserve.amp_core.random_state import random_state, seed_everything
+from halfserve.amp_core.recorder import Recorder
+from halfserve.amp_core.training.components import (
     build_model,
     build_optimizer,
     in_parallel,
@@ -35,10 +35,10 @@ from amp_core.training.components import (
     restore_random_state,
     warmup_and_cosine,
 )
-from amp_core.training.distributed import World, is_broken_connection
-from amp_core.training.divergence import DivergenceWatch, is_bad
-from amp_core.training.settings import DTYPES, TrainingError, TrainingSettings
-from amp_core.training.step import Batch, RunningStatistics, StepRecord, Training, evaluate, train_step
+from halfserve.amp_core.training.distributed import World, is_broken_connection
+from halfserve.amp_core.training.divergence import DivergenceWatch, is_bad
+from halfserve.amp_core.training.settings import DTYPES, TrainingError, TrainingSettings
+from halfserve.amp_core.training.step import Batch, RunningStatistics, StepRecord, Training, evaluate, train_step
 
 
 @contextmanager

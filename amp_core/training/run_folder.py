@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from amp_core.checkpoint import save_checkpoint
-from amp_core.recorder import Record, plot
-from amp_core.training.run import Evaluation, TrainingRun
-from amp_core.training.settings import TrainingError
-from amp_core.training.step import StepRecord
-from protos.atomic_files import atomic_file
+from halfserve.amp_core.checkpoint import save_checkpoint
+from halfserve.amp_core.recorder import Record, plot
+from halfserve.amp_core.training.run import Evaluation, TrainingRun
+from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.step import StepRecord
+from halfserve.protos.atomic_files import atomic_file
 
 CHECKPOINT, PREVIOUS, LOG, RECORD, RECORD_PLOT, TENSORBOARD = (
     "checkpoint.pt", "checkpoint.previous.pt", "train.jsonl", "record.json", "record.png", "tensorboard"

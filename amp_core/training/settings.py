@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from amp_core.policy import Policy
+from halfserve.amp_core.policy import Policy
 
 
 class TrainingError(RuntimeError):

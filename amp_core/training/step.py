@@ -14,11 +14,11 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from amp_core.autocast.autocast import autocast
-from amp_core.calling import call, without_fast_path
-from amp_core.grad_scaler.grad_scaler import GradScaler
-from amp_core.grad_scaler.optimizers import dense, parameters_of
-from amp_core.training.distributed import World
+from halfserve.amp_core.autocast.autocast import autocast
+from halfserve.amp_core.calling import call, without_fast_path
+from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler
+from halfserve.amp_core.grad_scaler.optimizers import dense, parameters_of
+from halfserve.amp_core.training.distributed import World
 
 Batch = tuple[Any, Any]  # (inputs, targets)
 ALONE = World()

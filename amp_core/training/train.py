@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_core.checkpoint import Checkpoint, load_checkpoint
-from amp_core.random_state import preserved_random_state, seed_everything
-from amp_core.training.components import training_device
-from amp_core.training.distributed import World
-from amp_core.training.run import Evaluation, TrainingRun
-from amp_core.training.run_folder import CHECKPOINT, RunOutputs, locked_folder, require_tensorboard, rewrite_record
-from amp_core.training.settings import TrainingError, TrainingSettings
-from amp_core.training.step import ALONE, StepRecord
+from halfserve.amp_core.checkpoint import Checkpoint, load_checkpoint
+from halfserve.amp_core.random_state import preserved_random_state, seed_everything
+from halfserve.amp_core.training.components import training_device
+from halfserve.amp_core.training.distributed import World
+from halfserve.amp_core.training.run import Evaluation, TrainingRun
+from halfserve.amp_core.training.run_folder import CHECKPOINT, RunOutputs, locked_folder, require_tensorboard, rewrite_record
+from halfserve.amp_core.training.settings import TrainingError, TrainingSettings
+from halfserve.amp_core.training.step import ALONE, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable

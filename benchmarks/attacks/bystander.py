@@ -9,8 +9,8 @@ from threading import Event
 
 import numpy as np
 
-from serve.client import Client, ClientError, RetryPolicy
-from serve.client.connection import ClientTls
+from halfserve import Client, ClientError, RetryPolicy
+from halfserve.serve.client.connection import Tls
 
 EVERY_S = 0.005
 TIMEOUT_S = 30.0
@@ -37,7 +37,7 @@ class Account:
         return 1000 * statistics.quantiles(self.latencies_s, n=100)[98] if len(self.latencies_s) > 1 else float("nan")
 
 
-def ask(address: str, token: str | None, stop: Event, tls: ClientTls | None = None) -> Account:
+def ask(address: str, token: str | None, stop: Event, tls: Tls | None = None) -> Account:
     """Send a request each EVERY_S seconds until told to stop.
 
     Args:

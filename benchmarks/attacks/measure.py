@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.attacks.bystander import Account, ask
 from benchmarks.soaking.models import save_models
 from benchmarks.soaking.server_process import ServerProcess, server_process
-from serve.client.connection import ClientTls
-from serve.security.roles import Role
-from serve.security.tokens import new_token
+from halfserve.serve.client.connection import Tls
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.tokens import new_token
 
 WARM_UP_S = 1.0
 POLL = ("--model-control", "poll", "--poll-seconds", "0.5")
@@ -122,13 +122,13 @@ def measure(attack: Attack, seconds: float) -> Outcome:
         )
 
 
-def _certificate(folder: Path) -> ClientTls:
+def _certificate(folder: Path) -> Tls:
     """A certificate of the server's own, which its clients trust."""
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(folder / KEY)]
     certificate = ["-x509", "-days", "2", "-subj", "/CN=localhost", "-addext", names, "-out", str(folder / CERTIFICATE)]
     subprocess.run(["openssl", "req", *key, *certificate], check=True, capture_output=True)
-    return ClientTls(authorities=folder / CERTIFICATE)
+    return Tls(authorities=folder / CERTIFICATE)
 
 
 def _beside(client: Callable[[threading.Event], Account], work: Callable[[], str | None]) -> tuple[Account, str | None]:

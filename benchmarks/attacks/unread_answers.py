@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.attacks.http2_client import Http2Client, told
 from benchmarks.soaking.broken_clients import INFER, connected
-from protos import inference_pb2 as pb
+from halfserve.protos import inference_pb2 as pb
 
 CONNECTIONS, REST_CONNECTIONS = 60, 900
 STREAMS = 200  # of each connection

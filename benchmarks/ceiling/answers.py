@@ -7,10 +7,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from protos import inference_pb2 as pb
-from serve.client.messages import infer_request
-from serve.client.tensors import datatype_named
-from serve.transports.grpc_framing import frame
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.messages import infer_request
+from halfserve.serve.client.tensors import datatype_named
+from halfserve.serve.transports.grpc_framing import frame
 
 COUNT = (5 << 28) + (4 << 21) + (3 << 14) + (2 << 7) + 1  # as a varint: answer_at_once's MARK
 WAIT_S = 10.0

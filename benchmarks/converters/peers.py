@@ -58,7 +58,7 @@ def versions(modelopt_python: str | None = None) -> dict[str, str]:
 
 def ours(model: bytes, keep_io: bool) -> bytes:
     """This project's."""
-    convert = importlib.import_module("export.onnx_fp16.convert").convert_float_to_float16
+    convert = importlib.import_module("halfserve.export.onnx_fp16.convert").convert_float_to_float16
     return _serialized(convert(onnx.load_from_string(model), keep_io_types=keep_io))
 
 

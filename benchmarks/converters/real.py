@@ -15,8 +15,8 @@ from benchmarks.converters.peers import converter
 from benchmarks.converters.runtime import Session
 from benchmarks.converters.runtime import rounded as as_float16
 from benchmarks.converters.synthetic_inputs import Trial, trials
-from export.verification.metrics import compare
-from export.verification.simulation import round_every_node
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.simulation import round_every_node
 
 LIMIT = 1e-2  # of the output's largest value
 

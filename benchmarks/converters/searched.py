@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx
 
 from benchmarks.converters.synthetic_inputs import trials
-from export.certificate.budget import Budget
-from export.onnx_fp16.convert import convert_float_to_float16
-from export.search.smallest_fp32_set import find_fp32_nodes
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
 
 MAX_RUNS = 60
 

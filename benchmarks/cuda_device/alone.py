@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.runtimes import probing_runtimes
-from serve.engine.backend import Backend, DevicePlacement
-from serve.engine.cuda_driver import locked_buffer
-from serve.engine.tensors import Array, Tensors
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.runtimes import probing_runtimes
+from halfserve.serve.engine.backend import Backend, DevicePlacement
+from halfserve.serve.engine.cuda_driver import locked_buffer
+from halfserve.serve.engine.tensors import Array, Tensors
 
 WARM_UPS = 3  # computes, makes the buffers of a recording and records
 

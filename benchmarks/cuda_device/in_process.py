@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from serve.backends.runtimes import probing_runtimes
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import InferenceError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_models
-from serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
-from serve.engine.tensors import Tensors
+from halfserve.serve.backends.runtimes import probing_runtimes
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
+from halfserve.serve.engine.tensors import Tensors
 
 WARM_UP_S = 0.5
 

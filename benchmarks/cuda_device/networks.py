@@ -11,8 +11,8 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from export import convert_float_to_float16, export_onnx
-from serve.engine.tensors import Array
+from halfserve import convert_float_to_float16, export_onnx
+from halfserve.serve.engine.tensors import Array
 
 FP32, FP16 = "fp32", "fp16"
 

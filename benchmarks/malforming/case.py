@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 from benchmarks.malforming.oracle import Due, due
 from benchmarks.malforming.tensor_bytes import is_same
 from benchmarks.soaking.exchange import INFER_PATH, Answer, Headers, call_headers, messages_in
-from protos.inference_pb2 import ModelInferResponse
-from serve.benchmark.load.calls import framed
+from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.serve.benchmark.load.calls import framed
 
 Check = Callable[[Answer], str]
 INFER_HEADERS = call_headers(INFER_PATH)

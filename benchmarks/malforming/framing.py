@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError, Message
 from benchmarks.malforming.case import INFER_HEADERS, Case, infer_case, refused, turned_away
 from benchmarks.malforming.good_requests import good_request
 from benchmarks.soaking.exchange import INFER_PATH, Headers, call_headers
-from protos import inference_pb2 as pb
-from serve.benchmark.load.calls import framed
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.benchmark.load.calls import framed
 
 Random = random.Random
 OK, INVALID, NOT_FOUND, EXHAUSTED, UNSUPPORTED, INTERNAL = 0, 3, 5, 8, 12, 13

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.malforming.interfaces import INTERFACES, MAX_BATCH
-from protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.inference_pb2 import ModelInferRequest
 
 
 def good_request(chance: random.Random) -> ModelInferRequest:

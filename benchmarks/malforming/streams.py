@@ -12,8 +12,8 @@ from benchmarks.malforming.good_requests import good_request
 from benchmarks.malforming.messages import MAKERS
 from benchmarks.malforming.oracle import Due, due
 from benchmarks.soaking.exchange import Answer, call_headers, messages_in
-from protos.inference_pb2 import ModelStreamInferResponse
-from serve.benchmark.load.calls import framed
+from halfserve.protos.inference_pb2 import ModelStreamInferResponse
+from halfserve.serve.benchmark.load.calls import framed
 
 STREAM_HEADERS = call_headers("/inference.GRPCInferenceService/ModelStreamInfer")
 STATUS = "grpc-status"

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.malforming.good_requests import good_request
 from benchmarks.malforming.interfaces import MAX_BATCH
-from protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.inference_pb2 import ModelInferRequest
 
 Random = random.Random
 NAMES = (

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.reloading.median import Median, median_of
-from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.spec import LatencyHistogram, LoadSpec, LoadStatistics
+from halfserve.serve.benchmark.load.load_generator import LoadGenerator
+from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadSpec, LoadStatistics
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 BEGIN = 0.1  # of a window passes before the reload

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soaking.tally import Tally
-from serve.client import Client, ClientError
+from halfserve import Client, ClientError
 
 Array = np.ndarray[Any, Any]
 TIMEOUT_S = 30.0

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from ngh2 import DataReceived, Event, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
-from serve.benchmark.load.connection import ConnectionLostError, Http2Connection
-from serve.benchmark.load.spec import LoadEndpoint
+from halfserve.serve.benchmark.load.connection import ConnectionLostError, Http2Connection
+from halfserve.serve.benchmark.load.spec import LoadEndpoint
 
 T = TypeVar("T")
 Headers = Sequence[tuple[bytes, bytes]]

@@ -65,7 +65,7 @@ def report(
         "right_answers": sum(counted.answered.values()),
         "wrong": counted.wrongs,
         "answered": counted.answered,
-        "mischief": counted.survived,
+        "faults": counted.survived,
         "resident_mb": f"{samples[0].resident_mb:.1f} -> {samples[-1].resident_mb:.1f}",
         "cores_used": round((samples[-1].cpu_s - samples[0].cpu_s) / max(1e-9, ended - started), 2),
         **memory,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soaking.exchange import messages_in
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.benchmark.load.calls import framed
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.serve.benchmark.load.calls import framed
 
 Array = np.ndarray[Any, Any]
 ID_BYTES = 10

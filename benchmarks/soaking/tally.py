@@ -16,7 +16,7 @@ class Counted:
 
     Attributes:
         answered: right answers, by kind of request.
-        survived: acts of mischief that ended as they should, by kind.
+        survived: injected faults that ended as they should, by kind.
         wrong: what must not happen (wrong answers, lost ones, unclear errors), described; the first few.
         wrongs: how many there were.
         latencies: (when asked, seconds until the answer) of right answers, on time.monotonic()'s clock.
@@ -48,7 +48,7 @@ class Tally:
             self._latencies.append((started, now - started))
 
     def survived(self, kind: str) -> None:
-        """An act of mischief that ended as it should, mostly in a clear error."""
+        """An injected fault that ended as it should, mostly in a clear error."""
         with self._lock:
             self._survived[kind] += 1
 

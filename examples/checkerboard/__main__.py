@@ -3,9 +3,9 @@
 A network of 1x1 convolutions (2 -> 256 -> 256 -> 256 -> 1, BatchNorm and ReLU between) is given the grid of coordinates of an
 image and learns the brightness of each pixel, with Adam and a mean squared error. Each precision starts from the same weights:
 
-    python -m examples.checkerboard
-    python -m examples.checkerboard --steps 200 --size 64 --dtype bfloat16 --out runs/checkerboard.png
-    python -m examples.checkerboard --device cuda --size 512 --json
+    python -m halfserve.examples.checkerboard
+    python -m halfserve.examples.checkerboard --steps 200 --size 64 --dtype bfloat16 --out runs/checkerboard.png
+    python -m halfserve.examples.checkerboard --device cuda --size 512 --json
 
 It prints a table of final losses and times (on CUDA also the peak memory) and draws the target and what each precision made of
 it. What mixed precision gains shows on a GPU. A CPU without fp16 arithmetic gains no speed from float16: it takes many times as
@@ -33,7 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from examples.checkerboard.training import (
+from halfserve.examples.checkerboard.training import (
     SIZE_ON_ACCELERATOR,
     SIZE_ON_CPU,
     CheckerboardError,
@@ -43,7 +43,7 @@ from examples.checkerboard.training import (
     device_named,
     train,
 )
-from protos.atomic_files import atomic_file
+from halfserve.protos.atomic_files import atomic_file
 
 
 def table(outcomes: Sequence[CheckerboardResult]) -> Table:
@@ -151,7 +151,7 @@ def run(
 ) -> None:
     """Learn a checkerboard from its pixels' coordinates, in float32 and in mixed precision, and compare the two.
 
-    Example: python -m examples.checkerboard --steps 200 --size 64 --dtype bfloat16
+    Example: python -m halfserve.examples.checkerboard --steps 200 --size 64 --dtype bfloat16
     """
     where = device_named(device)
     settings = CheckerboardSettings(
@@ -196,7 +196,7 @@ def _train_each(settings: CheckerboardSettings, dtypes: list[str], *, show_progr
 def main() -> None:
     """Run the command; exits with 1 and one line for errors that the user can fix, 2 for wrong usage."""
     try:
-        app(prog_name="python -m examples.checkerboard")
+        app(prog_name="python -m halfserve.examples.checkerboard")
     except torch.OutOfMemoryError:
         typer.echo("checkerboard: the device has too little memory for this image; try a smaller --size or --width", err=True)
         sys.exit(1)

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from amp_core import GradScaler, Policy, autocast
-from amp_core.policy import PolicyError
+from halfserve import GradScaler, Policy, autocast
+from halfserve.amp_core.policy import PolicyError
 
 SIZE_ON_CPU, SIZE_ON_ACCELERATOR = 32, 512
 

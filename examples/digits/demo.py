@@ -16,10 +16,10 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from serve.benchmark import BenchmarkArgumentError
-from serve.benchmark.level import parse_concurrencies
+from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark.level import parse_concurrencies
 
-MODEL, DATA, NAME = "examples.digits.model:model", "examples.digits.data:data", "digits"
+MODEL, DATA, NAME = "halfserve.examples.digits.model:model", "halfserve.examples.digits.data:data", "digits"
 ROWS_PER_REQUEST = 16
 
 
@@ -34,8 +34,8 @@ def ask_held_out(address: str, model: str, data: str) -> float:
     # Imported late: torch takes seconds to load, and `--help` and usage errors do not need it.
     import numpy as np  # noqa: PLC0415  (see above)
 
-    from amp_core.factory import call_factory  # noqa: PLC0415  (see above)
-    from serve.client import Client  # noqa: PLC0415  (see above)
+    from halfserve import Client  # noqa: PLC0415  (see above)
+    from halfserve.amp_core.factory import call_factory  # noqa: PLC0415  (see above)
 
     _, held_out = call_factory(data)
     images = np.stack([np.asarray(image) for image, _ in held_out])
@@ -84,7 +84,7 @@ def demo(
     started = time.monotonic()
     parse_concurrencies(concurrency)  # before the work, not after it
     # Imported late: torch and matplotlib take seconds to load, and `--help` and usage errors do not need them.
-    from examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
+    from halfserve.examples.digits.report import DemoResult, result_tables, write_report  # noqa: PLC0415  (see above)
 
     files = DemoFiles(out)
     files.folder.mkdir(parents=True, exist_ok=True)

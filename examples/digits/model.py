@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from export.dtype_check.dtype_inheritance import new_linspace, new_ones
+from halfserve.export.dtype_check.dtype_inheritance import new_linspace, new_ones
 
 
 class DigitsNet(nn.Module):

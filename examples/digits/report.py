@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from protos.atomic_files import atomic_file
+from halfserve.protos.atomic_files import atomic_file
 
 # From Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
@@ -174,7 +174,9 @@ def write_report(path: Path, result: DemoResult) -> None:
     Raises:
         OSError: If the file cannot be written; an existing file stays.
     """
-    templates = Environment(loader=PackageLoader("examples.digits", "."), autoescape=select_autoescape(["html", "j2"]))
+    templates = Environment(
+        loader=PackageLoader("halfserve.examples.digits", "."), autoescape=select_autoescape(["html", "j2"])
+    )
     page = templates.get_template("report.html.j2").render(
         result=result,
         precision_rows=precision_rows(result),

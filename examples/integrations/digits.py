@@ -1,7 +1,7 @@
 """The digits classifier in other frameworks, with our autocast, policy and GradScaler in them: what the examples share.
 
-`python -m examples.integrations.lightning_trainer`, `.lightning_fabric` and `.accelerate_loop` each print the accuracy on the
-held-out digits, the number of skipped steps, and the scale at the end.
+`python -m halfserve.examples.integrations.lightning_trainer`, `.lightning_fabric` and `.accelerate_loop` each print the
+accuracy on the held-out digits, the number of skipped steps, and the scale at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from examples.digits.data import data
+from halfserve.examples.digits.data import data
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,9 +7,9 @@ from lightning.fabric import Fabric
 from rich import print as show
 from torch.nn.functional import cross_entropy
 
-from amp_core.integrations.lightning import FabricPrecision
-from examples.digits.model import DigitsNet
-from examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
+from halfserve.amp_core.integrations.lightning import FabricPrecision
+from halfserve.examples.digits.model import DigitsNet
+from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
 
 
 def main(epochs: int = 3) -> TrainingOutcome:

@@ -10,9 +10,9 @@ from rich import print as show
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from amp_core.integrations.lightning import TrainerPrecision
-from examples.digits.model import DigitsNet
-from examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
+from halfserve.amp_core.integrations.lightning import TrainerPrecision
+from halfserve.examples.digits.model import DigitsNet
+from halfserve.examples.integrations.digits import LEARNING_RATE, POLICY, TrainingOutcome, accuracy, batches
 
 
 class Classifier(pl.LightningModule):

@@ -1,6 +1,6 @@
 """Gradient accumulation: one step for the gradients of many small batches, as if they had been one large batch.
 
-    python -m examples.recipes.accumulation
+    python -m halfserve.examples.recipes.accumulation
 
 Every small batch's loss is scaled and run backward, and the gradients add up; unscaling, clipping, step and update come once,
 after the last one. The scale must stay the same in between, or gradients of different scales would add up. If one of the small
@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from examples.recipes.precision import Figures, Precision, network, regression, report
+from halfserve.examples.recipes.precision import Figures, Precision, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -83,4 +83,4 @@ def run(
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m examples.recipes.accumulation")
+    app(prog_name="python -m halfserve.examples.recipes.accumulation")

@@ -1,6 +1,6 @@
 """A gradient penalty in mixed precision: the loss has the size of its own gradient in it, so backward runs twice.
 
-    python -m examples.recipes.gradient_penalty
+    python -m halfserve.examples.recipes.gradient_penalty
 
 The inner gradient has to be scaled too, or it vanishes in float16 like any other; but the penalty is about the true gradient.
 So: scale the loss, take its gradient with `create_graph=True`, divide by the scale in float32, and compute the penalty in
@@ -18,7 +18,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from examples.recipes.precision import Figures, Precision, network, regression, report
+from halfserve.examples.recipes.precision import Figures, Precision, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -79,4 +79,4 @@ def run(
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m examples.recipes.gradient_penalty")
+    app(prog_name="python -m halfserve.examples.recipes.gradient_penalty")

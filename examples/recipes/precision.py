@@ -1,8 +1,8 @@
 """What the recipes share: a regression task, the precisions that they compare, and the report.
 
-    python -m examples.recipes.accumulation         one step for the gradients of many small batches
-    python -m examples.recipes.gradient_penalty     a loss that contains its own gradient: backward twice
-    python -m examples.recipes.several_optimizers   two losses, two optimizers, one GradScaler
+    python -m halfserve.examples.recipes.accumulation         one step for the gradients of many small batches
+    python -m halfserve.examples.recipes.gradient_penalty     a loss that contains its own gradient: backward twice
+    python -m halfserve.examples.recipes.several_optimizers   two losses, two optimizers, one GradScaler
 
 Each recipe is one file to copy from. It trains a small network in float32 and in float16, on the accelerator if there is one,
 and prints how the two compare.
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from amp_core import GradScaler, autocast
+from halfserve import GradScaler, autocast
 
 INPUTS = 8
 

@@ -1,6 +1,6 @@
 """Two losses and two optimizers with one GradScaler: where one overflows, the other still steps.
 
-    python -m examples.recipes.several_optimizers
+    python -m halfserve.examples.recipes.several_optimizers
 
 A network learns to predict; a probe learns to read the input back out of the network's hidden features, which tells how much
 of it is left there. The probe's loss is a sum and large: in float16 its first gradients overflow. One scaler scales both
@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from examples.recipes.precision import INPUTS, Figures, Precision, device_in_use, network, regression, report
+from halfserve.examples.recipes.precision import INPUTS, Figures, Precision, device_in_use, network, regression, report
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 HIDDEN = 64
@@ -104,4 +104,4 @@ def run(
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m examples.recipes.several_optimizers")
+    app(prog_name="python -m halfserve.examples.recipes.several_optimizers")

@@ -1,7 +1,7 @@
 """Softmax, log-softmax and cross-entropy that hold in float16, beside the textbook ones that do not.
 
-    python -m examples.stable_softmax
-    python -m examples.stable_softmax --json
+    python -m halfserve.examples.stable_softmax
+    python -m halfserve.examples.stable_softmax --json
 
 float16 ends at 65504 and has nothing below 6e-8, so that `exp` overflows above 11.09 and vanishes below -17.3: a textbook
 softmax gives NaN for a logit of 12, and the logarithm of a textbook softmax gives minus infinity for a class that is 18 behind.
@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
-from examples.stable_softmax import stable
+from halfserve.examples.stable_softmax import stable
 
 FLOAT16_EPS = torch.finfo(torch.float16).eps
 FLOAT16_SMALLEST = 2.0**-24
@@ -162,7 +162,7 @@ COLUMNS = {
 def run(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Print how far softmax, log-softmax and cross-entropy of float16 logits are from float64, computed in four ways.
 
-    Example: python -m examples.stable_softmax
+    Example: python -m halfserve.examples.stable_softmax
     """
     rows = list(measure_all())
     if as_json:
@@ -191,4 +191,4 @@ def _json(row: SoftmaxErrors) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m examples.stable_softmax")
+    app(prog_name="python -m halfserve.examples.stable_softmax")

@@ -2,16 +2,16 @@
 
 Its three functions are what the command asks for: `model()`, `data()`, and a loss that leaves the padding out.
 
-    halfserve train examples.transformer.model:model --data examples.transformer.data:data \
-        --loss examples.transformer.data:loss --learning-rate 0.01 --policy cuda --epochs 6 --out runs/transformer
+    halfserve train halfserve.examples.transformer.model:model --data halfserve.examples.transformer.data:data \
+        --loss halfserve.examples.transformer.data:loss --learning-rate 0.01 --policy cuda --epochs 6 --out runs/transformer
     halfserve export runs/transformer/checkpoint.pt --repository runs/models --name sorter
 
 With `--batch-size 16 --accumulate 4` each step still follows 64 sequences, with activations of only 16 in memory at a time.
 
 The same in float32, float16 and bfloat16, with the share of digits put in their right places:
 
-    python -m examples.transformer
-    python -m examples.transformer --policy cuda+fp32:linear --accumulate 4 --json
+    python -m halfserve.examples.transformer
+    python -m halfserve.examples.transformer --policy cuda+fp32:linear --accumulate 4 --json
 
 The forward pass is right in every dtype: the mask takes the smallest number of the dtype in use rather than -1e9, which is
 minus infinity in float16, and queries are divided by the root of their width before the product with the keys, not after it.
@@ -30,13 +30,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import halfserve
-from amp_core.checkpoint import load_checkpoint
-from examples.transformer.data import accuracy
+from halfserve import cli
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.examples.transformer.data import accuracy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-FACTORIES = ["examples.transformer.model:model", "--data", "examples.transformer.data:data"]
-TASK_OPTIONS = ["--loss", "examples.transformer.data:loss", "--learning-rate", "0.01"]
+FACTORIES = ["halfserve.examples.transformer.model:model", "--data", "halfserve.examples.transformer.data:data"]
+TASK_OPTIONS = ["--loss", "halfserve.examples.transformer.data:loss", "--learning-rate", "0.01"]
 SEQUENCES_PER_STEP = 64
 DTYPES = ("float32", "float16", "bfloat16")
 Figures = dict[str, Any]
@@ -69,7 +69,7 @@ def run(
 ) -> None:
     """Train the same transformer in float32, float16 and bfloat16 by `halfserve train`, and compare what they learned.
 
-    Example: python -m examples.transformer --epochs 6
+    Example: python -m halfserve.examples.transformer --epochs 6
     """
     options = [*TASK_OPTIONS, "--policy", policy, "--epochs", str(epochs), "--device", device]
     options += ["--batch-size", str(SEQUENCES_PER_STEP // accumulate), "--accumulate", str(accumulate)]
@@ -98,7 +98,7 @@ def _halfserve(arguments: list[str]) -> Figures:
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
-            halfserve.main(arguments)
+            cli.main(arguments)
     except SystemExit as end:
         if end.code:
             raise
@@ -117,4 +117,4 @@ def _table(figures: dict[str, Figures]) -> Table:
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m examples.transformer")
+    app(prog_name="python -m halfserve.examples.transformer")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from examples.transformer.data import LENGTH, PADDING
+from halfserve.examples.transformer.data import LENGTH, PADDING
 
 
 class SelfAttention(nn.Module):

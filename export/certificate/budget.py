@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from export.errors import UsageError
-from export.weight_ledger import FP16_SMALLEST_NORMAL
+from halfserve.export.errors import UsageError
+from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 NOTHING_FINITE = "there is no place where both are finite, so nothing is proved: give other samples"
 # With fewer rows, a single differing row is too large a share.
@@ -22,7 +22,7 @@ class ColumnKind:
     Attributes:
         columns: Indices along the axis that separates the kinds, as ranges (first, last), both inclusive.
         scale: The reference's largest finite magnitude in these columns.
-        unit: Divisor of their errors (see `export.verification.error_units`).
+        unit: Divisor of their errors (see `halfserve.export.verification.error_units`).
         max_abs_error: Largest |candidate - reference|; NaN where nothing was compared.
         worst: The column with that error.
     """
@@ -67,7 +67,7 @@ class Figures:
         max_rel_error: Largest |candidate - reference| / max(|reference|, 2**-14); 2**-14 is float16's smallest normal number.
         mean_rel_error: Mean of that quotient.
         max_scaled_error: Largest error divided by the unit of the output, or of its kind of columns (see
-            `export.verification.error_units`).
+            `halfserve.export.verification.error_units`).
         max_ulp: Largest distance in float16 steps after both are rounded to float16.
         cosine: Cosine similarity of the flattened arrays; 1 for two zero vectors.
         non_finite: Places where exactly one model is NaN or infinite, or both are with another kind or sign.
@@ -124,14 +124,14 @@ class Budget:
 
     Attributes:
         max_scaled_error: Largest error divided by the reference's largest magnitude, per kind of columns (see
-            `export.verification.error_units`). The default, 0.01, is twenty float16 roundings (2**-11 each) of that
+            `halfserve.export.verification.error_units`). The default, 0.01, is twenty float16 roundings (2**-11 each) of that
             magnitude; sound conversions measure 0.0004 to 0.0015.
         max_abs_error: Largest absolute error; replaces `max_scaled_error` when given.
         min_agreement: Least share of rows with the reference's argmax (of equal elements in integer outputs), 0 to 1. Below 1,
             a single differing row among ten or more is allowed where it is a near-tie (see `lone_near_tie`).
         max_non_finite: How many values may be NaN or infinite where the reference's are not.
         adversarial_factor: Multiplies `max_scaled_error` and `max_abs_error` on the adversarial samples (see
-            `export.verification.generated_samples`).
+            `halfserve.export.verification.generated_samples`).
         min_headroom: Factor by which inputs must be able to exceed the user's samples; 1 asks for nothing.
     """
 

@@ -11,9 +11,9 @@ from itertools import repeat
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from export.certificate.budget import NO_HEADROOM, Budget, Figures
-from export.errors import ExportError, UsageError
-from export.weight_ledger import FP16_MAX
+from halfserve.export.certificate.budget import NO_HEADROOM, Budget, Figures
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.weight_ledger import FP16_MAX
 
 SCHEMA = "halfserve.certificate"
 SCHEMA_VERSION = 3
@@ -39,7 +39,7 @@ class LevelVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class AdversarialVerdict:
-    """One output on one adversarial batch (see `export.verification.generated_samples`).
+    """One output on one adversarial batch (see `halfserve.export.verification.generated_samples`).
 
     Attributes:
         case: The batch's name, such as "zeros".
@@ -152,9 +152,9 @@ class Certificate:
     Attributes:
         model: The model's name.
         onnx_sha256: SHA-256 of the file in hexadecimal; the certificate holds for these bytes only. For a model with data
-            files, see `export.onnx_files.model_file.ModelFile.sha256`.
+            files, see `halfserve.export.onnx_files.model_file.ModelFile.sha256`.
         onnx_bytes: Size of the file and its data files in bytes.
-        graph_sha256: SHA-256 of the model's content, independent of its storage (see `export.certificate.embed.graph_sha256`).
+        graph_sha256: SHA-256 of the model's content, independent of its storage (see `certificate.embed.graph_sha256`).
         reference_bytes: Size of the float32 model as ONNX, where known.
         samples: Count of compared samples.
         budget: The limits.

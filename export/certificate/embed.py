@@ -16,11 +16,11 @@ from pathlib import Path
 
 import onnx
 
-from export.certificate.certificate import Certificate
-from export.errors import ExportError
-from export.onnx_files.external_data import detached
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
-from protos.atomic_files import sync_folder
+from halfserve.export.certificate.certificate import Certificate
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import detached
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model, serialize
+from halfserve.protos.atomic_files import sync_folder
 
 PREFIX = "halfserve.certificate"
 KEY = "halfserve.certificate_sha256"

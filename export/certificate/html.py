@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from export.certificate.budget import unit_of
-from export.certificate.certificate import Certificate, OutputVerdict, Plot
-from export.certificate.table import accuracy_text, agreement_cell, kind_lines, worst_verdicts
+from halfserve.export.certificate.budget import unit_of
+from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Plot
+from halfserve.export.certificate.table import accuracy_text, agreement_cell, kind_lines, worst_verdicts
 
 TENSORS_SHOWN = 50
 _BROKEN = ' class="broken"'

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from export.certificate.budget import ColumnKind, Figures
-    from export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, OutputVerdict
+    from halfserve.export.certificate.budget import ColumnKind, Figures
+    from halfserve.export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, OutputVerdict
 
 KEPT_SHOWN = 5
 RANGES_SHOWN = 4

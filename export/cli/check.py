@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from export.cli.options import AsJson
-from export.dtype_check.findings import leak_table, totals
-from export.errors import ExportError, UsageError
+from halfserve.export.cli.options import AsJson
+from halfserve.export.dtype_check.findings import leak_table, totals
+from halfserve.export.errors import ExportError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from export.samples import ModelInputs
+    from halfserve.export.samples import ModelInputs
 
 
 class LeaksFoundError(Exception):
@@ -49,12 +49,12 @@ def check(
     file and line, what happens, and the word to write instead. Exit code 0: no errors or warnings; 4: some; 1: it could not be
     checked.
 
-    Example: halfserve check examples.digits.model:model --input "float32[2,1,8,8]"
+    Example: halfserve check halfserve.examples.digits.model:model --input "float32[2,1,8,8]"
     """
     if inputs and data:
         raise UsageError("both --input and --data are given; expected one of them")
     # torch takes seconds to import; --help and wrong usage answer before it.
-    from export.dtype_check.finder import find_dtype_leaks  # noqa: PLC0415  (see above)
+    from halfserve.export.dtype_check.finder import find_dtype_leaks  # noqa: PLC0415  (see above)
 
     module, given = _prepared(model, inputs or [], data)
     with Console(stderr=True).status("running the model in float32 and float16"):
@@ -68,7 +68,7 @@ def check(
 
 
 def _prepared(model: str, descriptions: list[str], data: str | None) -> tuple[nn.Module, ModelInputs]:
-    from export.samples import from_checkpoint, inputs_from_data, inputs_from_descriptions, model_of  # noqa: PLC0415  (see above)
+    from halfserve.export.samples import from_checkpoint, inputs_from_data, inputs_from_descriptions, model_of  # noqa: PLC0415  (see above)
 
     chosen = inputs_from_descriptions(descriptions) if descriptions else None
     if Path(model).is_file():

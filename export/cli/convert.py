@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import BudgetExceeded
-from export.cli.options import (
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.cli.options import (
     EXIT_CODES,
     NOTE,
     AccumulatorType,
@@ -34,23 +34,23 @@ from export.cli.options import (
     conversion,
     dynamic_sizes,
     hint_for_synthetic_inputs,
-    load_samples,
     page_beside,
     report,
     repository_version,
     sizes_of,
     verification,
 )
-from export.cli.output import as_plain, explain, print_conversion, progress_on, verdict_files
-from export.conversion_targets import ConversionTarget, FileTarget, RepositoryTarget
-from export.errors import ExportError, UsageError
-from export.file_conversion import ConversionOptions, Converted, Verification, convert_verified
-from export.onnx_files.model_writer import ExternalData
-from export.search.narrowing import MAX_RUNS, SearchLimits
+from halfserve.export.cli.output import as_plain, explain, print_conversion, progress_on, verdict_files
+from halfserve.export.conversion_targets import ConversionTarget, FileTarget, RepositoryTarget
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.file_conversion import ConversionOptions, Converted, Verification, convert_verified
+from halfserve.export.onnx_files.model_writer import ExternalData
+from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
+from halfserve.export.verification.samples import load_samples
 
 if TYPE_CHECKING:
-    from export.onnx_files.model_file import ModelFile
-    from export.verification.samples import Array
+    from halfserve.export.onnx_files.model_file import ModelFile
+    from halfserve.export.verification.samples import Array
 
 __all__ = ["EXIT_CODES", "convert", "export"]
 
@@ -210,9 +210,9 @@ def export(
     page = page_beside(certificate, html=html, others=(checkpoint,))
     budget = Budget(max_abs_error=max_abs_error, min_agreement=min_agreement)
     # torch takes seconds to import; --help and wrong usage answer before it.
-    from amp_core.checkpoint import CheckpointError  # noqa: PLC0415  (see above)
-    from export.checkpoint_pipeline import export_checkpoint  # noqa: PLC0415  (see above)
-    from export.module_pipeline import ExportOptions  # noqa: PLC0415  (see above)
+    from halfserve.amp_core.checkpoint import CheckpointError  # noqa: PLC0415  (see above)
+    from halfserve.export.checkpoint_pipeline import export_checkpoint  # noqa: PLC0415  (see above)
+    from halfserve.export.module_pipeline import ExportOptions  # noqa: PLC0415  (see above)
 
     options = ExportOptions(
         budget=budget,
@@ -290,7 +290,7 @@ def _target(
 
 def _inputs(samples: Path | None, sizes: dict[str, int]) -> Callable[[ModelFile], Sequence[Array]]:
     def synthetic(model: ModelFile) -> Sequence[Array]:
-        from export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
+        from halfserve.export.verification.generated_samples import synthesize  # noqa: PLC0415  (slow to import, and needed only here)
 
         return synthesize(model, dims=sizes)
 

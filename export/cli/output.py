@@ -13,14 +13,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from export.certificate.certificate import BudgetExceeded, Certificate
-from export.certificate.table import certificate_table
-from export.file_conversion import Beside, Converted, SearchFailed
-from export.placement.audit import placement_lines, placement_table
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.table import certificate_table
+from halfserve.export.file_conversion import Beside, Converted, SearchFailed
+from halfserve.export.placement.audit import placement_lines, placement_table
 
 if TYPE_CHECKING:
-    from export.onnx_fp16.report import ConversionReport, KeptNode
-    from export.search.result import SearchResult
+    from halfserve.export.onnx_fp16.report import ConversionReport, KeptNode
+    from halfserve.export.search.result import SearchResult
 
 SHOWN = 20  # rows of a table; the rest is counted
 EXAMPLES = 3  # nodes named for one reason
@@ -36,7 +36,7 @@ def explain(console: Console, error: BudgetExceeded) -> None:
 
 
 def _search_table(found: SearchResult) -> Group:
-    from export.search.result import search_table  # noqa: PLC0415  (needed only after a search)
+    from halfserve.export.search.result import search_table  # noqa: PLC0415  (needed only after a search)
 
     return search_table(found)
 
@@ -47,7 +47,7 @@ def verdict_files(path: Path | None, page: Path | None) -> Beside:
     def files(certificate: Certificate) -> Sequence[tuple[Path, bytes]]:
         found = [] if path is None else [(path, certificate.to_bytes())]
         if page is not None:
-            from export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
+            from halfserve.export.certificate.html import certificate_page  # noqa: PLC0415  (plots are slow to import)
 
             found.append((page, certificate_page(certificate).encode()))
         return found

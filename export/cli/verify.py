@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import BudgetExceeded, Certificate
-from export.certificate.html import certificate_page
-from export.certificate.table import certificate_table
-from export.cli.options import (
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.html import certificate_page
+from halfserve.export.certificate.table import certificate_table
+from halfserve.export.cli.options import (
     EXIT_CODES,
     NOTE,
     MaxAbsError,
@@ -22,16 +22,15 @@ from export.cli.options import (
     MinAgreement,
     budget_limit,
     hint_for_synthetic_inputs,
-    load_samples,
     report,
     require_output,
     sizes_of,
 )
-from export.onnx_files.model_file import open_model
-from export.onnx_files.model_writer import write_atomically
-from export.verification.generated_samples import synthesize
-from export.verification.samples import load_labels
-from export.verification.verify import verify as verify_models
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.onnx_files.model_writer import write_atomically
+from halfserve.export.verification.generated_samples import synthesize
+from halfserve.export.verification.samples import load_labels, load_samples
+from halfserve.export.verification.verify import verify as verify_models
 
 __all__ = ["EXIT_CODES", "verify"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from export.dtype_check.findings import FindingLog
-from export.dtype_check.inherit_dtype import HELPERS
-from export.dtype_check.source_lines import SourceLine, SourceLocator, parsed
-from export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
-from export.weight_ledger import FP16_LARGEST_FLUSHED, FP16_MAX, FP16_OVERFLOW, FP16_SMALLEST_NORMAL
+from halfserve.export.dtype_check.findings import FindingLog
+from halfserve.export.dtype_check.inherit_dtype import HELPERS
+from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, parsed
+from halfserve.export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
+from halfserve.export.weight_ledger import FP16_LARGEST_FLUSHED, FP16_MAX, FP16_OVERFLOW, FP16_SMALLEST_NORMAL
 
 NOTABLE_ERROR = 0.01  # 1e-5 is subnormal too and off by 0.1 %, which does not matter for an epsilon
 

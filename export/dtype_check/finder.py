@@ -11,18 +11,26 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils import _pytree as pytree
 
-from amp_core.calling import without_fast_path
-from export.dtype_check.constants import check_unexecuted
-from export.dtype_check.findings import FindingLog, LeakReport
-from export.dtype_check.half_copy import cast_inputs, declare_wide_tensors, half_copy
-from export.dtype_check.source_lines import SourceLine, SourceLocator, run_watched
-from export.dtype_check.watched_run import HALF, WIDE, WatchedRun, own_compilations, results_of, short, without_autocast
-from export.dtype_check.watchers import HalfWatcher, ReferenceWatcher
-from export.dtype_check.wide_tensors import described, first_line
-from export.errors import ExportError
-from export.half_module.tensors import detached_copy
-from export.to_onnx.capture import silenced
-from export.to_onnx.forward_call import require_python
+from halfserve.amp_core.calling import without_fast_path
+from halfserve.export.dtype_check.constants import check_unexecuted
+from halfserve.export.dtype_check.findings import FindingLog, LeakReport
+from halfserve.export.dtype_check.half_copy import cast_inputs, declare_wide_tensors, half_copy
+from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, run_watched
+from halfserve.export.dtype_check.watched_run import (
+    HALF,
+    WIDE,
+    WatchedRun,
+    own_compilations,
+    results_of,
+    short,
+    without_autocast,
+)
+from halfserve.export.dtype_check.watchers import HalfWatcher, ReferenceWatcher
+from halfserve.export.dtype_check.wide_tensors import described, first_line
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.tensors import detached_copy
+from halfserve.export.to_onnx.capture import silenced
+from halfserve.export.to_onnx.forward_call import require_python
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # source_lines imports torch, which takes seconds
-    from export.dtype_check.source_lines import SourceLine
+    from halfserve.export.dtype_check.source_lines import SourceLine
 
 Severity = Literal["error", "warning", "note"]
 Key = tuple[str, str | None, int | None, str]  # kind, file, line, and the module where there is no line

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from export.dtype_check.findings import FindingLog
-from export.dtype_check.source_lines import SourceLine, assigned_at
-from export.dtype_check.watched_run import WIDE
-from export.dtype_check.wide_tensors import WideTensorTracker, described
-from export.errors import ExportError
-from export.half_module.report import TensorDecision
-from export.half_module.tensors import HeldTensor, detached_copy, held_tensors
-from export.half_module.to_half import to_half
+from halfserve.export.dtype_check.findings import FindingLog
+from halfserve.export.dtype_check.source_lines import SourceLine, assigned_at
+from halfserve.export.dtype_check.watched_run import WIDE
+from halfserve.export.dtype_check.wide_tensors import WideTensorTracker, described
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.report import TensorDecision
+from halfserve.export.half_module.tensors import HeldTensor, detached_copy, held_tensors
+from halfserve.export.half_module.to_half import to_half
 
 OUTERMOST = re.compile(r"'(?P<name>\w+)' must stay float32 \((?P<reason>.*)\) and belongs to the outermost module")
 PULLED_ALONG = ("part of ", "tied to ")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from export.dtype_check.dtype_inheritance import new_arange, new_linspace, numbers_in, require_representable
+from halfserve.export.dtype_check.dtype_inheritance import new_arange, new_linspace, numbers_in, require_representable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ def inherit_dtype(source: Callable[P, R]) -> Callable[P, R]: ...
 def inherit_dtype(source: Any = None) -> Any:
     """Have tensors that torch's factories make take the dtype and device of the computation around them.
 
-    A context manager, and a decorator of functions and methods with or without parentheses:
+    A context manager, and a decorator of functions and methods with or without parentheses::
 
         @inherit_dtype
         def forward(self, x):

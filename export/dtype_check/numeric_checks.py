@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from export.dtype_check.findings import FindingLog, Key
-from export.dtype_check.source_lines import SourceLine
-from export.dtype_check.watched_run import HALF, Operation, results_of
-from export.weight_ledger import FP16_MAX
+from halfserve.export.dtype_check.findings import FindingLog, Key
+from halfserve.export.dtype_check.source_lines import SourceLine
+from halfserve.export.dtype_check.watched_run import HALF, Operation, results_of
+from halfserve.export.weight_ledger import FP16_MAX
 
 # These return, beside the result, what the backward pass needs: 1 / deviation is infinite for a constant row.
 SAVING = ("native_", "_native", "_batch_norm", "_fused", "_scaled_dot_product", "cudnn")

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.dtype_check.source_lines import SourceLine, SourceLocator
+from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator
 
 HALF = torch.float16
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from export.dtype_check.constants import ConstantCheck
-from export.dtype_check.findings import FindingLog, Severity
-from export.dtype_check.numeric_checks import OverflowCheck, PositionCheck, SquareCheck
-from export.dtype_check.source_lines import SourceLine, SourceLocator, autocast_region
-from export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
-from export.dtype_check.wide_tensors import WideTensorTracker
-from export.weight_ledger import FP16_MAX
+from halfserve.export.dtype_check.constants import ConstantCheck
+from halfserve.export.dtype_check.findings import FindingLog, Severity
+from halfserve.export.dtype_check.numeric_checks import OverflowCheck, PositionCheck, SquareCheck
+from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, autocast_region
+from halfserve.export.dtype_check.watched_run import HALF, WIDE, Operation, results_of
+from halfserve.export.dtype_check.wide_tensors import WideTensorTracker
+from halfserve.export.weight_ledger import FP16_MAX
 
 _CONSTANT = "leaves torch: an exported graph keeps the example's values as constants"
 _NUMBER = "leaves torch: a tensor made of it again is float32, and fixed in an exported graph"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from export.dtype_check.findings import FindingLog
-from export.dtype_check.inherit_dtype import FACTORIES, HELPERS
-from export.dtype_check.source_lines import SourceLine
-from export.dtype_check.watched_run import HALF, WIDE, Operation, results_of, short
-from export.weight_ledger import FP16_MAX
+from halfserve.export.dtype_check.findings import FindingLog
+from halfserve.export.dtype_check.inherit_dtype import FACTORIES, HELPERS
+from halfserve.export.dtype_check.source_lines import SourceLine
+from halfserve.export.dtype_check.watched_run import HALF, WIDE, Operation, results_of, short
+from halfserve.export.weight_ledger import FP16_MAX
 
 Kind = Literal["factory", "hard_coded_dtype", "integer_promotion", "numbers", "upcast", "attribute", "numpy", "outside", "kept"]
 OriginKey = tuple[str, SourceLine | None, str]

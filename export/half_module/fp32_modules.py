@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from amp_core.policy import Policy, Rule
-from amp_core.recorder import Entry, Record
-from export.errors import ExportError
-from export.weight_ledger import FP16_MAX
+from halfserve.amp_core.policy import Policy, Rule
+from halfserve.amp_core.recorder import Entry, Record
+from halfserve.export.errors import ExportError
+from halfserve.export.weight_ledger import FP16_MAX
 
 ROOT, OUTSIDE = ".", ""  # module paths in a record: the model itself, and outside of any module
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from export.errors import ExportError
-from export.half_module.report import ModuleRepair
-from export.weight_ledger import FP16_MAX
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.report import ModuleRepair
+from halfserve.export.weight_ledger import FP16_MAX
 
 _SLOTS = ("__dict__", "__weakref__")
 

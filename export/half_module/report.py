@@ -9,8 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from export.half_module.tensors import Action, Kind
-from export.weight_ledger import Ledger
+from halfserve.export.half_module.tensors import Action, Kind
+from halfserve.export.weight_ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)

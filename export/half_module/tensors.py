@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from export import weight_ledger
-from export.errors import ExportError
-from export.weight_ledger import FP16_MAX, Ledger
+from halfserve.export import weight_ledger
+from halfserve.export.errors import ExportError
+from halfserve.export.weight_ledger import FP16_MAX, Ledger
 
 Kind = Literal["parameter", "buffer", "attribute"]
 Action = Literal["halved", "saturated", "kept", "untouched"]

@@ -10,15 +10,15 @@ from fnmatch import fnmatchcase
 from rich.table import Table
 from torch import nn
 
-from amp_core.policy import Policy
-from amp_core.recorder import Record
-from export.errors import ExportError
-from export.half_module.fp32_modules import make_island, overflowing_modules, pinned_modules
-from export.half_module.repairs import bake, fold_batch_norm
-from export.half_module.report import HalfReport, TensorDecision, half_table
-from export.half_module.tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
-from export.to_onnx.forward_call import require_python
-from export.weight_ledger import Ledger
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.fp32_modules import make_island, overflowing_modules, pinned_modules
+from halfserve.export.half_module.repairs import bake, fold_batch_norm
+from halfserve.export.half_module.report import HalfReport, TensorDecision, half_table
+from halfserve.export.half_module.tensors import HeldTensor, decide, detached_copy, held_tensors, ledger_of, rounded
+from halfserve.export.to_onnx.forward_call import require_python
+from halfserve.export.weight_ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True)

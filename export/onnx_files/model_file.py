@@ -16,11 +16,11 @@ import onnx_ir
 from google.protobuf.message import DecodeError, EncodeError
 from onnx import numpy_helper
 
-from export.errors import ExportError
-from export.onnx_files.external_data import data_files, external_tensors, location_of, map_tensors, stored_at, take_in
-from export.onnx_files.model_checks import HEAD_BYTES, no_model, require_sound
-from export.onnx_files.proto_graphs import all_graphs, all_nodes
-from protos.onnx_outline import DamagedFileError, without_large_tensors
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import data_files, external_tensors, location_of, map_tensors, stored_at, take_in
+from halfserve.export.onnx_files.model_checks import HEAD_BYTES, no_model, require_sound
+from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
+from halfserve.protos.onnx_outline import DamagedFileError, without_large_tensors
 
 ModelSource: TypeAlias = onnx.ModelProto | bytes | Path | str
 

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
-from export.onnx_fp16.element_types import with_dtype
-from export.onnx_fp16.graph import FLOAT, FLOAT16, TYPE_ATTRIBUTES, FreshNames, all_graphs, all_nodes, is_float
-from export.onnx_fp16.planning.plan import Plan
-from export.onnx_fp16.planning.weights import WeightRange, halved, weight_of
+from halfserve.export.onnx_fp16.element_types import with_dtype
+from halfserve.export.onnx_fp16.graph import FLOAT, FLOAT16, TYPE_ATTRIBUTES, FreshNames, all_graphs, all_nodes, is_float
+from halfserve.export.onnx_fp16.planning.plan import Plan
+from halfserve.export.onnx_fp16.planning.weights import WeightRange, halved, weight_of
 
 _SUFFIX = {FLOAT: "float32", FLOAT16: "float16"}
 # These hold every float16 number, so a cast there and back changes nothing.

@@ -11,27 +11,35 @@ from typing import TypedDict, Unpack
 import onnx
 import onnx_ir
 
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
-from export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
-from export.onnx_fp16.casting import Caster, drop_idle_casts
-from export.onnx_fp16.element_types import declared_values, forget_inferred
-from export.onnx_fp16.float64 import STAYING
-from export.onnx_fp16.graph import MOVERS, all_nodes, bodies
-from export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
-from export.onnx_fp16.planning.plan import Plan, blank_plan
-from export.onnx_fp16.planning.weights import WeightRange
-from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.prepare import upgrade_opset as upgrade
-from export.onnx_fp16.report import ConversionReport, Repair, count_casts, float_nodes, holds_half, report_of, report_unchanged
-from export.onnx_fp16.settings import ModelNames, is_marked, mark, require_known, settings_of
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, densify, format_opset, open_model
+from halfserve.export.onnx_files.model_writer import ExternalData, StagedModel, staged_model
+from halfserve.export.onnx_fp16.casting import Caster, drop_idle_casts
+from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred
+from halfserve.export.onnx_fp16.float64 import STAYING
+from halfserve.export.onnx_fp16.graph import MOVERS, all_nodes, bodies
+from halfserve.export.onnx_fp16.planning.decisions import close_islands, keep_nodes, settle_containers
+from halfserve.export.onnx_fp16.planning.plan import Plan, blank_plan
+from halfserve.export.onnx_fp16.planning.weights import WeightRange
+from halfserve.export.onnx_fp16.prepare import prepare, repair_model
+from halfserve.export.onnx_fp16.prepare import upgrade_opset as upgrade
+from halfserve.export.onnx_fp16.report import (
+    ConversionReport,
+    Repair,
+    count_casts,
+    float_nodes,
+    holds_half,
+    report_of,
+    report_unchanged,
+)
+from halfserve.export.onnx_fp16.settings import ModelNames, is_marked, mark, require_known, settings_of
 
 FIRST_OPSET_WITH_CASTS = 6  # that say types by number
 _COMPUTE_NOTHING = MOVERS | {"Cast", "CastLike", "Constant"}
 _OF_CERTIFICATES = "halfserve.certificate"
 
 
-class ConversionOptions(TypedDict, total=False):
+class ConvertArguments(TypedDict, total=False):
     """Options of `convert`."""
 
     keep_io_types: bool | Collection[str]
@@ -75,7 +83,7 @@ def convert(
             patterns of the inputs and outputs that keep their types.
         op_block_list: Operators that stay float32, by name ("Softmax", "com.microsoft:Attention") or shell pattern.
         node_block_list: Nodes that stay float32, with their bodies, by name or shell pattern.
-        repair: Whether to rewrite first what float16 cannot hold (`export.onnx_fp16.repair`).
+        repair: Whether to rewrite first what float16 cannot hold (`halfserve.export.onnx_fp16.repair`).
 
     Returns:
         The model and the report.
@@ -110,7 +118,7 @@ def convert(
     return Conversion(model=model, report=report)
 
 
-def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConversionOptions]) -> Conversion:
+def _convert_upgraded(model: onnx_ir.Model, *, upgrade_opset: bool = False, **options: Unpack[ConvertArguments]) -> Conversion:
     """Raise the model's opset if `upgrade_opset` asks for it, then `convert`."""
     raised = upgrade(model) if upgrade_opset else ()
     done = convert(model, **options)
@@ -186,7 +194,7 @@ def convert_float_to_float16(
         upgrade_opset: Whether to raise the model to opset 17, which has LayerNormalization; in parts it stays float32.
 
     Returns:
-        A new model. For models over 2 GiB use `export.onnx_fp16.convert.convert_file`.
+        A new model. For models over 2 GiB use `halfserve.export.onnx_fp16.convert.convert_file`.
 
     Raises:
         ExportError: The model cannot be read or converted, or is over 2 GiB.
@@ -249,8 +257,8 @@ def convert_file(
         op_block_list: Operators that stay float32.
         node_block_list: Nodes that stay float32.
         repair: Whether to rewrite first what float16 cannot hold.
-        upgrade_opset: Whether to raise an older model to opset 17, see `export.onnx_fp16.prepare.upgrade_opset`.
-        external_data: See `export.onnx_files.model_writer.staged_model`.
+        upgrade_opset: Whether to raise an older model to opset 17, see `halfserve.export.onnx_fp16.prepare.upgrade_opset`.
+        external_data: See `halfserve.export.onnx_files.model_writer.staged_model`.
         overwrite: Whether a model that is there already, the source itself included, may be replaced.
 
     Returns:
@@ -282,7 +290,7 @@ def staged_conversion(
     upgrade_opset: bool = False,
     external_data: ExternalData = "auto",
     overwrite: bool = False,
-    **options: Unpack[ConversionOptions],
+    **options: Unpack[ConvertArguments],
 ) -> Iterator[StagedConversion]:
     """Convert an ONNX file into a hidden folder, where it can be verified before it is published; see `convert_file`.
 

@@ -14,9 +14,9 @@ from typing import Any
 import onnx
 import onnx_ir
 
-from export.onnx_files.external_data import detached
-from export.onnx_files.proto_graphs import bodies as proto_bodies
-from export.onnx_fp16.graph import all_nodes, bodies, slots_of
+from halfserve.export.onnx_files.external_data import detached
+from halfserve.export.onnx_files.proto_graphs import bodies as proto_bodies
+from halfserve.export.onnx_fp16.graph import all_nodes, bodies, slots_of
 
 RUNTIME_DOMAINS = frozenset({"com.microsoft", "com.microsoft.nchwc"})
 _NAMES = {

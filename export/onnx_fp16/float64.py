@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import onnx_ir
 from onnx_ir import AttributeType
 
-from export.errors import ExportError
-from export.onnx_fp16.element_types import signature_of, type_text, with_dtype
-from export.onnx_fp16.graph import (
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_fp16.element_types import signature_of, type_text, with_dtype
+from halfserve.export.onnx_fp16.graph import (
     FLOAT,
     OPERATORS,
     TYPE_ATTRIBUTES,
@@ -21,9 +21,9 @@ from export.onnx_fp16.graph import (
     is_container,
     slots_of,
 )
-from export.onnx_fp16.planning.weights import narrowed
-from export.onnx_fp16.report import Repair
-from export.onnx_fp16.settings import Settings
+from halfserve.export.onnx_fp16.planning.weights import narrowed
+from halfserve.export.onnx_fp16.report import Repair
+from halfserve.export.onnx_fp16.settings import Settings
 
 DOUBLE = onnx_ir.DataType.DOUBLE
 NARROWED, STAYING = "narrow-float64", "keep-float64"

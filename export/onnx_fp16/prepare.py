@@ -10,16 +10,16 @@ import onnx_ir
 from onnx_ir import AttributeType
 from onnx_ir.passes.common import InlinePass
 
-from export.errors import ExportError
-from export.onnx_files.external_data import detached
-from export.onnx_fp16.element_types import declared_values, forget_inferred, infer_types
-from export.onnx_fp16.float64 import narrow_float64
-from export.onnx_fp16.graph import all_graphs, all_nodes, name_nodes
-from export.onnx_fp16.planning.plan import KEEP
-from export.onnx_fp16.repair import REPAIRS, run_passes
-from export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
-from export.onnx_fp16.report import Repair
-from export.onnx_fp16.settings import Settings, block_reason
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import detached
+from halfserve.export.onnx_fp16.element_types import declared_values, forget_inferred, infer_types
+from halfserve.export.onnx_fp16.float64 import narrow_float64
+from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, name_nodes
+from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.repair import REPAIRS, run_passes
+from halfserve.export.onnx_fp16.repair.norms import FIRST_OPSET_WITH_LAYER_NORM
+from halfserve.export.onnx_fp16.report import Repair
+from halfserve.export.onnx_fp16.settings import Settings, block_reason
 
 UPGRADE = "upgrade-opset"
 _LAST_REWRITTEN = 13  # from this opset on, see `_raise_nodes`

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import onnx_ir
 
-from export.onnx_fp16.element_types import infer_types
-from export.onnx_fp16.graph import FLOAT, FLOAT16, RANDOM, all_nodes, constant_of
-from export.onnx_fp16.planning.plan import Plan, computes_on_floats
-from export.onnx_fp16.planning.weights import WeightRange
-from export.weight_ledger import Ledger
+from halfserve.export.onnx_fp16.element_types import infer_types
+from halfserve.export.onnx_fp16.graph import FLOAT, FLOAT16, RANDOM, all_nodes, constant_of
+from halfserve.export.onnx_fp16.planning.plan import Plan, computes_on_floats
+from halfserve.export.onnx_fp16.planning.weights import WeightRange
+from halfserve.export.weight_ledger import Ledger
 
 Action = Literal["halved", "saturated", "kept"]
 # They compute nothing.

@@ -13,8 +13,8 @@ import onnx
 import onnx_ir
 from onnx_ir import AttributeType
 
-from export.errors import ExportError
-from export.onnx_fp16.graph import all_graphs, all_nodes, nodes_within
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, nodes_within
 
 _WILDCARDS = frozenset("*?[")
 CONVERTED = "halfserve.converted"

@@ -20,10 +20,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.onnx_files.proto_graphs import all_nodes, typed_graphs
-from export.placement.cuda_kernels import CudaWarning, predict_cuda
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.proto_graphs import all_nodes, typed_graphs
+from halfserve.export.placement.cuda_kernels import CudaWarning, predict_cuda
 
 LEVELS = ("ORT_ENABLE_ALL", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")
 CPU = "CPUExecutionProvider"

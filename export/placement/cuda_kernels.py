@@ -2,8 +2,9 @@
 
 `cuda_kernels.json` lists the CUDA kernels of one release, as its own registry reports them: for each operator the ranges of
 opsets and the types that the kernels take there (h float16, f float32, d float64, b bfloat16, n any other). An operator that is
-not listed has no CUDA kernel and runs on the CPU. `python -m export.placement.cuda_kernels CUDAExecutionProvider` prints the
-table of the installed ONNX Runtime; the registry needs every provider's libraries: for CUDA the driver, CUDA and cuDNN.
+not listed has no CUDA kernel and runs on the CPU.
+`python -m halfserve.export.placement.cuda_kernels CUDAExecutionProvider` prints the table of the installed ONNX Runtime; the
+registry needs every provider's libraries: for CUDA the driver, CUDA and cuDNN.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, Literal, TypeAlias
 
 import onnx
 
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.onnx_files.proto_graphs import typed_graphs
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_files.proto_graphs import typed_graphs
 
 WarningKind: TypeAlias = Literal["on the CPU", "no float16 kernel", "broken up"]
 

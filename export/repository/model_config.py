@@ -7,9 +7,9 @@ from typing import Any
 import onnx
 from google.protobuf import text_format
 
-from export.errors import ExportError
-from protos.datatypes import BY_ONNX
-from protos.model_config_pb2 import DataType, ModelConfig
+from halfserve.export.errors import ExportError
+from halfserve.protos.datatypes import BY_ONNX
+from halfserve.protos.model_config_pb2 import DataType, ModelConfig
 
 PLATFORM = "onnxruntime_onnx"
 _FLOATING = frozenset({"FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16"})

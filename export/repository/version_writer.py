@@ -12,12 +12,12 @@ from pathlib import Path
 
 import onnx
 
-from export.certificate.certificate import Certificate
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
-from protos.atomic_files import sync_folder, write_and_sync
-from protos.model_config_pb2 import ModelConfig
+from halfserve.export.certificate.certificate import Certificate
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
+from halfserve.protos.atomic_files import sync_folder, write_and_sync
+from halfserve.protos.model_config_pb2 import ModelConfig
 
 MODEL = "model.onnx"
 FP32_TWIN = f"fp32/{MODEL}"

@@ -23,13 +23,13 @@ import onnx
 import onnxruntime
 from onnx import version_converter
 
-from export.errors import ExportError
-from export.onnx_files.model_file import serialize
-from export.search.instrumented_graph import BROKEN, RESULT, ErrorProbe, captured, instrumented
-from export.search.searched_model import SearchedModel
-from export.verification.samples import Array, Feed
-from export.verification.worker import cast_for_input
-from export.weight_ledger import FP16_MAX
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.search.instrumented_graph import BROKEN, RESULT, ErrorProbe, captured, instrumented
+from halfserve.export.search.searched_model import SearchedModel
+from halfserve.export.verification.samples import Array, Feed
+from halfserve.export.verification.worker import cast_for_input
+from halfserve.export.weight_ledger import FP16_MAX
 
 # Weight of NaN and infinities, so that no sum of finite errors outranks one.
 _BREAKING = 1e6

@@ -21,9 +21,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.onnx_fp16.graph import MOVERS
-from export.search.searched_model import SearchedModel
-from export.weight_ledger import FP16_MAX
+from halfserve.export.onnx_fp16.graph import MOVERS
+from halfserve.export.search.searched_model import SearchedModel
+from halfserve.export.weight_ledger import FP16_MAX
 
 PREFIX = "halfserve/search/"
 # Stands for a difference that is NaN or infinite where the truth is finite; a power of two, which float32 represents exactly.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from export.errors import UsageError
+from halfserve.export.errors import UsageError
 
 MAX_RUNS = 120
 FEWEST_RUNS = 2  # one with all nodes in float16, one with none

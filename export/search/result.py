@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from export.certificate.certificate import OutputVerdict, json_values
-from export.search.narrowing import Ending
+from halfserve.export.certificate.certificate import OutputVerdict, json_values
+from halfserve.export.search.narrowing import Ending
 
 SHOWN = 40  # entries of a list
 COLUMNS = ("operator", "alone", "at outputs", "casts", "bytes")

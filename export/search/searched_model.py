@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import onnx
 import onnx_ir
 
-from export.onnx_files.model_file import densify, open_model
-from export.onnx_fp16.graph import all_graphs, all_nodes, bodies, is_float
-from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.report import float_nodes
-from export.onnx_fp16.settings import Settings
+from halfserve.export.onnx_files.model_file import densify, open_model
+from halfserve.export.onnx_fp16.graph import all_graphs, all_nodes, bodies, is_float
+from halfserve.export.onnx_fp16.prepare import prepare, repair_model
+from halfserve.export.onnx_fp16.report import float_nodes
+from halfserve.export.onnx_fp16.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

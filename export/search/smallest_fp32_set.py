@@ -1,7 +1,7 @@
 """Find the smallest set of nodes that must stay float32 for an fp16 model to meet its budget.
 
 An operator's name says little about whether a node tolerates float16, so this is measured: an instrumented run yields the
-rounding errors at every node and their path to the outputs (`export.search.error_attribution`), which rank the nodes. The
+rounding errors at every node and their path to the outputs (`search.error_attribution`), which rank the nodes. The
 search takes the shortest prefix of the ranking that meets the budget, then removes every node that is not needed. Each set is
 judged as `verify` judges: simulated, then on the real runtime.
 
@@ -17,22 +17,30 @@ from typing import TYPE_CHECKING, Literal
 import onnx
 import onnx_ir
 
-from export.certificate.budget import Budget
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource
-from export.onnx_fp16.settings import Settings, settings_of
-from export.search.error_attribution import Edge, Reasons, RoundingErrors, blamed_edges, measure, ranked_steps, scalar_constants
-from export.search.narrowing import MAX_RUNS, Ending, OutOfRunsError, SearchLimits, minimized, smallest_passing_prefix
-from export.search.result import Cost, KeptNodeCost, SearchResult
-from export.search.searched_model import SearchedModel, searched_model
-from export.search.trials import Trial, Trials
-from export.verification.samples import Inputs
-from export.verification.sandbox import Sandbox
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource
+from halfserve.export.onnx_fp16.settings import Settings, settings_of
+from halfserve.export.search.error_attribution import (
+    Edge,
+    Reasons,
+    RoundingErrors,
+    blamed_edges,
+    measure,
+    ranked_steps,
+    scalar_constants,
+)
+from halfserve.export.search.narrowing import MAX_RUNS, Ending, OutOfRunsError, SearchLimits, minimized, smallest_passing_prefix
+from halfserve.export.search.result import Cost, KeptNodeCost, SearchResult
+from halfserve.export.search.searched_model import SearchedModel, searched_model
+from halfserve.export.search.trials import Trial, Trials
+from halfserve.export.verification.samples import Inputs
+from halfserve.export.verification.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amp_core.recorder import Record
+    from halfserve.amp_core.recorder import Record
 
 # Autocast runs these in float16. Where one of them ran in float32 beside others in float16, its module was pinned.
 _LOWERED = frozenset({"addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "linear", "matmul", "mm"})
@@ -64,7 +72,7 @@ def find_fp32_nodes(
 
     Args:
         model: The float32 model before conversion, at most 2 GiB; not changed.
-        inputs: Samples, as in `export.verification.verify.verify`.
+        inputs: Samples, as in `halfserve.export.verification.verify.verify`.
         budget: The limits that the set must meet.
         reference: The float32 torch module or ONNX model to compare with; by default the model itself.
         keep_io_types: As in `convert`.

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 import onnx_ir
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import Certificate, OutputVerdict, Probe, Risk
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.onnx_fp16.convert import convert
-from export.onnx_fp16.report import ConversionReport
-from export.search.narrowing import OutOfRunsError, SearchLimits, Usage
-from export.search.searched_model import SearchedModel
-from export.verification.comparison import Comparison, allow_reference_noise
-from export.verification.executions import gpu_is_there, run_levels, run_simulated
-from export.verification.generated_samples import adversarial_cases
-from export.verification.judging import headroom
-from export.verification.samples import Feed, Inputs, inputs_of, make_feeds
-from export.verification.sandbox import RunResult, Sandbox, on_disk
-from export.verification.ties import judge_results
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe, Risk
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.onnx_fp16.convert import convert
+from halfserve.export.onnx_fp16.report import ConversionReport
+from halfserve.export.search.narrowing import OutOfRunsError, SearchLimits, Usage
+from halfserve.export.search.searched_model import SearchedModel
+from halfserve.export.verification.comparison import Comparison, allow_reference_noise
+from halfserve.export.verification.executions import gpu_is_there, run_levels, run_simulated
+from halfserve.export.verification.generated_samples import adversarial_cases
+from halfserve.export.verification.judging import headroom
+from halfserve.export.verification.samples import Feed, Inputs, inputs_of, make_feeds
+from halfserve.export.verification.sandbox import RunResult, Sandbox, on_disk
+from halfserve.export.verification.ties import judge_results
 
 if TYPE_CHECKING:
     from torch import nn

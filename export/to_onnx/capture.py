@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from amp_core.calling import without_fast_path
-from export.errors import ExportError
-from export.to_onnx.dimensions import BATCH, Dimensions
-from export.to_onnx.forward_call import ForwardCall, named_tensors
-from export.to_onnx.layer_translations import WholeRecurrentLayers
-from export.to_onnx.operator_translations import AnglesByParts
+from halfserve.amp_core.calling import without_fast_path
+from halfserve.export.errors import ExportError
+from halfserve.export.to_onnx.dimensions import BATCH, Dimensions
+from halfserve.export.to_onnx.forward_call import ForwardCall, named_tensors
+from halfserve.export.to_onnx.layer_translations import WholeRecurrentLayers
+from halfserve.export.to_onnx.operator_translations import AnglesByParts
 
 WRAPPED = "halfserve_model"
 _AT_ONE_SIZE = (

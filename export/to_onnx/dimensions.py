@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from export.errors import ExportError
-from export.to_onnx.forward_call import ForwardCall
+from halfserve.export.errors import ExportError
+from halfserve.export.to_onnx.forward_call import ForwardCall
 
 BATCH = "batch"
 UNBOUNDED = 2**31

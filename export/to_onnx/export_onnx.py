@@ -11,16 +11,16 @@ import onnx
 import onnx_ir
 from torch import Tensor, nn
 
-from amp_core.policy import Policy
-from export.errors import ExportError
-from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, serialize
-from export.onnx_files.model_writer import ExternalData, staged_model, write_atomically
-from export.to_onnx.capture import captured, limits_of, one_line, run
-from export.to_onnx.dimensions import Dimensions, dimensions
-from export.to_onnx.forward_call import ForwardCall, call_of, require_python
-from export.to_onnx.names import name_dimensions, name_values, name_weights, transpose_weights
-from export.to_onnx.provenance import drop_notes, note_origins, provenance, spread_origins
-from export.to_onnx.translate import multiply_before_transposing, restore_output_types, simplify, translated
+from halfserve.amp_core.policy import Policy
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, serialize
+from halfserve.export.onnx_files.model_writer import ExternalData, staged_model, write_atomically
+from halfserve.export.to_onnx.capture import captured, limits_of, one_line, run
+from halfserve.export.to_onnx.dimensions import Dimensions, dimensions
+from halfserve.export.to_onnx.forward_call import ForwardCall, call_of, require_python
+from halfserve.export.to_onnx.names import name_dimensions, name_values, name_weights, transpose_weights
+from halfserve.export.to_onnx.provenance import drop_notes, note_origins, provenance, spread_origins
+from halfserve.export.to_onnx.translate import multiply_before_transposing, restore_output_types, simplify, translated
 
 # torch's own translations are written in 18; onnxscript converts upwards to 25, which ONNX Runtime 1.27 and later runs.
 # Downwards the conversion is ONNX's old one, which drops metadata and fails silently on what it does not know.

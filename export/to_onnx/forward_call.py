@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from export.errors import ExportError
+from halfserve.export.errors import ExportError
 
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 

@@ -10,9 +10,9 @@ import onnx_ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
-from export.errors import ExportError
-from export.to_onnx.capture import WRAPPED
-from export.to_onnx.dimensions import Dimensions
+from halfserve.export.errors import ExportError
+from halfserve.export.to_onnx.capture import WRAPPED
+from halfserve.export.to_onnx.dimensions import Dimensions
 
 _WORD = re.compile(r"(\w+)")
 

@@ -18,8 +18,8 @@ import onnx_ir
 import torch
 from torch import nn
 
-from amp_core.policy import Policy
-from export.to_onnx.capture import WRAPPED
+from halfserve.amp_core.policy import Policy
+from halfserve.export.to_onnx.capture import WRAPPED
 
 MODULE, SOURCE, OP = "halfserve.module", "halfserve.source", "halfserve.op"
 _SCOPES, _CLASSES = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy"

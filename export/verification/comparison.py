@@ -18,17 +18,17 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import OutputVerdict
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
-from export.verification.generated_samples import AdversarialCase
-from export.verification.judging import ComparedOutput, Judged, judge, units_by_output
-from export.verification.metrics import compare
-from export.verification.samples import Array, Feed, Feeds, Value, inputs_of
-from export.verification.sandbox import CUDA, LEVELS, RunResult, Sandbox, StagedFeed, on_disk, open_reference
-from export.verification.simulation import bodies_of
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import OutputVerdict
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.verification.error_units import NOISE_FACTOR, ErrorUnits, with_noise
+from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.judging import ComparedOutput, Judged, judge, units_by_output
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.samples import Array, Feed, Feeds, Value, inputs_of
+from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, Sandbox, StagedFeed, on_disk, open_reference
+from halfserve.export.verification.simulation import bodies_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,14 +167,14 @@ class Comparison:
     def _reference_answers(self, batches: Sequence[Feed], staged: Sequence[StagedFeed]) -> Sequence[list[Value] | str]:
         if isinstance(self._reference, ModelFile):
             return self._onnx_answers(self._reference, staged)
-        from export.verification.torch_reference import run_torch  # noqa: PLC0415  (torch is slow to import)
+        from halfserve.export.verification.torch_reference import run_torch  # noqa: PLC0415  (torch is slow to import)
 
         return run_torch(self._reference, batches)
 
     def _notes(self, answers: Sequence[list[Value] | str]) -> tuple[str, ...]:
         if isinstance(self._reference, ModelFile):
             return ()
-        from export.verification.torch_reference import fast_path_note  # noqa: PLC0415  (as above)
+        from halfserve.export.verification.torch_reference import fast_path_note  # noqa: PLC0415  (as above)
 
         return fast_path_note(self._reference, self.batches, answers)
 

@@ -32,9 +32,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from export.certificate.budget import ColumnKind, Figures
-from export.verification.samples import Array
-from export.weight_ledger import FP16_SMALLEST_NORMAL
+from halfserve.export.certificate.budget import ColumnKind, Figures
+from halfserve.export.verification.samples import Array
+from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 GAP = 16.0
 FAR = 4096.0

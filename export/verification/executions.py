@@ -18,16 +18,16 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
-from export.errors import ExportError
-from export.onnx_files.external_data import external_tensors, location_of
-from export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
-from export.verification.comparison import Comparison
-from export.verification.judging import judge
-from export.verification.samples import Value
-from export.verification.sandbox import CPU, CUDA, LEVELS, RunResult, Sandbox, StagedFeed, written_model
-from export.verification.simulation import round_every_node, with_sum_checks
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import LevelVerdict, OutputVerdict, Probe, Risk
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import external_tensors, location_of
+from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, serialize
+from halfserve.export.verification.comparison import Comparison
+from halfserve.export.verification.judging import judge
+from halfserve.export.verification.samples import Value
+from halfserve.export.verification.sandbox import CPU, CUDA, LEVELS, RunResult, Sandbox, StagedFeed, written_model
+from halfserve.export.verification.simulation import round_every_node, with_sum_checks
 
 # Folds constants, and fuses nothing across nodes: a fused node would round once where a GPU rounds twice.
 ROUNDED_LEVEL = "ORT_ENABLE_BASIC"
@@ -51,7 +51,7 @@ class SimulatedRun:
 def run_simulated(
     candidate: ModelFile, sandbox: Sandbox, batches: Sequence[StagedFeed], *, user_batches: int, products: bool
 ) -> SimulatedRun:
-    """Run the candidate with every node rounded (see `export.verification.simulation`).
+    """Run the candidate with every node rounded (see `halfserve.export.verification.simulation`).
 
     Args:
         candidate: The fp16 model.

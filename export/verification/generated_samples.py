@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.verification.samples import Array, Feed, Input, inputs_of
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.verification.samples import Array, Feed, Input, inputs_of
 
 ROWS = 2
 TINY = 2.0**-12

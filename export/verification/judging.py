@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from export.certificate.budget import (
+from halfserve.export.certificate.budget import (
     Budget,
     Figures,
     adversarial_violations,
@@ -18,13 +18,13 @@ from export.certificate.budget import (
     unit_of,
     violations,
 )
-from export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot
-from export.errors import ExportError
-from export.verification.error_units import ErrorUnits, learned_units, recorded_units
-from export.verification.generated_samples import AdversarialCase
-from export.verification.metrics import compare, compare_parts
-from export.verification.samples import Array, Value
-from export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
+from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot
+from halfserve.export.errors import ExportError
+from halfserve.export.verification.error_units import ErrorUnits, learned_units, recorded_units
+from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.metrics import compare, compare_parts
+from halfserve.export.verification.samples import Array, Value
+from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 PLOT_POINTS = 300
 PLOT_EDGES = tuple(-7 + 0.25 * step for step in range(33))  # errors of 1e-7 to 10 times the output's scale

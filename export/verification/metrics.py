@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from export.certificate.budget import ColumnKind, Figures, Vanished
-from export.verification.error_units import NOISE_FACTOR, ErrorUnits, by_column, indices_of, learned_units, sums_to_one
-from export.verification.samples import Array
-from export.weight_ledger import FP16_SMALLEST_NORMAL
+from halfserve.export.certificate.budget import ColumnKind, Figures, Vanished
+from halfserve.export.verification.error_units import (
+    NOISE_FACTOR,
+    ErrorUnits,
+    by_column,
+    indices_of,
+    learned_units,
+    sums_to_one,
+)
+from halfserve.export.verification.samples import Array
+from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 # Within a kind of columns, a lead below this many units is a tie, since errors of that size are allowed.
 NEAR = 2.0**-7

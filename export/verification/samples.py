@@ -12,15 +12,18 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from export.errors import ExportError
+from halfserve.export.errors import ExportError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from halfserve.export.onnx_files.model_file import ModelFile
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Value: TypeAlias = Array | list[Array] | None
 Feed: TypeAlias = dict[str, Array]
 Dim = int | str | None
+UNNAMED = "arr_0"  # the name that numpy.savez gives to an array without one
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE})
 Values: TypeAlias = "Tensor | Array"
 Inputs: TypeAlias = "Values | Mapping[str, Values] | Sequence[Values] | Sequence[Mapping[str, Values]]"
@@ -280,3 +283,60 @@ def load_labels(path: Path) -> Array:
         raise ExportError(f"{path} holds {found}; expected one array of whole numbers, the class of every sample")
     array: Array = arrays[0]
     return array
+
+
+def load_samples(source: Path | Mapping[str, Array], model: ModelFile) -> list[Array]:
+    """Read samples and check that they fit the model; each array's first dimension counts them.
+
+    Args:
+        source: The arrays by input name, or a file that `numpy.savez(path, input_name=array, ...)` wrote. For a model with a
+            single input, the file may hold one array without a name, also as .npy.
+        model: The model whose inputs they are.
+
+    Returns:
+        The arrays in the order of the model's inputs, in their types.
+
+    Raises:
+        ExportError: The file cannot be read, holds no such arrays, one does not fit its input, or an input is no tensor.
+    """
+    inputs = inputs_of(model.outline)
+    arrays, path = (_read(source), source) if isinstance(source, Path) else (dict(source), Path("samples"))
+    if len(inputs) == 1 and arrays.keys() == {UNNAMED} and inputs[0].name != UNNAMED:
+        arrays = {inputs[0].name: arrays[UNNAMED]}
+    names = [value.name for value in inputs]
+    absent = [name for name in names if name not in arrays]
+    if absent:
+        raise ExportError(
+            f"{path} has no array {absent[0]!r}; it has {', '.join(arrays) or 'none'}; the model takes {', '.join(names)}"
+        )
+    unknown = [name for name in arrays if name not in names]
+    if unknown:
+        raise ExportError(f"{path} has an array {unknown[0]!r}, which is no input of the model; it takes {', '.join(names)}")
+    return [_fitting(arrays[value.name], value, path) for value in inputs]
+
+
+def _read(path: Path) -> dict[str, Array]:
+    try:
+        with path.open("rb") as file:  # numpy does not close a path that holds no archive
+            loaded = np.load(file, allow_pickle=False)
+            return {UNNAMED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+    except OSError as error:
+        raise ExportError(f"cannot read the samples {path}: {error.strerror or error}") from error
+    except Exception as error:  # numpy evaluates the header, and allocates the size that it states
+        raise ExportError(f"{path} is no .npz file of numbers; write one with numpy.savez(path, input_name=array)") from error
+
+
+def _fitting(array: Array, wanted: Input, path: Path) -> Array:
+    texts = array.dtype.kind == wanted.dtype.kind == "U"
+    if not texts and not np.can_cast(array.dtype, wanted.dtype, "same_kind"):
+        raise ExportError(f"{path}: {wanted.name!r} is {array.dtype}, the model takes {wanted.dtype}")
+    if wanted.dims is not None:
+        fits = len(wanted.dims) == array.ndim and all(
+            not isinstance(want, int) or want == have for want, have in zip(wanted.dims[1:], array.shape[1:], strict=True)
+        )
+        if not fits:
+            shown = ", ".join("?" if dim is None else str(dim) for dim in wanted.dims)
+            raise ExportError(
+                f"{path}: {wanted.name!r} has shape {list(array.shape)}, the model takes [{shown}] (samples first)"
+            )
+    return array if texts else array.astype(wanted.dtype, copy=False)

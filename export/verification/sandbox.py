@@ -20,9 +20,9 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import onnxruntime
 
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile
-from export.verification.samples import Array, Value
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile
+from halfserve.export.verification.samples import Array, Value
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -127,7 +127,7 @@ class Sandbox:
             batches: Results of `stage`.
             level: The optimisation level, a name in `onnxruntime.GraphOptimizationLevel`.
             provider: The execution provider.
-            weights: Initializers in other files than the model names (see `export.verification.worker`).
+            weights: Initializers in other files than the model names (see `halfserve.export.verification.worker`).
         """
         folder = self.new_folder()
         request = {"model": str(model.absolute()), "level": level, "provider": provider, "batches": list(batches)}

@@ -6,7 +6,7 @@ the model itself contains are never dropped, so the rewritten model raises each 
 its results.
 
 Sums inside a node stay float32, as in ONNX Runtime's CUDA kernels: cuBLAS and cuDNN use float32 as compute type, and softmax
-and norms accumulate in float32. A few operators round inside and are decomposed (see `export.verification.cuda_kernels`).
+and norms accumulate in float32. A few operators round inside and are decomposed (see `verification.cuda_kernels`).
 
 A runtime that sums in float16, as TensorRT may in strongly typed networks, can overflow inside a node whose result fits: a
 mean of 300 squares may be 4e4 while their sum is 1.2e7. Sum checks add an output for each such node: the sum of magnitudes
@@ -26,13 +26,20 @@ from itertools import count
 import onnx
 from onnx import TensorProto, helper, inliner, shape_inference
 
-from export.certificate.certificate import Risk
-from export.errors import ExportError
-from export.onnx_files.model_file import format_opset
-from export.onnx_fp16.element_types import Signature, signature_named
-from export.onnx_fp16.graph import TYPE_ATTRIBUTES
-from export.verification.cuda_kernels import AXES_ARE_INPUT_FROM, NodeSteps, constants_in, cumsum_steps, is_cumsum, kernel_steps
-from export.weight_ledger import FP16_MAX
+from halfserve.export.certificate.certificate import Risk
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import format_opset
+from halfserve.export.onnx_fp16.element_types import Signature, signature_named
+from halfserve.export.onnx_fp16.graph import TYPE_ATTRIBUTES
+from halfserve.export.verification.cuda_kernels import (
+    AXES_ARE_INPUT_FROM,
+    NodeSteps,
+    constants_in,
+    cumsum_steps,
+    is_cumsum,
+    kernel_steps,
+)
+from halfserve.export.weight_ledger import FP16_MAX
 
 # Operators that move or convert values and cannot round.
 _MOVERS = """

@@ -15,17 +15,17 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import AdversarialVerdict, OutputVerdict
-from export.errors import ExportError
-from export.onnx_files.model_file import open_model
-from export.verification.comparison import Comparison
-from export.verification.executions import INLINE_LIMIT_BYTES, run_simulated
-from export.verification.generated_samples import AdversarialCase
-from export.verification.judging import judge_cases
-from export.verification.samples import Array, Value
-from export.verification.sandbox import CUDA, LEVELS, RunResult, on_disk, open_reference
-from export.weight_ledger import FP16_SMALLEST_NORMAL
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.verification.comparison import Comparison
+from halfserve.export.verification.executions import INLINE_LIMIT_BYTES, run_simulated
+from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.judging import judge_cases
+from halfserve.export.verification.samples import Array, Value
+from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, on_disk, open_reference
+from halfserve.export.weight_ledger import FP16_SMALLEST_NORMAL
 
 PREFIX = "halfserve/ties/"
 INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}  # the output of each operator that holds indices

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from amp_core.calling import has_fast_path, without_fast_path
-from export.errors import ExportError
-from export.verification.samples import Feed, Value
+from halfserve.amp_core.calling import has_fast_path, without_fast_path
+from halfserve.export.errors import ExportError
+from halfserve.export.verification.samples import Feed, Value
 
 SAME = 1e-3  # of an output's largest magnitude; rounding is far below
 FAST_PATH_NOTE = (

@@ -16,19 +16,24 @@ import onnx
 import onnxruntime
 from onnx import TensorProto
 
-from export.certificate.budget import NO_HEADROOM, NOTHING_FINITE, Budget, disagrees, error_limit, lone_near_tie
-from export.certificate.certificate import Accuracy, BudgetExceeded, Certificate, OutputVerdict, Risk
-from export.certificate.embed import graph_sha256
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from export.verification.comparison import Comparison, ReferenceSensitivity, allow_reference_noise, reference_sensitivity
-from export.verification.executions import RuntimeLevels, gpu_is_there, run_levels, run_simulated
-from export.verification.generated_samples import adversarial_cases
-from export.verification.judging import headroom
-from export.verification.samples import Array, Inputs, Value, Values, as_array, inputs_of, make_feeds, require_finite
-from export.verification.sandbox import RunResult, Sandbox
-from export.verification.simulation import MOVERS
-from export.verification.ties import judge_results
+from halfserve.export.certificate.budget import NO_HEADROOM, NOTHING_FINITE, Budget, disagrees, error_limit, lone_near_tie
+from halfserve.export.certificate.certificate import Accuracy, BudgetExceeded, Certificate, OutputVerdict, Risk
+from halfserve.export.certificate.embed import graph_sha256
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
+from halfserve.export.verification.comparison import (
+    Comparison,
+    ReferenceSensitivity,
+    allow_reference_noise,
+    reference_sensitivity,
+)
+from halfserve.export.verification.executions import RuntimeLevels, gpu_is_there, run_levels, run_simulated
+from halfserve.export.verification.generated_samples import adversarial_cases
+from halfserve.export.verification.judging import headroom
+from halfserve.export.verification.samples import Array, Inputs, Value, Values, as_array, inputs_of, make_feeds, require_finite
+from halfserve.export.verification.sandbox import RunResult, Sandbox
+from halfserve.export.verification.simulation import MOVERS
+from halfserve.export.verification.ties import judge_results
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +72,7 @@ def verify(
     """Compare an fp16 ONNX model with its float32 reference, output by output.
 
     ONNX models run in child processes, so a crash, a hang or a refusal is recorded. The candidate runs with every node rounded
-    to float16, which simulates a GPU (see `export.verification.simulation`), on ONNX Runtime's CPU provider at its highest
+    to float16, which simulates a GPU (see `verification.simulation`), on ONNX Runtime's CPU provider at its highest
     sound optimisation level, and on a GPU where there is one. All executions must be within the budget. Lower optimisation
     levels run on the first batch only.
 
@@ -82,9 +87,9 @@ def verify(
         name: The model's name in the certificate.
         reference_bytes: Size of the float32 model for the certificate; known where the reference is ONNX.
         conversion: The conversion's report (`HalfReport` or `ConversionReport`) for the certificate.
-        adversarial: Whether to run adversarial samples too (see `export.verification.generated_samples`).
+        adversarial: Whether to run adversarial samples too (see `halfserve.export.verification.generated_samples`).
         source: The float32 ONNX model that the candidate was converted from, where the reference is a torch module; needed to
-            settle ties (see `export.verification.ties`).
+            settle ties (see `halfserve.export.verification.ties`).
         longest: Sizes of dynamic dimensions, by name, that the model must accept; tested with `adversarial`.
         accumulators: Accumulator type of the target runtime. With "float16", sums that exceed its range are over budget,
             including sums inside matrix products and convolutions, and a note names nodes whose sums have no known bound.

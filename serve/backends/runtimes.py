@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
-from serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
-from serve.engine.disk_files import open_regular
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
+from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.disk_files import open_regular
+from halfserve.serve.engine.errors import ModelLoadError
 
 TRUST_OPTION = "--trust-torch-archives"
 ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
@@ -60,11 +60,11 @@ class Runtimes:
             )
         if self._torch is None:
             try:
-                from serve.backends.torch_backend import TorchRuntime  # noqa: PLC0415  (takes a second, and may not be there)
+                from halfserve.serve.backends.torch_backend import TorchRuntime  # noqa: PLC0415  (takes a second, and may not be there)
             except ModuleNotFoundError as error:
                 raise ModelLoadError(
-                    f"{path}: is a torch program, and the package {error.name!r} is not installed; pip install "
-                    "'halfserve[train]', or export the model to ONNX"
+                    f"{path}: is a torch program, and the package {error.name!r} is not installed; in a checkout of "
+                    "halfserve, pip install '.[train]', or export the model to ONNX"
                 ) from None
             self._torch = TorchRuntime()
         return self._torch

@@ -18,10 +18,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.export.passes import move_to_device_pass
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
-from serve.backends.onnx_runtime.session_settings import fewer_cores, read_settings
-from serve.backends.torch_program import (
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
+from halfserve.serve.backends.onnx_runtime.session_settings import fewer_cores, read_settings
+from halfserve.serve.backends.torch_program import (
     SizeRange,
     can_upcast,
     check_sizes,
@@ -32,9 +32,9 @@ from serve.backends.torch_program import (
     upcast_tensor,
     written,
 )
-from serve.engine.backend import DevicePlacement, ModelInterface
-from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.engine.tensors import Array, Tensors
 
 CPU = torch.device("cpu")
 USER_INPUT = InputKind.USER_INPUT

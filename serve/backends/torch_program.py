@@ -15,10 +15,10 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from protos.datatypes import BY_WIRE
-from serve.engine.backend import TORCH_EXPORT, ModelInterface
-from serve.engine.errors import InvalidArgumentError, ModelLoadError
-from serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.engine.backend import TORCH_EXPORT, ModelInterface
+from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
+from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 WIRE: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",

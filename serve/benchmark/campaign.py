@@ -8,14 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from serve.benchmark import BenchmarkError
-from serve.benchmark.comparison import ComparedLevel, compare, differences
-from serve.benchmark.level import Level, Load
-from serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
-from serve.benchmark.load_target import LoadTarget, RequestSettings
-from serve.benchmark.measurement import Goal, Measurement, measure, search
-from serve.benchmark.report import BenchmarkReport, Differences
-from serve.client import ClientError
+from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.comparison import ComparedLevel, compare, differences
+from halfserve.serve.benchmark.level import Level, Load
+from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadStatistics
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings
+from halfserve.serve.benchmark.measurement import Goal, Measurement, measure, search
+from halfserve.serve.benchmark.report import BenchmarkReport, Differences
+from halfserve.serve.client.errors import ClientError
 
 MAX_DEFAULT_PROCESSES = 8
 CPUS_PER_PROCESS = 4  # the others are for a server on this machine

@@ -18,21 +18,21 @@ from typing import Annotated, Literal
 
 import typer
 
-from serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from serve.benchmark.campaign import Campaign, carry_out, default_processes
-from serve.benchmark.level import Load, parse_concurrencies, parse_rates
-from serve.benchmark.load.calls import MAX_CONNECTIONS
-from serve.benchmark.load.spec import Arrivals
-from serve.benchmark.load_target import RequestSettings
-from serve.benchmark.measurement import Goal, Measurement
-from serve.benchmark.report import BenchmarkReport
-from serve.benchmark.report_files import report_writers
-from serve.benchmark.request_inputs import parse_parameters, parse_shapes
-from serve.benchmark.tables import ProgressBar, tables
-from serve.client import ClientError
-from serve.client.cli.display import PipedConsole, printable
-from serve.client.cli.inputs import InputArgumentError, read_inputs
-from serve.client.cli.options import ADDRESS, AsJson, Credentials, takes_option_groups
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.campaign import Campaign, carry_out, default_processes
+from halfserve.serve.benchmark.level import Load, parse_concurrencies, parse_rates
+from halfserve.serve.benchmark.load.calls import MAX_CONNECTIONS
+from halfserve.serve.benchmark.load.spec import Arrivals
+from halfserve.serve.benchmark.load_target import RequestSettings
+from halfserve.serve.benchmark.measurement import Goal, Measurement
+from halfserve.serve.benchmark.report import BenchmarkReport
+from halfserve.serve.benchmark.report_files import report_writers
+from halfserve.serve.benchmark.request_inputs import parse_parameters, parse_shapes
+from halfserve.serve.benchmark.tables import ProgressBar, tables
+from halfserve.serve.client.cli.display import PipedConsole, printable
+from halfserve.serve.client.cli.inputs import InputArgumentError, read_inputs
+from halfserve.serve.client.cli.options import ADDRESS, AsJson, Credentials, takes_option_groups
+from halfserve.serve.client.errors import ClientError
 
 LARGEST = 1e8  # of seconds and milliseconds; JSON and clocks cannot hold infinity
 DEFAULT_CONCURRENCIES = "1,2,4,8,16,32,64"

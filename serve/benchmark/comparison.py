@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.benchmark.level import Level, Load
-from serve.client.messages import output_arrays
-from serve.client.tensors import Array
+from halfserve.serve.benchmark.level import Level, Load
+from halfserve.serve.client.messages import output_arrays
+from halfserve.serve.client.tensors import Array
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelInferRequest
-    from serve.client import Client
+    from halfserve.protos.inference_pb2 import ModelInferRequest
+    from halfserve.serve.client.client import Client
 
 MeasureOne = Callable[[int, Load], Level]
 MAX_REQUESTS = 16

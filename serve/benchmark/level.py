@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadStatistics
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelStatistics
+    from halfserve.protos.inference_pb2 import ModelStatistics
 
 NUMBER = r"\d+(?:\.\d+)?"
 RANGE = re.compile(rf"({NUMBER}):({NUMBER})(?::(x?)({NUMBER}))?")

@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from protos import inference_pb2 as pb
-from serve.benchmark import BenchmarkArgumentError
-from serve.benchmark.level import ServerTotals
-from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.spec import LoadEndpoint, TlsPaths
-from serve.benchmark.measurement import Bench
-from serve.benchmark.request_inputs import RequestPlan
-from serve.client import Client, ClientError
-from serve.client.cli.display import provider_of
-from serve.client.cli.inputs import fitted_inputs
-from serve.client.connection import ClientTls, bearer, method_path
-from serve.client.messages import Parameter, SharedSlice
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark.level import ServerTotals
+from halfserve.serve.benchmark.load.load_generator import LoadGenerator
+from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
+from halfserve.serve.benchmark.measurement import Bench
+from halfserve.serve.benchmark.request_inputs import RequestPlan
+from halfserve.serve.client.cli.display import provider_of
+from halfserve.serve.client.cli.inputs import fitted_inputs
+from halfserve.serve.client.client import Client
+from halfserve.serve.client.connection import Tls, bearer, method_path
+from halfserve.serve.client.errors import ClientError
+from halfserve.serve.client.messages import Parameter, SharedSlice
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+    from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 ALIGNMENT = 64  # of a tensor's first byte; the width of a vector register
 
@@ -121,7 +122,7 @@ class RequestSettings:
     shared_memory: bool = False
     processes: int = 1
     timeout_s: float = 30.0
-    tls: ClientTls | None = None
+    tls: Tls | None = None
     token: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -284,7 +285,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _files(tls: ClientTls) -> TlsPaths:
+def _files(tls: Tls) -> TlsPaths:
     def text(path: Path | str | None) -> str | None:
         return None if path is None else str(path)
 

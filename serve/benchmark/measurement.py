@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve.benchmark import BenchmarkError
-from serve.benchmark.level import Level, Load, ServerTotals
-from serve.benchmark.load.load_generator import LoadGenerator
-from serve.benchmark.load.spec import INTERRUPTED, Arrivals, LoadSpec, LoadStatistics
-from serve.client import ClientError
+from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.level import Level, Load, ServerTotals
+from halfserve.serve.benchmark.load.load_generator import LoadGenerator
+from halfserve.serve.benchmark.load.spec import INTERRUPTED, Arrivals, LoadSpec, LoadStatistics
+from halfserve.serve.client.errors import ClientError
 
 WINDOWS = 3
 TOLERANCE = 0.1

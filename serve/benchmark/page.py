@@ -17,11 +17,11 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from protos.atomic_files import atomic_file
-from serve.benchmark.level import Level
-from serve.benchmark.load.spec import LoadStatistics
-from serve.benchmark.report import BenchmarkReport
-from serve.benchmark.tables import percentiles_table, tables
+from halfserve.protos.atomic_files import atomic_file
+from halfserve.serve.benchmark.level import Level
+from halfserve.serve.benchmark.load.spec import LoadStatistics
+from halfserve.serve.benchmark.report import BenchmarkReport
+from halfserve.serve.benchmark.tables import percentiles_table, tables
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -40,10 +40,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from protos.atomic_files import atomic_file
-from serve.benchmark.comparison import ComparedLevel, Difference
-from serve.benchmark.level import Level
-from serve.benchmark.measurement import Goal, best_of
+from halfserve.protos.atomic_files import atomic_file
+from halfserve.serve.benchmark.comparison import ComparedLevel, Difference
+from halfserve.serve.benchmark.level import Level
+from halfserve.serve.benchmark.measurement import Goal, best_of
 
 
 @dataclass(frozen=True, kw_only=True)

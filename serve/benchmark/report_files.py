@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from protos.atomic_files import atomic_file, checked_output
-from serve.benchmark import BenchmarkArgumentError
-from serve.benchmark.level import Level
-from serve.benchmark.load.spec import LatencyHistogram
-from serve.benchmark.report import BenchmarkReport, write_json
+from halfserve.protos.atomic_files import atomic_file, checked_output
+from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark.level import Level
+from halfserve.serve.benchmark.load.spec import LatencyHistogram
+from halfserve.serve.benchmark.report import BenchmarkReport, write_json
 
 SIGNIFICANT_DIGITS = 3
 TICKS_PER_HALF_DISTANCE = 5
@@ -150,7 +150,7 @@ def _check_apart(outputs: Mapping[str, Path]) -> None:
 def _write_function(option: str) -> WriteFile:
     # matplotlib and hdrhistogram are extras, and slow to import; an extra that is missing is found before the measurement.
     if option in ("--html", "--plot"):
-        from serve.benchmark.page import write_page, write_plot  # noqa: PLC0415  (an extra)
+        from halfserve.serve.benchmark.page import write_page, write_plot  # noqa: PLC0415  (an extra)
 
         return write_page if option == "--html" else write_plot
     if option == "--hgrm":

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from protos.datatypes import Datatype
-from serve.benchmark import BenchmarkArgumentError
-from serve.client.messages import Parameter, infer_request
-from serve.client.tensors import Array, converted, datatype_named
+from halfserve.protos.datatypes import Datatype
+from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.client.messages import Parameter, infer_request
+from halfserve.serve.client.tensors import Array, converted, datatype_named
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
+    from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse
 
 SEED = 2024
 DISTINCT_RANDOM = 8  # enough that caches do not answer for the model

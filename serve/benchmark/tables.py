@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serve.benchmark.comparison import Spread
-from serve.benchmark.level import Level, Load, ServerTotals
-from serve.benchmark.load.spec import LoadStatistics
-from serve.benchmark.report import BenchmarkReport
-from serve.client.cli.display import printable
+from halfserve.serve.benchmark.comparison import Spread
+from halfserve.serve.benchmark.level import Level, Load, ServerTotals
+from halfserve.serve.benchmark.load.spec import LoadStatistics
+from halfserve.serve.benchmark.report import BenchmarkReport
+from halfserve.serve.client.cli.display import printable
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from serve.client.base import AsyncRunner, CallSettings, ClientBase, ClientOperation
-from serve.client.errors import ClientError
-from serve.client.exchange import Answer, Pause, UnaryRpc, advance
-from serve.client.inference import RequestOptions, close_region, open_region
-from serve.client.model_handles import BoundModel, bind
-from serve.client.shared_regions import SharedRegion
-from serve.client.stream_drivers import AsyncStream, Source, is_cancelled
-from serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
+from halfserve.serve.client.base import AsyncRunner, CallSettings, ClientBase, ClientOperation
+from halfserve.serve.client.errors import ClientError
+from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
+from halfserve.serve.client.inference import RequestOptions, close_region, open_region
+from halfserve.serve.client.model_handles import BoundModel, bind
+from halfserve.serve.client.shared_regions import SharedRegion
+from halfserve.serve.client.stream_drivers import AsyncStream, Source, is_cancelled
+from halfserve.serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -14,15 +14,15 @@ from functools import partial, update_wrapper
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
-from protos import inference_pb2 as pb
-from serve.client import management
-from serve.client.connection import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client import management
+from halfserve.serve.client.connection import (
     Balancing,
     ChannelSettings,
-    ClientTls,
     Compression,
     Headers,
     HeaderValue,
+    Tls,
     Token,
     bearer,
     checked_balancing,
@@ -31,8 +31,8 @@ from serve.client.connection import (
     method_path,
     parse_address,
 )
-from serve.client.errors import Cancelled, ClientError, InvalidRequest, from_rpc_error
-from serve.client.exchange import (
+from halfserve.serve.client.errors import Cancelled, ClientError, InvalidRequest, from_rpc_error
+from halfserve.serve.client.exchange import (
     DEFAULT_TIMEOUT_S,
     Answer,
     Deadline,
@@ -43,7 +43,7 @@ from serve.client.exchange import (
     checked_timeout,
     retried,
 )
-from serve.client.inference import (
+from halfserve.serve.client.inference import (
     SEND_OPTIONS,
     InferOptions,
     InferState,
@@ -53,12 +53,12 @@ from serve.client.inference import (
     unregister_everything,
     without_sending,
 )
-from serve.client.management import LogSetting, TraceSetting
-from serve.client.messages import InferAnswer
-from serve.client.tensors import Array
+from halfserve.serve.client.management import LogSetting, TraceSetting
+from halfserve.serve.client.messages import InferAnswer
+from halfserve.serve.client.tensors import Array
 
 if TYPE_CHECKING:
-    from protos.model_config_pb2 import ModelConfig
+    from halfserve.protos.model_config_pb2 import ModelConfig
 
 CLOSING_S = 5.0  # time limit for unregistering shared memory when a client closes
 
@@ -158,7 +158,7 @@ class ClientBase(ABC):
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         retries: int | RetryPolicy = 0,
-        tls: ClientTls | None = None,
+        tls: Tls | None = None,
         token: Token | None = None,
         metadata: Mapping[str, HeaderValue] | None = None,
         compression: Compression | None = None,
@@ -202,7 +202,7 @@ class ClientBase(ABC):
                 that casts to it without loss (or pass cast=True); lists and numbers are converted if they fit. Tensors of torch
                 and everything that numpy reads as an array are accepted. BF16 is given as `ml_dtypes.bfloat16` or as uint16 bit
                 patterns, BYTES as `bytes` or `str`.
-            options: version, outputs, timeout_s and more; see `serve.client.inference.InferOptions`.
+            options: version, outputs, timeout_s and more; see `halfserve.serve.client.inference.InferOptions`.
 
         Returns:
             name -> array, in the server's order. The arrays are the caller's own, and writeable.

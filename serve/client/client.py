@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from serve.client.base import CallSettings, ClientBase, ClientOperation, SyncRunner
-from serve.client.errors import ClientError
-from serve.client.exchange import Answer, Pause, UnaryRpc, advance
-from serve.client.inference import RequestOptions, close_region, open_region
-from serve.client.model_handles import BoundModel, bind
-from serve.client.shared_regions import SharedRegion
-from serve.client.stream_drivers import SyncStream
-from serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
+from halfserve.serve.client.base import CallSettings, ClientBase, ClientOperation, SyncRunner
+from halfserve.serve.client.errors import ClientError
+from halfserve.serve.client.exchange import Answer, Pause, UnaryRpc, advance
+from halfserve.serve.client.inference import RequestOptions, close_region, open_region
+from halfserve.serve.client.model_handles import BoundModel, bind
+from halfserve.serve.client.shared_regions import SharedRegion
+from halfserve.serve.client.stream_drivers import SyncStream
+from halfserve.serve.client.streaming import DEFAULT_IN_FLIGHT, METHOD, StreamAnswer, prepare_stream
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,7 +26,7 @@ class Client(ClientBase, SyncRunner):
 
     It connects at the first call, may be used by many threads at once, and reconnects to a server that restarts. After a fork,
     each call in the child raises an error that says so. Every error of the server or the request is raised as a ClientError or
-    a subclass of it. Arguments: see `serve.client.base.ClientBase`.
+    a subclass of it. Arguments: see `halfserve.serve.client.base.ClientBase`.
     """
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import grpc
 
-from serve.client.errors import InvalidRequest, check_text
+from halfserve.serve.client.errors import InvalidRequest, check_text
 
 Balancing = Literal["pick_first", "round_robin"]
 BALANCINGS = ("pick_first", "round_robin")
@@ -122,7 +122,7 @@ def _is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientTls:
+class Tls:
     """Certificates for an encrypted connection.
 
     Attributes:
@@ -273,7 +273,7 @@ class ChannelSettings:
     """
 
     target: ServerAddress
-    tls: ClientTls | None
+    tls: Tls | None
     balancing: Balancing
     compression: str | None
     keepalive_s: float | None

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from protos import inference_pb2 as pb
-from serve.client.errors import ClientError, InvalidRequest, Repeat, ServerUnavailable, deadline_exceeded, is_above_0
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.errors import ClientError, InvalidRequest, Repeat, ServerUnavailable, deadline_exceeded, is_above_0
 
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_S = 1e8  # three years; the protocol has eight digits for it, and longer ones overflow on the way

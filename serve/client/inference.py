@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
-from protos import inference_pb2 as pb
-from serve.client.connection import Compression, HeaderValue
-from serve.client.errors import AccessDenied, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
-from serve.client.exchange import Exchange, UnaryRpc
-from serve.client.management import model_config, model_metadata, register_region, unregister_region
-from serve.client.messages import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.connection import Compression, HeaderValue
+from halfserve.serve.client.errors import AccessDenied, ClientError, InvalidRequest, ModelNotFound, Repeat, Unsupported
+from halfserve.serve.client.exchange import Exchange, UnaryRpc
+from halfserve.serve.client.management import model_config, model_metadata, register_region, unregister_region
+from halfserve.serve.client.messages import (
     InferAnswer,
     Parameter,
     answer_of,
@@ -22,8 +22,8 @@ from serve.client.messages import (
     is_stateful,
     output_arrays,
 )
-from serve.client.shared_regions import SharedRegion
-from serve.client.shared_tensors import (
+from halfserve.serve.client.shared_regions import SharedRegion
+from halfserve.serve.client.shared_tensors import (
     MAY_STILL_RUN,
     SharedTensors,
     SharingRefused,
@@ -32,7 +32,7 @@ from serve.client.shared_tensors import (
     settle,
     unregister_all,
 )
-from serve.client.tensors import Array
+from halfserve.serve.client.tensors import Array
 
 ModelKey = tuple[str, str]  # name and version; the version is empty for the server's choice
 
@@ -64,7 +64,7 @@ class RequestOptions(TypedDict, total=False):
         priority: 1 is the most urgent; 0 (the default) is the model's default level.
         queue_timeout_s: seconds that the request may wait in the server's queue, where the model allows to choose.
         top_k: ask for the names of the best classes instead of the numbers: how many, for all outputs or by output name. Such
-            an output comes as BYTES "value:index[:label]"; `serve.client.classes_of` reads it.
+            an output comes as BYTES "value:index[:label]"; `halfserve.serve.client.classes_of` reads it.
         cast: convert arrays of another dtype to the model's, such as float32 to FP16; a value that would overflow is an error.
     """
 
@@ -181,7 +181,7 @@ def infer(
         version: empty for the one that the model's policy chooses.
         into: arrays in shared memory for outputs, by name.
         idempotent: whether the request may be made twice.
-        options: those of `serve.client.messages.infer_request`.
+        options: those of `halfserve.serve.client.messages.infer_request`.
     """
     check_named(inputs)
     key = (model, version)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protos import inference_pb2 as pb
-from serve.client.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServerUnavailable, check_text
-from serve.client.exchange import Deadline, Exchange, Pause, UnaryRpc
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServerUnavailable, check_text
+from halfserve.serve.client.exchange import Deadline, Exchange, Pause, UnaryRpc
 
 READY_POLL_S = (0.02, 0.5)  # first and longest pause between two polls
 LogSetting = bool | int | str

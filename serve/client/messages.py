@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protos.inference_pb2 import InferParameter, ModelInferRequest
-from serve.client.connection import MAX_MESSAGE_BYTES
-from serve.client.errors import ClientError, InvalidRequest, check_text, is_above_0
-from serve.client.tensors import Array, as_bfloat16, as_input, check_shape, converted, datatype_named, to_wire
-from serve.protocol.raw_tensors import from_raw
+from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
+from halfserve.serve.client.connection import MAX_MESSAGE_BYTES
+from halfserve.serve.client.errors import ClientError, InvalidRequest, check_text, is_above_0
+from halfserve.serve.client.tensors import Array, as_bfloat16, as_input, check_shape, converted, datatype_named, to_wire
+from halfserve.serve.protocol.raw_tensors import from_raw
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
+    from halfserve.protos.inference_pb2 import ModelInferResponse, ModelMetadataResponse
 
 Parameter = bool | int | float | str
 SEQUENCE_ID = "sequence_id"
@@ -140,9 +140,9 @@ def infer_request(
 
     Args:
         metadata: the model's, for the names, datatypes and shapes of its inputs.
-        inputs: name -> array, list, number or string; see `serve.client.tensors.as_input`.
+        inputs: name -> array, list, number or string; see `halfserve.serve.client.tensors.as_input`.
         version: empty for the one that the model's policy chooses.
-        outputs: see `serve.client.inference.RequestOptions`, also for the next ones up to `cast`.
+        outputs: see `halfserve.serve.client.inference.RequestOptions`, also for the next ones up to `cast`.
         request_id: returned by the server unchanged.
         parameters: request parameters.
         priority: 1 is the most urgent.

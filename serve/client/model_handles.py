@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from protos.inference_pb2 import ModelMetadataResponse
-from serve.client.base import ClientBase, ClientMethod, ClientOperation
-from serve.client.errors import InvalidRequest
-from serve.client.exchange import Exchange
-from serve.client.inference import BoundInferOptions, InferState, infer, remember, without_sending
-from serve.client.management import model_config, model_metadata, ready
-from serve.client.tensors import Array, check_shape, datatype_named
+from halfserve.protos.inference_pb2 import ModelMetadataResponse
+from halfserve.serve.client.base import ClientBase, ClientMethod, ClientOperation
+from halfserve.serve.client.errors import InvalidRequest
+from halfserve.serve.client.exchange import Exchange
+from halfserve.serve.client.inference import BoundInferOptions, InferState, infer, remember, without_sending
+from halfserve.serve.client.management import model_config, model_metadata, ready
+from halfserve.serve.client.tensors import Array, check_shape, datatype_named
 
 if TYPE_CHECKING:
-    from protos.model_config_pb2 import ModelConfig
+    from halfserve.protos.model_config_pb2 import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class BoundModel:
 
         Args:
             inputs: name -> array, or just the array where the model has one input.
-            options: see `serve.client.inference.BoundInferOptions`.
+            options: see `halfserve.serve.client.inference.BoundInferOptions`.
         """
         asked = bound_infer(self._client._state, self, inputs, without_sending(options))
         return self._client._inference(asked, options)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protos.datatypes import BY_WIRE, Datatype
-from protos.inference_pb2 import ModelInferResponse
-from serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat
-from serve.client.exchange import Exchange, UnaryRpc
-from serve.client.management import register_region, unregister_region
-from serve.client.messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
-from serve.client.shared_regions import SharedRegion
-from serve.client.tensors import Array, datatype_named
+from halfserve.protos.datatypes import BY_WIRE, Datatype
+from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.serve.client.errors import AlreadyExists, ClientError, InvalidRequest, ModelNotFound, Repeat
+from halfserve.serve.client.exchange import Exchange, UnaryRpc
+from halfserve.serve.client.management import register_region, unregister_region
+from halfserve.serve.client.messages import InferAnswer, SharedSlice, answer_of, array_of, output_arrays
+from halfserve.serve.client.shared_regions import SharedRegion
+from halfserve.serve.client.tensors import Array, datatype_named
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelMetadataResponse
+    from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
 WORTH_SHARING_BYTES = 128 * 1024  # measured: up to here a message costs no more; at 512 KiB it costs twice as much
 SMALLEST_SLAB_BYTES = 256 * 1024

@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
-from serve.client.errors import ClientError
-from serve.client.streaming import StreamAnswer, StreamSession
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelStreamInferResponse
+from halfserve.serve.client.errors import ClientError
+from halfserve.serve.client.streaming import StreamAnswer, StreamSession
 
 Source = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 # Events beside answers and errors: a request was answered without being sent; the call has ended.

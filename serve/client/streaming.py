@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
-from serve.client.errors import (
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelMetadataResponse, ModelStreamInferResponse
+from halfserve.serve.client.errors import (
     RETRY_HINT_KEY,
     ClientError,
     DeadlineExceeded,
@@ -19,10 +19,10 @@ from serve.client.errors import (
     error_of_code,
     hinted_s,
 )
-from serve.client.exchange import Exchange
-from serve.client.inference import InferState, fresh_metadata
-from serve.client.messages import check_answer, infer_request, output_arrays
-from serve.client.tensors import Array
+from halfserve.serve.client.exchange import Exchange
+from halfserve.serve.client.inference import InferState, fresh_metadata
+from halfserve.serve.client.messages import check_answer, infer_request, output_arrays
+from halfserve.serve.client.tensors import Array
 
 METHOD = "ModelStreamInfer"
 DEFAULT_IN_FLIGHT = 32
@@ -71,7 +71,7 @@ class StreamSession:
 
     Args:
         metadata: the model's.
-        options: those of `serve.client.messages.infer_request`.
+        options: those of `halfserve.serve.client.messages.infer_request`.
         address: for error texts.
     """
 

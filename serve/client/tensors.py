@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from protos.datatypes import BY_WIRE, Datatype
-from serve.client.errors import ClientError, InvalidRequest
-from serve.protocol.raw_tensors import to_raw
+from halfserve.protos.datatypes import BY_WIRE, Datatype
+from halfserve.serve.client.errors import ClientError, InvalidRequest
+from halfserve.serve.protocol.raw_tensors import to_raw
 
 Array = np.ndarray[Any, Any]
 

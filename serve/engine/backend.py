@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
 

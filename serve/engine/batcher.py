@@ -11,17 +11,17 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from serve.engine.errors import InferenceError, UnavailableError
-from serve.engine.execution.batch import Answered, Failed
-from serve.engine.execution.batch_invariance import BatchInvariance
-from serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
-from serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
-from serve.engine.model_statistics import Statistics
-from serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
-from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
-from serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
-from serve.engine.queueing.pace import BatchLimits, Pace
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.errors import InferenceError, UnavailableError
+from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.instance import FreeInstances, Instance, LateRequests, LostRequests, Results, seconds_of
+from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN, ShortBatches, limit_s
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
+from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
+from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.requests import InferRequest
 
 ALONE_AFTER_S = 1.0  # since another model has computed
 # A turn of the event loop computes short batches for TURN_S, or for as long as the loop has handled other events since the last

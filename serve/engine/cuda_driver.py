@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.engine.errors import is_device_lost
+from halfserve.serve.engine.errors import is_device_lost
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 from weakref import WeakSet
 
-from serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.errors import ModelLoadError
 
 if sys.platform == "win32":
     FLAGS = os.O_RDONLY | os.O_BINARY

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from serve.engine.backend import CPU_PROVIDERS
-from serve.engine.batcher import LoopOccupancy
-from serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
-from serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
-from serve.engine.model_statistics import ServerFigures
-from serve.engine.queueing.compute_slots import ComputeSlots
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.backend import CPU_PROVIDERS
+from halfserve.serve.engine.batcher import LoopOccupancy
+from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
+from halfserve.serve.engine.model_statistics import ServerFigures
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.requests import InferRequest
 
 logger = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import Backend, ModelInterface
-from serve.engine.batcher import Batcher
-from serve.engine.config.batching import queue_policy
-from serve.engine.config.parameters import own_parameter
-from serve.engine.execution.batch_invariance import BatchInvariance
-from serve.engine.execution.instance import Instance, Supervision
-from serve.engine.model_statistics import Statistics
-from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.queueing.pace import BatchLimits
-from serve.engine.tensors import TensorSpec
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import Backend, ModelInterface
+from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.config.batching import queue_policy
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
+from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.tensors import TensorSpec
 
 
 class VersionState(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.engine.errors import InferenceError
+from halfserve.serve.engine.errors import InferenceError
 
 # Upper bounds, in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds what is longer.
 EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)

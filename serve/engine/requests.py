@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from serve.engine.errors import InferenceError
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
 

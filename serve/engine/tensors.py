@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from protos.datatypes import Datatype
+from halfserve.protos.datatypes import Datatype
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Tensors: TypeAlias = Mapping[str, Array]

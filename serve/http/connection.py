@@ -12,8 +12,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from serve.http.options import MOMENT_S, HttpLimits, memory_of
-from serve.security.memory_budget import MemoryBudget
+from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.security.memory_budget import MemoryBudget
 
 LARGE_BYTES = 16_384  # smaller buffers are not counted
 # h11 takes 10 us and more for each event, and 256 KiB read at once may be 43,000 chunks of a byte. Ordinary clients send chunks

@@ -15,10 +15,10 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
-from serve.http.responses import error_response, http_status
-from serve.protocol.service import Service
-from serve.security.gate import AccessGrant, Gate
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
+from halfserve.serve.http.responses import error_response, http_status
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.gate import AccessGrant, Gate
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -18,11 +18,11 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from serve.http.connection import HttpConnection, SocketReader
-from serve.http.options import HttpLimits
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.transports.listener import ConnectionLimit, Listener
-from serve.transports.listening import Address, listen
+from halfserve.serve.http.connection import HttpConnection, SocketReader
+from halfserve.serve.http.options import HttpLimits
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
+from halfserve.serve.transports.listener import ConnectionLimit, Listener
+from halfserve.serve.transports.listening import Address, listen
 
 REFUSED = b'{"error":"too many connections are open; try again later"}'
 REFUSAL = (

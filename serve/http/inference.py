@@ -15,24 +15,31 @@ from typing import Any, TypeVar, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from protos.datatypes import BY_WIRE
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.shared_memory_parameters import REGION
-from protos.varint import encoded_varint
-from serve.engine.errors import InferenceError, InvalidArgumentError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.http import json_bodies as fields
-from serve.http.guards import GRANT, peer_of
-from serve.http.json_bodies import Fields
-from serve.http.json_tensors import array_from_json, json_text
-from serve.http.options import HttpLimits
-from serve.http.request_body import SMALLEST_WORTH_BYTES, BodyReader, accepted_coding, client_gone, compressed, header_length
-from serve.http.responses import JSON_TYPE, dump_json, dump_with_field
-from serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
-from serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
-from serve.protocol.service import Service
-from serve.security.gate import AccessGrant
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.protos.shared_memory_parameters import REGION
+from halfserve.protos.varint import encoded_varint
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.http import json_bodies as fields
+from halfserve.serve.http.guards import GRANT, peer_of
+from halfserve.serve.http.json_bodies import Fields
+from halfserve.serve.http.json_tensors import array_from_json, json_text
+from halfserve.serve.http.options import HttpLimits
+from halfserve.serve.http.request_body import (
+    SMALLEST_WORTH_BYTES,
+    BodyReader,
+    accepted_coding,
+    client_gone,
+    compressed,
+    header_length,
+)
+from halfserve.serve.http.responses import JSON_TYPE, dump_json, dump_with_field
+from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
+from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX_BYTES, from_raw, to_raw
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.gate import AccessGrant
 
 T = TypeVar("T")
 RAW_ENTRY = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))

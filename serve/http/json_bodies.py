@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.errors import InvalidArgumentError
 
 # A flat list of numbers as the field "data" of an object, if a brace or a comma precedes it. After those or white space a
 # quotation mark begins or ends a string; here it begins one, as letters cannot follow the end. The pattern begins with fixed

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from protos.datatypes import Datatype
-from serve.engine.tensors import Array
-from serve.http.json_bodies import Named
+from halfserve.protos.datatypes import Datatype
+from halfserve.serve.engine.tensors import Array
+from halfserve.serve.http.json_bodies import Named
 
 # JSON has no numbers for these; they are written as in protobuf's JSON mapping, and numpy reads these strings as numbers:
 # https://protobuf.dev/programming-guides/json/

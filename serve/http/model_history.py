@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.model_statistics import EDGES_NS, Histogram
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import EDGES_NS, Histogram
 
 INTERVAL_S = 1.0
 SAMPLES = 300

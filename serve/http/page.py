@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.engine.errors import InvalidArgumentError, NotFoundError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model, VersionStatus
-from serve.engine.tensors import TensorSpec
-from serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
-from serve.http.responses import dump_list, dump_with_field, json_response, json_text_response
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model, VersionStatus
+from halfserve.serve.engine.tensors import TensorSpec
+from halfserve.serve.http.model_history import INTERVAL_S, SAMPLES, ModelHistory, ModelSample
+from halfserve.serve.http.responses import dump_list, dump_with_field, json_response, json_text_response
 
 STATIC_FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -108,7 +108,7 @@ def _file(name: str) -> Response:
 
 @cache
 def _content(name: str) -> bytes:
-    return resources.files("serve.http").joinpath("static", name).read_bytes()
+    return resources.files("halfserve.serve.http").joinpath("static", name).read_bytes()
 
 
 class PageState:

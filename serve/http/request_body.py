@@ -12,16 +12,16 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from serve.engine.errors import (
+from halfserve.serve.engine.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     MessageTooLargeError,
     UnavailableError,
     UnsupportedError,
 )
-from serve.http.options import MOMENT_S, HttpLimits, memory_of
-from serve.protocol.messages import WINDOW_BITS, inflate
-from serve.security.memory_budget import MemoryBudget
+from halfserve.serve.http.options import MOMENT_S, HttpLimits, memory_of
+from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
+from halfserve.serve.security.memory_budget import MemoryBudget
 
 T = TypeVar("T")
 FULL = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from serve.engine.errors import InferenceError, MessageTooLargeError
-from serve.protocol.status import RETRY_HINT, status_of
+from halfserve.serve.engine.errors import InferenceError, MessageTooLargeError
+from halfserve.serve.protocol.status import RETRY_HINT, status_of
 
 JSON_TYPE = "application/json"
 # By gRPC status, as google.rpc.Code maps them, except that FAILED_PRECONDITION is a conflict:

@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from serve.engine.inference_core import InferenceCore
-from serve.http.guards import App, BrowserGuard, TokenGuard
-from serve.http.http_server import HttpServer
-from serve.http.inference import InferRoute
-from serve.http.options import HttpOptions
-from serve.http.page import Page
-from serve.http.request_body import BodyReader
-from serve.http.responses import HANDLERS, on_unexpected
-from serve.http.routes import MODEL, VERSION, RpcRoutes, metrics_route, openapi_route
-from serve.protocol.service import Service
-from serve.security.gate import Gate
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.security.security import PortSecurity
-from serve.transports.listener import ConnectionLimit
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.http.guards import App, BrowserGuard, TokenGuard
+from halfserve.serve.http.http_server import HttpServer
+from halfserve.serve.http.inference import InferRoute
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.page import Page
+from halfserve.serve.http.request_body import BodyReader
+from halfserve.serve.http.responses import HANDLERS, on_unexpected
+from halfserve.serve.http.routes import MODEL, VERSION, RpcRoutes, metrics_route, openapi_route
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.gate import Gate
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.transports.listener import ConnectionLimit
 
 
 class RestServer:

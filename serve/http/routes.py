@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from protos import inference_pb2 as pb
-from serve.engine.errors import InvalidArgumentError, UnavailableError
-from serve.engine.inference_core import InferenceCore
-from serve.http import json_bodies as fields
-from serve.http.request_body import BodyReader
-from serve.http.responses import dump_list, json_response, json_text_response, message_dict
-from serve.protocol.service import SERVICE, Service
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import InvalidArgumentError, UnavailableError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.http import json_bodies as fields
+from halfserve.serve.http.request_body import BodyReader
+from halfserve.serve.http.responses import dump_list, json_response, json_text_response, message_dict
+from halfserve.serve.protocol.service import SERVICE, Service
 
 MODEL = "/v2/models/{model}"
 VERSION = MODEL + "/versions/{version}"
@@ -265,7 +265,7 @@ def metrics_route(core: InferenceCore) -> Route:
 
     async def answer(_: Request) -> Response:
         # Imported at the first scrape, so that no start waits for it, and on a thread, so that no request does.
-        module: Any = await asyncio.to_thread(import_module, "serve.observability.exposition")
+        module: Any = await asyncio.to_thread(import_module, "halfserve.serve.observability.exposition")
         body, content_type = await module.exposition(core)
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
@@ -285,5 +285,5 @@ def openapi_route(service: Service) -> Route:
 
 def openapi_document() -> dict[str, Any]:
     """The document from its file, which is written by hand; the version in it is a placeholder."""
-    content: dict[str, Any] = json.loads(resources.files("serve.http").joinpath("openapi.json").read_bytes())
+    content: dict[str, Any] = json.loads(resources.files("halfserve.serve.http").joinpath("openapi.json").read_bytes())
     return content

@@ -16,18 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
-from serve.engine.background_threads import pause
-from serve.engine.config.parameters import own_parameter
-from serve.engine.disk_files import open_regular, read_regular
-from serve.engine.errors import ModelLoadError
-from serve.engine.execution.batch import Answered
-from serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
-from serve.engine.execution.instance import ON_CPU
-from serve.engine.repository.loaded_version import LoadedVersion
-from serve.engine.resource_limits import available_bytes
-from serve.engine.tensors import Array, Tensors
-from serve.model_control.warm_up import WarmUpRequest, declared_requests, run_alone, sized_requests, too_large
+from halfserve.serve.backends.onnx_runtime.onnx_file import data_bytes, open_onnx
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.disk_files import open_regular, read_regular
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.execution.batch import Answered
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
+from halfserve.serve.engine.execution.instance import ON_CPU
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.model_control.warm_up import WarmUpRequest, declared_requests, run_alone, sized_requests, too_large
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _look_into(model: Path) -> tuple[list[str], str | None]:
     """The data files that a model names, and the hash of the certificate that it names."""
     if model.suffix != ".onnx":
         return [], None
-    from serve.backends.onnx_runtime.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
+    from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx  # noqa: PLC0415  (only where there is a certificate)
 
     with open_onnx(model) as opened:
         entries = opened.model.metadata_props

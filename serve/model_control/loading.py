@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from serve.engine.backend import CPU_PROVIDERS, DevicePlacement, Runtime
-from serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
-from serve.engine.config.model_config import Defaults
-from serve.engine.config.parameters import ignored_settings
-from serve.engine.errors import ModelLoadError
-from serve.engine.repository.loaded_version import LoadedVersion, load_version
-from serve.engine.repository.model_repository import ModelFiles
-from serve.model_control.checks import check_batch_invariance, check_certificate, require_memory
-from serve.model_control.warm_up import short_sizes, warm_up
+from halfserve.serve.engine.backend import CPU_PROVIDERS, DevicePlacement, Runtime
+from halfserve.serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.config.parameters import ignored_settings
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.model_repository import ModelFiles
+from halfserve.serve.model_control.checks import check_batch_invariance, check_certificate, require_memory
+from halfserve.serve.model_control.warm_up import short_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 

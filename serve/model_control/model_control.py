@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from serve.engine.config.model_config import config_from_json
-from serve.engine.disk_files import temporary_folder
-from serve.engine.errors import (
+from halfserve.serve.engine.config.model_config import config_from_json
+from halfserve.serve.engine.disk_files import temporary_folder
+from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InferenceError,
     InvalidArgumentError,
@@ -22,13 +22,13 @@ from serve.engine.errors import (
     NotFoundError,
     UnavailableError,
 )
-from serve.engine.inference_core import InferenceCore
-from serve.engine.repository.model_repository import find_models, model_names
-from serve.model_control.loading import LoaderThread, VersionLoader
-from serve.model_control.options import ALL, ControlMode, ControlOptions
-from serve.model_control.switch import Switch
-from serve.model_control.uploads import check_name, write_upload
-from serve.model_control.watch import RepositoryWatch
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.repository.model_repository import find_models, model_names
+from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
+from halfserve.serve.model_control.switch import Switch
+from halfserve.serve.model_control.uploads import check_name, write_upload
+from halfserve.serve.model_control.watch import RepositoryWatch
 
 logger = logging.getLogger(__name__)
 

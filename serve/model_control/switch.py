@@ -7,13 +7,13 @@ import logging
 import time
 from pathlib import Path
 
-from serve.engine.config.model_config import DeclaredConfig
-from serve.engine.errors import ModelLoadError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model, VersionState
-from serve.engine.repository.model_repository import ModelFiles, find_model
-from serve.model_control.loading import LoaderThread, VersionLoader
-from serve.model_control.watch import VersionFingerprint, version_fingerprint
+from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model, VersionState
+from halfserve.serve.engine.repository.model_repository import ModelFiles, find_model
+from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
+from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Switch:
         self._loader = loader
         self._thread = thread
         self._load_limit_s = load_limit_s
-        self._made_of: dict[tuple[str, int], VersionFingerprint] = {}
+        self._fingerprints: dict[tuple[str, int], VersionFingerprint] = {}
         self.log_level = logging.DEBUG  # of successes; DEBUG during the start
 
     async def bring_in(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[ModelLoadError]:
@@ -50,7 +50,7 @@ class Switch:
             self._core.states.clear(name, version, VersionState.UNAVAILABLE)
         refused: list[ModelLoadError] = []
         for files, made in found:
-            if self._made_of.get((name, files.version)) == made and files.version in self._served(name):
+            if self._fingerprints.get((name, files.version)) == made and files.version in self._served(name):
                 self._core.states.clear(name, files.version, VersionState.UNAVAILABLE)
                 continue
             refusal = await self._bring_in_version(path, files, made)
@@ -69,7 +69,7 @@ class Switch:
     async def take_out(self, name: str) -> None:
         """Stop serving a model; returns once its accepted requests are answered."""
         for version in self._served(name):
-            self._made_of.pop((name, version), None)
+            self._fingerprints.pop((name, version), None)
         leaving = self._core.replace(name, [])
         if leaving:
             logger.log(self.log_level, "%s: unloaded", name)
@@ -79,8 +79,8 @@ class Switch:
 
     async def _bring_in_version(self, path: Path, files: ModelFiles, made: VersionFingerprint) -> ModelLoadError | None:
         name, started = files.name, time.monotonic()
-        anew = RELOADING if files.version in self._served(name) else ""
-        self._core.states.set(name, files.version, VersionState.LOADING, anew)
+        reason = RELOADING if files.version in self._served(name) else ""
+        self._core.states.set(name, files.version, VersionState.LOADING, reason)
         self._core.notify()
         try:
             model = await self._made(files)
@@ -93,7 +93,7 @@ class Switch:
             self._refuse(path, name, [files.version], unknown)
             return unknown
         served = {**self._served(name), files.version: model}
-        self._made_of[(name, files.version)] = made
+        self._fingerprints[(name, files.version)] = made
         self._core.replace(name, list(served.values()))
         logger.log(self.log_level, "%s/%d: loaded and tried out in %.2f s", name, files.version, time.monotonic() - started)
         return None

@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from protos.onnx_outline import read_outline
-from serve.backends.onnx_runtime.onnx_file import locations
-from serve.backends.runtimes import ZIP
-from serve.engine.errors import InvalidArgumentError, ModelLoadError
+from halfserve.protos.onnx_outline import read_outline
+from halfserve.serve.backends.onnx_runtime.onnx_file import locations
+from halfserve.serve.backends.runtimes import ZIP
+from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 
 MAX_NAME_BYTES = 255  # what file systems take
 MAX_DEPTH = 4

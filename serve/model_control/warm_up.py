@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from protos.datatypes import BY_CONFIG
-from protos.model_config_pb2 import ModelWarmup
-from serve.engine.backend import Backend
-from serve.engine.background_threads import pause
-from serve.engine.config.model_config import DeclaredConfig
-from serve.engine.config.parameters import own_parameter
-from serve.engine.disk_files import read_regular
-from serve.engine.errors import InstanceLostError, ModelLoadError
-from serve.engine.execution.batch import Answered, Failed, run_batch
-from serve.engine.execution.instance import ON_CPU
-from serve.engine.execution.short_batches import LONE_S
-from serve.engine.repository.loaded_version import LoadedVersion
-from serve.engine.repository.model_repository import named_file
-from serve.engine.requests import InferRequest
-from serve.engine.resource_limits import available_bytes
-from serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
+from halfserve.protos.datatypes import BY_CONFIG
+from halfserve.protos.model_config_pb2 import ModelWarmup
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.disk_files import read_regular
+from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.instance import ON_CPU
+from halfserve.serve.engine.execution.short_batches import LONE_S
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.repository.model_repository import named_file
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 logger = logging.getLogger(__name__)
 

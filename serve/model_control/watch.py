@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from serve.engine.errors import ModelLoadError
-from serve.engine.repository.model_repository import ModelFiles, model_names
-from serve.model_control.loading import LoaderThread
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import ModelFiles, model_names
+from halfserve.serve.model_control.loading import LoaderThread
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import time
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
-from serve.engine.model import Model
-from serve.engine.model_statistics import BatchTimes
-from serve.observability.observed_request import MAX_TEXT, Caller, ObservedRequest, loggable
-from serve.observability.outbox import Outbox
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.observability.observed_request import MAX_TEXT, Caller, ObservedRequest, loggable
+from halfserve.serve.observability.outbox import Outbox
 
 TOGETHER = 64  # answers; making their lines takes some 100 us
 THOUSANDTHS = tuple(f".{number:03d}" for number in range(1000))  # formatting a float takes longer than the rest of a line

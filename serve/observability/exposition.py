@@ -19,7 +19,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from serve.engine.errors import (
+from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     MessageTooLargeError,
@@ -30,9 +30,16 @@ from serve.engine.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model_statistics import ServerFigures, zeros
-from serve.observability.metrics import CONTENT_TYPE, MetricTexts, guard_metrics, model_metrics, state_metric, triton_metrics
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model_statistics import ServerFigures, zeros
+from halfserve.serve.observability.metrics import (
+    CONTENT_TYPE,
+    MetricTexts,
+    guard_metrics,
+    model_metrics,
+    state_metric,
+    triton_metrics,
+)
 
 logger = logging.getLogger(__name__)
 

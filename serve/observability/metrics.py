@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from serve.engine.errors import (
+from halfserve.serve.engine.errors import (
     BackendError,
     DeadlineExceededError,
     OutOfMemoryError,
@@ -22,10 +22,10 @@ from serve.engine.errors import (
     QueueFullError,
     UnavailableError,
 )
-from serve.engine.model import Model, VersionState, VersionStatus
-from serve.engine.model_statistics import CANCELLED, EDGES_NS, Totals, zeros
-from serve.engine.precision_guard.guard import NonFiniteError
-from serve.engine.precision_guard.tally import GuardCounters, OutputCounters
+from halfserve.serve.engine.model import Model, VersionState, VersionStatus
+from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Totals, zeros
+from halfserve.serve.engine.precision_guard.guard import NonFiniteError
+from halfserve.serve.engine.precision_guard.tally import GuardCounters, OutputCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
@@ -59,7 +59,7 @@ MODEL_GAUGES: tuple[tuple[str, str, Callable[[Model], float]], ...] = (
     ("halfserve_model_instances", "Copies of the model", lambda m: len(m.batcher.instances)),
     (
         "halfserve_model_instances_up",
-        "Copies that take batches; the others are being loaded anew",
+        "Instances that take batches; the others are loading again",
         lambda m: sum(instance.is_up for instance in m.batcher.instances),
     ),
 )
@@ -158,7 +158,7 @@ def model_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     """The halfserve_* metrics of models."""
     stages = Metric("halfserve_request_stage_seconds", "Time of answered requests by stage; total is all of them", "histogram")
     rows = Metric("halfserve_batch_rows", "Batches by the rows that were computed together", "histogram")
-    restarts = Metric("halfserve_model_instance_restarts", "Copies that broke and were loaded anew", "counter")
+    restarts = Metric("halfserve_model_instance_restarts", "Instances that failed and were loaded again", "counter")
     info = Metric("halfserve_model_info", "Where the model really computes, and in what", "gauge")
     failures = Metric("halfserve_requests_failed", "Requests of a model that got an error, by reason", "counter")
     computing = Metric("halfserve_compute_seconds", "Time that instances were busy with batches", "counter")

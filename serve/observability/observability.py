@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from serve.engine.errors import InferenceError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.observability.access_log import AccessLogger
-from serve.observability.observed_request import Caller, ObservedRequest
-from serve.observability.outbox import LineFile, Outbox, check_writable
-from serve.observability.settings import (
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.observability.access_log import AccessLogger
+from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.observability.outbox import LineFile, Outbox, check_writable
+from halfserve.serve.observability.settings import (
     OTLP,
     AccessLog,
     LogFilter,
@@ -26,8 +26,8 @@ from serve.observability.settings import (
     destination,
     settings_at_start,
 )
-from serve.observability.span_export import Exporter, make_exporter
-from serve.observability.tracing import Tracer, TraceRecord
+from halfserve.serve.observability.span_export import Exporter, make_exporter
+from halfserve.serve.observability.tracing import Tracer, TraceRecord
 
 CLOSE_S = 2.0  # for the last lines and traces
 MAX_TRACES_WAITING = 8192

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve.engine.errors import BackendError, InferenceError
-from serve.engine.model import Model
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import InferRequest
 
 Result = bytes | InferenceError
 MAX_ERROR = 512  # characters

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from serve.engine.errors import FailedPreconditionError
+from halfserve.serve.engine.errors import FailedPreconditionError
 
 logger = logging.getLogger(__name__)
 

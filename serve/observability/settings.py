@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serve.engine.errors import FailedPreconditionError, InvalidArgumentError
+from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError
 
 Value = bool | int | str
 FIXED_LOG_SETTINGS = {

@@ -12,9 +12,9 @@ from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from serve.observability.outbox import LineFile
-from serve.observability.settings import OTLP
-from serve.observability.tracing import Span, SpanPlace, TraceRecord, spans_of, whole_batches
+from halfserve.serve.observability.outbox import LineFile
+from halfserve.serve.observability.settings import OTLP
+from halfserve.serve.observability.tracing import Span, SpanPlace, TraceRecord, spans_of, whole_batches
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

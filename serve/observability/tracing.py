@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from serve.engine.model_statistics import BatchTimes
-from serve.observability.observed_request import ObservedRequest, TraceContext, loggable
-from serve.observability.outbox import Outbox
-from serve.observability.settings import TraceControl
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.observability.observed_request import ObservedRequest, TraceContext, loggable
+from halfserve.serve.observability.outbox import Outbox
+from halfserve.serve.observability.settings import TraceControl
 
 INTERNAL, SERVER = "INTERNAL", "SERVER"
 BATCH_STAGES = (

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from protos.datatypes import Datatype
-from protos.inference_pb2 import ModelInferRequest
-from protos.shared_memory_parameters import PARAMETERS
-from serve.engine.errors import InvalidArgumentError
-from serve.engine.model import Model
-from serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
-from serve.engine.tensors import Array, Tensors, TensorSpec
-from serve.protocol.raw_tensors import from_raw
-from serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
+from halfserve.protos.datatypes import Datatype
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.shared_memory_parameters import PARAMETERS
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import LateArray, LateInputs, RawInput, RawLayout
+from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from halfserve.serve.protocol.raw_tensors import from_raw
+from halfserve.serve.protocol.shared_memory import MAX_BYTES, RegionSlice, SharedMemory, check_size, read_tensor, slice_of
 
 # Typed contents whose packed encoding is the array's memory. Element by element a batch of images takes 0.25 s.
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})

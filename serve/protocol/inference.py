@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-from protos.inference_pb2 import ModelInferRequest
-from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
-from serve.engine.tensors import Tensors
-from serve.observability.observability import Observer
-from serve.observability.observed_request import Caller, ObservedRequest
-from serve.protocol.codec import decode_inputs, input_slices, raw_layout
-from serve.protocol.messages import check_fields, parse, parse_request, split_request
-from serve.protocol.request_cache import CachedRequest, RequestCache
-from serve.protocol.requested_outputs import requested_names, special_outputs
-from serve.protocol.shared_memory import SharedMemory
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.observability.observability import Observer
+from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.protocol.codec import decode_inputs, input_slices, raw_layout
+from halfserve.serve.protocol.messages import check_fields, parse, parse_request, split_request
+from halfserve.serve.protocol.request_cache import CachedRequest, RequestCache
+from halfserve.serve.protocol.requested_outputs import requested_names, special_outputs
+from halfserve.serve.protocol.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 

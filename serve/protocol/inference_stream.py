@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
-from protos.varint import encoded_varint
-from serve.engine.errors import InferenceError
-from serve.protocol.inference import AnyInference, Cancel
-from serve.protocol.messages import check_fields, parse, split_request
-from serve.protocol.status import status_of
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from halfserve.protos.varint import encoded_varint
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.protocol.inference import AnyInference, Cancel
+from halfserve.serve.protocol.messages import check_fields, parse, split_request
+from halfserve.serve.protocol.status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class InferenceStream:
 
     def cancel(self) -> None:
         """Cancel all requests and send nothing more."""
-        self._send = _to_nobody  # breaks a reference cycle
+        self._send = _discard  # breaks a reference cycle
         for slot in self._slots:
             cancel, slot.cancel = slot.cancel, None  # breaks a reference cycle
             if cancel is not None and slot.answer is None:
@@ -97,7 +97,7 @@ class InferenceStream:
             self._send(first)
 
 
-def _to_nobody(_: bytes) -> None:
+def _discard(_: bytes) -> None:
     pass
 
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protos.inference_pb2 import ModelInferRequest
-from protos.varint import encoded_varint
-from serve.engine.errors import InvalidArgumentError, MessageTooLargeError
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.varint import encoded_varint
+from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 
 NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
 FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}

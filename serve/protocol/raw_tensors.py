@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from protos.datatypes import Datatype
+    from halfserve.protos.datatypes import Datatype
 
 LENGTH_PREFIX = Struct("<I")  # each BYTES element: uint32 length, then the bytes
 LENGTH_PREFIX_BYTES = LENGTH_PREFIX.size

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from protos.inference_pb2 import ModelInferResponse
-from serve.engine.config.batching import Turn
-from serve.engine.model import Model
-from serve.engine.requests import Answer, RawLayout
-from serve.engine.tensors import Tensors
-from serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag
-from serve.protocol.raw_tensors import raw_view, to_raw
-from serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
-from serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
+from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.serve.engine.config.batching import Turn
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import Answer, RawLayout
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag
+from halfserve.serve.protocol.raw_tensors import raw_view, to_raw
+from halfserve.serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
+from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
 
 # Over all clients; requests beyond are parsed.
 MAX_CACHED = 1024

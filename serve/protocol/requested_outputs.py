@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from protos.datatypes import BY_WIRE
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.engine.errors import InvalidArgumentError
-from serve.engine.model import Model
-from serve.engine.requests import RemarkedAnswer
-from serve.engine.tensors import Array, Tensors
-from serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
 
 CLASSIFICATION = "classification"
 BYTES = BY_WIRE["BYTES"]

@@ -14,17 +14,17 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from protos import inference_pb2, model_config_pb2
-from protos import inference_pb2 as pb
-from serve.engine.errors import InvalidArgumentError, NotFoundError, UnsupportedError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model, VersionState
-from serve.engine.model_statistics import Duration
-from serve.engine.tensors import TensorSpec
-from serve.observability.observability import Observability
-from serve.observability.settings import OTLP, Value
-from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
+from halfserve.protos import inference_pb2, model_config_pb2
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError, UnsupportedError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model, VersionState
+from halfserve.serve.engine.model_statistics import Duration
+from halfserve.serve.engine.tensors import TensorSpec
+from halfserve.serve.observability.observability import Observability
+from halfserve.serve.observability.settings import OTLP, Value
+from halfserve.serve.protocol.shared_memory import SharedMemory
+from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion
 
 HealthResponse = health_pb2.HealthCheckResponse
 RECHECK_S = 1.0

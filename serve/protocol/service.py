@@ -13,13 +13,13 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from protos import inference_pb2 as pb
-from serve.engine.errors import NotFoundError, PermissionDeniedError
-from serve.engine.inference_core import InferenceCore, RestrictedCore
-from serve.observability.observability import Observability
-from serve.observability.settings import ObserveOptions
-from serve.protocol.inference import Inference
-from serve.protocol.rpcs import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import NotFoundError, PermissionDeniedError
+from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
+from halfserve.serve.observability.observability import Observability
+from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.protocol.inference import Inference
+from halfserve.serve.protocol.rpcs import (
     Health,
     RepositoryRpcs,
     SettingsRpcs,
@@ -28,9 +28,9 @@ from serve.protocol.rpcs import (
     model_statistics,
     reflection_methods,
 )
-from serve.protocol.shared_memory import SharedMemory
-from serve.protocol.shared_memory_regions import has_cuda
-from serve.protocol.status import status_name
+from halfserve.serve.protocol.shared_memory import SharedMemory
+from halfserve.serve.protocol.shared_memory_regions import has_cuda
+from halfserve.serve.protocol.status import status_name
 
 SERVICE = "inference.GRPCInferenceService"
 INFER_PATH = f"/{SERVICE}/ModelInfer"

@@ -12,19 +12,19 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from protos.datatypes import Datatype
-from protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMETERS, REGION
-from serve.engine.errors import (
+from halfserve.protos.datatypes import Datatype
+from halfserve.protos.shared_memory_parameters import BYTE_SIZE, OFFSET, PARAMETERS, REGION
+from halfserve.serve.engine.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     UnsupportedError,
 )
-from serve.engine.tensors import Array
-from serve.protocol.open_files import most_regions
-from serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
-from serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, open_cuda_region, open_system_region
+from halfserve.serve.engine.tensors import Array
+from halfserve.serve.protocol.open_files import most_regions
+from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
+from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, open_cuda_region, open_system_region
 
 OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
 MAX_BYTES = 2**31 - 1  # of one request's inputs, as in one message

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from serve.engine import errors
-from serve.engine.errors import InferenceError, QueueFullError, UnavailableError
+from halfserve.serve.engine import errors
+from halfserve.serve.engine.errors import InferenceError, QueueFullError, UnavailableError
 
 
 class Code(IntEnum):

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from serve.security.options import SecurityError
-from serve.security.roles import Role
-from serve.security.tokens import new_token, parse_end, write_time
+from halfserve.serve.security.options import SecurityError
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.tokens import new_token, parse_end, write_time
 
 EXIT_CODES: dict[type[Exception], int] = {SecurityError: 1}
 

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError, RateLimitedError
-from serve.protocol.inference import Cancel, Reply, Watch, WatchableInference
-from serve.protocol.messages import parse_request
-from serve.security.options import ClientLimits
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, PermissionDeniedError, RateLimitedError
+from halfserve.serve.protocol.inference import Cancel, Reply, Watch, WatchableInference
+from halfserve.serve.protocol.messages import parse_request
+from halfserve.serve.security.options import ClientLimits
 
 MAX_REMEMBERED = 10_000  # clients that are not connected
 CONCURRENCY_RETRY_S = 0.1  # when a request in progress will end is unknown

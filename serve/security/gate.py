@@ -9,12 +9,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
-from serve.protocol.inference import WatchableInference
-from serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
-from serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
-from serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, ModelRights, Role, method_role, path_role
-from serve.security.tokens import CHANGED_TOKEN, TokenHolder, Tokens
+from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, UnauthenticatedError
+from halfserve.serve.protocol.inference import WatchableInference
+from halfserve.serve.protocol.service import LimitedService, Service, StreamMethod, UnaryMethod
+from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
+from halfserve.serve.security.roles import ADMIN_METHODS, ADMIN_PATHS, ModelRights, Role, method_role, path_role
+from halfserve.serve.security.tokens import CHANGED_TOKEN, TokenHolder, Tokens
 
 Count = Callable[[InferenceError], None]
 ADMIN_ELSEWHERE = "RPCs that change the server are not served on this port; use its admin port or socket"

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from serve.engine.errors import InferenceError
-from serve.security.client_limits import ClientAllowances
-from serve.security.file_reload import ClockWatch, FileWatch
-from serve.security.gate import Gate
-from serve.security.options import SecurityOptions
-from serve.security.tls import ServerTls
-from serve.security.tokens import Tokens
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.security.client_limits import ClientAllowances
+from halfserve.serve.security.file_reload import ClockWatch, FileWatch
+from halfserve.serve.security.gate import Gate
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.tls import ServerTls
+from halfserve.serve.security.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Security:
         if missing:
             logger.warning(
                 "listening on %s without %s: any client that reaches this address can read and send requests; "
-                "use 127.0.0.1, or see docs/security.md",
+                "use 127.0.0.1, or see docs/guides/security.md",
                 host,
                 " and without ".join(missing),
             )

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
-from serve.security.options import SecurityError, TlsOptions
+from halfserve.serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
+from halfserve.serve.security.options import SecurityError, TlsOptions
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve.engine.errors import PermissionDeniedError, UnauthenticatedError
-from serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
-from serve.security.options import SecurityError
-from serve.security.roles import NO_MODELS, ModelRights, Role, model_rights
+from halfserve.serve.engine.errors import PermissionDeniedError, UnauthenticatedError
+from halfserve.serve.security.file_reload import DAY_S, Reloadable, Reminder, ends_in
+from halfserve.serve.security.options import SecurityError
+from halfserve.serve.security.roles import NO_MODELS, ModelRights, Role, model_rights
 
 logger = logging.getLogger(__name__)
 

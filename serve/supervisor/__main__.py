@@ -1,4 +1,4 @@
-"""The supervisor's program: python -m serve.supervisor PLAN COMMAND ... (started by `launch`)."""
+"""The supervisor's program: python -m halfserve.serve.supervisor PLAN COMMAND ... (started by `launch`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from serve.log_handler import log_to_standard_error
-from serve.supervisor.handover import SupervisorPlan
-from serve.supervisor.supervisor import Supervisor
+from halfserve.serve.log_handler import log_to_standard_error
+from halfserve.serve.supervisor.handover import SupervisorPlan
+from halfserve.serve.supervisor.supervisor import Supervisor
 
 
 def main(text: str, *command: str) -> int:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from serve.engine.errors import FailedPreconditionError
-from serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
-from serve.transports.listening import Address, close, listen
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
+from halfserve.serve.transports.listening import Address, close, listen
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def become_supervisor(addresses: Mapping[str, Address]) -> None:
 def supervisor_command(plan: SupervisorPlan) -> list[str]:
     # -P: modules in the current folder must not hide ours, unless it is the folder that ours are in.
     safe = [] if Path.cwd() == SERVE_ROOT else ["-P"]
-    return [sys.executable, *safe, "-m", "serve.supervisor", plan.to_text(), sys.executable, *sys.orig_argv[1:]]
+    return [sys.executable, *safe, "-m", "halfserve.serve.supervisor", plan.to_text(), sys.executable, *sys.orig_argv[1:]]
 
 
 class SupervisorLink:

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from serve.supervisor.handover import LOST_DEVICE_CODE, VARIABLE, Handover, Sockets, SupervisorPlan
+from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE, VARIABLE, Handover, Sockets, SupervisorPlan
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
 
-from serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
-from serve.protocol.messages import WINDOW_BITS, inflate
-from serve.protocol.status import CUT, Code, Status
+from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
+from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
+from halfserve.serve.protocol.status import CUT, Code, Status
 
 PREFIX = Struct(">BI")  # flag, then the length
 PREFIX_BYTES = PREFIX.size

@@ -10,17 +10,17 @@ from urllib.parse import unquote
 
 import grpc
 
-from serve.engine.errors import InferenceError, UnsupportedError
-from serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
-from serve.protocol.inference_stream import InferenceStream
-from serve.protocol.messages import parse
-from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
-from serve.protocol.status import status_of
-from serve.security.gate import AccessGrant, Gate
-from serve.security.private_socket import private_files
-from serve.security.security import PortSecurity
-from serve.transports.grpc_framing import cut_details
-from serve.transports.listening import Address, BindError, address_of, close, listen
+from halfserve.serve.engine.errors import InferenceError, UnsupportedError
+from halfserve.serve.protocol.inference import AnyInference, ObservedInference, WatchableInference
+from halfserve.serve.protocol.inference_stream import InferenceStream
+from halfserve.serve.protocol.messages import parse
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, StreamMethod, UnaryMethod
+from halfserve.serve.protocol.status import status_of
+from halfserve.serve.security.gate import AccessGrant, Gate
+from halfserve.serve.security.private_socket import private_files
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.transports.grpc_framing import cut_details
+from halfserve.serve.transports.listening import Address, BindError, address_of, close, listen
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve.security.private_socket import private_socket
+from halfserve.serve.security.private_socket import private_socket
 
 # Errors of an address family that the system lacks, such as IPv6 in a container.
 NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}

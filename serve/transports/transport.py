@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from serve.protocol.service import Service
-from serve.security.memory_budget import MemoryBudget
-from serve.security.security import PortSecurity
-from serve.transports.listener import ConnectionLimit
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.transports.listener import ConnectionLimit
 
 
 class TransportName(StrEnum):
@@ -62,7 +62,7 @@ def make_transport(
     """
     guard = guard or PortSecurity()
     if name is TransportName.NGHTTP2:
-        from serve.transports.nghttp2.server import Nghttp2Server  # noqa: PLC0415  (imported only if chosen)
+        from halfserve.serve.transports.nghttp2.server import Nghttp2Server  # noqa: PLC0415  (imported only if chosen)
 
         tls = None if guard.tls is None else guard.tls.context("h2")
         return Nghttp2Server(
@@ -77,6 +77,6 @@ def make_transport(
             listening=listening,
             connections=connections,
         )
-    from serve.transports.grpcio_server import GrpcioServer  # noqa: PLC0415  (see above)
+    from halfserve.serve.transports.grpcio_server import GrpcioServer  # noqa: PLC0415  (see above)
 
     return GrpcioServer(service, host, port, guard=guard)

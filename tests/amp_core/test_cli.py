@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import halfserve
+from halfserve import cli
 from tests.amp_core.tiny_task import HERE
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def run(*arguments: str) -> int | str | None:
     with pytest.raises(SystemExit) as ended:
-        halfserve.main(arguments)
+        cli.main(arguments)
     return ended.value.code
 
 
@@ -53,7 +53,10 @@ def test_people_get_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_help_shows_an_example(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--help") == 0
     text = " ".join(capfd.readouterr().out.split())
-    assert "Example: halfserve train examples.digits.model:model --data examples.digits.data:data --out runs/digits" in text
+    assert (
+        "Example: halfserve train halfserve.examples.digits.model:model "
+        "--data halfserve.examples.digits.data:data --out runs/digits" in text
+    )
 
 
 @pytest.mark.parametrize(

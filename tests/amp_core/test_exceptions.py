@@ -1,4 +1,4 @@
-"""The table of exceptions in docs/training.md: each public call raises what it names."""
+"""The table of exceptions in docs/guides/training.md: each public call raises what it names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from amp_core import GradScaler, Policy, autocast, custom_bwd, custom_fwd
-from amp_core.checkpoint import load_checkpoint
-from amp_core.data import tar_shards
-from amp_core.factory import call_factory
-from amp_core.recorder import Recorder
-from amp_core.training.settings import TrainingSettings
-from amp_core.training.train import train
+from halfserve import GradScaler, Policy, autocast, custom_bwd, custom_fwd
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.data import tar_shards
+from halfserve.amp_core.factory import call_factory
+from halfserve.amp_core.recorder import Recorder
+from halfserve.amp_core.training.settings import TrainingSettings
+from halfserve.amp_core.training.train import train
 from tests.amp_core.grad_scaler.iteration import model_and_optimizer, parameter_with, ready
 
 ANYTHING: Any = 3
@@ -98,7 +98,7 @@ CASES: list[tuple[str, str, Callable[[], Any]]] = [
 
 def documented() -> set[tuple[str, str]]:
     """Pairs (call, exception) of the table; a row without a call belongs to the row above."""
-    section = Path("docs/training.md").read_text(encoding="utf-8").partition("## What the calls raise")[2].partition("\n## ")[0]
+    section = Path("docs/guides/training.md").read_text(encoding="utf-8").partition("## Errors")[2].partition("\n## ")[0]
     found, calls = set(), ""
     for row in re.findall(r"^\|([^|]*)\|([^|]*)\|", section, re.MULTILINE):
         calls = row[0] if row[0].strip() else calls

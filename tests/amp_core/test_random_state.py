@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_core.random_state import (
+from halfserve.amp_core.random_state import (
     IsolatedRandom,
     Purpose,
     preserved_random_state,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core.calling import arguments_of, call, described_call, without_fast_path
-from amp_core.factory import FactoryError, call_factory, load_factory
+from halfserve.amp_core.calling import arguments_of, call, described_call, without_fast_path
+from halfserve.amp_core.factory import FactoryError, call_factory, load_factory
 from tests.amp_core.several_inputs import padded
 
 SOURCE = """
@@ -48,7 +48,9 @@ def test_functions_and_classes_are_found_in_the_working_directory(module: str) -
 
 @pytest.mark.parametrize("spec", ["", "module", "module:", ":name", "a b:c", "module:a.b", "module:factory:x", "../x:y"])
 def test_what_is_no_spec(spec: str) -> None:
-    with pytest.raises(FactoryError, match="names no factory; expected MODULE:FACTORY, such as examples.digits.model:model"):
+    with pytest.raises(
+        FactoryError, match="names no factory; expected MODULE:FACTORY, such as halfserve.examples.digits.model:model"
+    ):
         load_factory(spec)
 
 

@@ -14,8 +14,10 @@ import typer
 
 from benchmarks import cuda
 from benchmarks.cuda_device.networks import Network
-from serve.engine.errors import BackendError
+from halfserve.serve.engine.errors import BackendError
 from tests.serve.cuda_emulator.library import make_device
+
+pytestmark = pytest.mark.long
 
 
 def tables(text: str) -> dict[str, list[list[str]]]:

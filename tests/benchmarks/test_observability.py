@@ -13,6 +13,8 @@ from benchmarks import observability
 from benchmarks.observability import app, pairs_of
 from tests.models import save_mlp
 
+pytestmark = pytest.mark.long
+
 
 def window(requests: int, loop_ns: int, wall_ns: int) -> dict[str, int]:
     return {"requests": requests, "loop_ns": loop_ns, "wall_ns": wall_ns}

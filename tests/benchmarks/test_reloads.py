@@ -18,7 +18,9 @@ from benchmarks.reloading.median import median_of
 from benchmarks.reloading.versions import NAME, Versions
 from benchmarks.reloading.windows import Windows, compare, measure
 from benchmarks.serving_models import mlp
-from serve.benchmark.load.spec import LatencyHistogram, LoadResult, LoadSpec, LoadStatistics
+from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadResult, LoadSpec, LoadStatistics
+
+pytestmark = pytest.mark.long
 
 FINITE = st.floats(-1e6, 1e6)
 

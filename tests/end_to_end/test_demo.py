@@ -16,14 +16,14 @@ import torch
 import tritonclient.grpc as triton
 from google.protobuf import text_format
 
-from amp_core.checkpoint import load_checkpoint
-from examples.digits.report import LEVEL_HEADINGS, DemoResult, precision_rows
-from export import read_certificate
-from protos import inference_pb2 as pb
-from protos.model_config_pb2 import ModelConfig
+from halfserve import read_certificate
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.examples.digits.report import LEVEL_HEADINGS, DemoResult, precision_rows
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.model_config_pb2 import ModelConfig
 
 Array = np.ndarray[Any, Any]
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 HALFSERVE = [sys.executable, "-m", "halfserve"]
 
 

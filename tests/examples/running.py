@@ -1,4 +1,4 @@
-"""Examples run as their users run them: `python -m examples.NAME`, in a folder of their own."""
+"""Examples run as their users run them: `python -m halfserve.examples.NAME`, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m examples.NAME` there, and wait for it."""
+    """Run `python -m halfserve.examples.NAME` there, and wait for it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", f"examples.{name}", *options]
+    command = [sys.executable, "-m", f"halfserve.examples.{name}", *options]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)

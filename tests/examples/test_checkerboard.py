@@ -1,4 +1,4 @@
-"""`python -m examples.checkerboard`: the image, the training in each precision, and what it prints and draws."""
+"""`python -m halfserve.examples.checkerboard`: the image, the training in each precision, and what it prints and draws."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
-from amp_core import autocast
-from examples.checkerboard import __main__ as command
-from examples.checkerboard.__main__ import draw, remarks, summary, table
-from examples.checkerboard.training import (
+from halfserve import autocast
+from halfserve.examples.checkerboard import __main__ as command
+from halfserve.examples.checkerboard.__main__ import draw, remarks, summary, table
+from halfserve.examples.checkerboard.training import (
     CheckerboardError,
     CheckerboardResult,
     CheckerboardSettings,

@@ -14,16 +14,16 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from amp_core.checkpoint import load_checkpoint
-from amp_core.training.settings import TrainingSettings
-from amp_core.training.train import train
-from examples.digits import demo
-from examples.digits.data import data
-from examples.digits.demo import DemoError
-from examples.digits.model import DigitsNet, model, with_coordinates
-from examples.digits.report import training_plot
-from examples.integrations import accelerate_loop, lightning_fabric, lightning_trainer
-from serve.benchmark import BenchmarkArgumentError
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.training.settings import TrainingSettings
+from halfserve.amp_core.training.train import train
+from halfserve.examples.digits import demo
+from halfserve.examples.digits.data import data
+from halfserve.examples.digits.demo import DemoError
+from halfserve.examples.digits.model import DigitsNet, model, with_coordinates
+from halfserve.examples.digits.report import training_plot
+from halfserve.examples.integrations import accelerate_loop, lightning_fabric, lightning_trainer
+from halfserve.serve.benchmark import BenchmarkArgumentError
 from tests.amp_core.integrations.plain import LIGHTNING, silence_loggers
 
 pytestmark = LIGHTNING
@@ -32,7 +32,11 @@ silence_loggers()
 
 def settings(out: Path, epochs: int) -> TrainingSettings:
     return TrainingSettings(
-        model="examples.digits.model:model", data="examples.digits.data:data", out=out, epochs=epochs, device="cpu"
+        model="halfserve.examples.digits.model:model",
+        data="halfserve.examples.digits.data:data",
+        out=out,
+        epochs=epochs,
+        device="cpu",
     )
 
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from amp_core import GradScaler
-from examples.recipes.accumulation import accumulated_step
-from examples.recipes.accumulation import train as train_accumulated
-from examples.recipes.gradient_penalty import backward_with_penalty
-from examples.recipes.gradient_penalty import train as train_with_penalty
-from examples.recipes.precision import INPUTS, Precision, device_in_use, network, regression, report
-from examples.recipes.several_optimizers import HIDDEN, Learner, train_step
-from examples.recipes.several_optimizers import train as train_both
+from halfserve import GradScaler
+from halfserve.examples.recipes.accumulation import accumulated_step
+from halfserve.examples.recipes.accumulation import train as train_accumulated
+from halfserve.examples.recipes.gradient_penalty import backward_with_penalty
+from halfserve.examples.recipes.gradient_penalty import train as train_with_penalty
+from halfserve.examples.recipes.precision import INPUTS, Precision, device_in_use, network, regression, report
+from halfserve.examples.recipes.several_optimizers import HIDDEN, Learner, train_step
+from halfserve.examples.recipes.several_optimizers import train as train_both
 from tests.examples.running import run_example
 
 
@@ -251,7 +251,7 @@ def test_one_of_them_for_real(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_each_prints_one_json_object_with_finite_figures(name: str) -> None:
-    app = importlib.import_module(f"examples.recipes.{name}").app
+    app = importlib.import_module(f"halfserve.examples.recipes.{name}").app
     printed = json.loads(CliRunner().invoke(app, [*SMALL[name], "--json"]).stdout)
     assert list(printed)[-2:] == ["float32", "float16"]
     assert all(isinstance(figure, float | int) for row in printed.values() for figure in row.values())
@@ -260,7 +260,7 @@ def test_each_prints_one_json_object_with_finite_figures(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_wrong_option_is_refused(name: str) -> None:
-    app = importlib.import_module(f"examples.recipes.{name}").app
+    app = importlib.import_module(f"halfserve.examples.recipes.{name}").app
     done = CliRunner().invoke(app, ["--steps", "0"])
     assert done.exit_code == 2
     assert "Invalid value for '--steps'" in done.output

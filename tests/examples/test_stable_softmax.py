@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from amp_core import autocast
-from examples.stable_softmax import stable
-from examples.stable_softmax.__main__ import (
+from halfserve import autocast
+from halfserve.examples.stable_softmax import stable
+from halfserve.examples.stable_softmax.__main__ import (
     SoftmaxErrors,
     app,
     error_in_units,

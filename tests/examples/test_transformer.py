@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from typer.testing import CliRunner
 
-import halfserve
-from amp_core import autocast
-from amp_core.checkpoint import load_checkpoint
-from examples.transformer import __main__ as command
-from examples.transformer.data import LENGTH, NO_TARGET, PADDING, SHORTEST, accuracy, ascending, data, loss
-from examples.transformer.model import SelfAttention, Sorter, model
+from halfserve import autocast, cli
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.examples.transformer import __main__ as command
+from halfserve.examples.transformer.data import LENGTH, NO_TARGET, PADDING, SHORTEST, accuracy, ascending, data, loss
+from halfserve.examples.transformer.model import SelfAttention, Sorter, model
 from tests.examples.running import run_example
 
 
@@ -204,7 +203,7 @@ def test_the_checkpoint_says_how_it_was_trained(runs: Runs) -> None:
         assert (runs[0] / dtype / "train.jsonl").is_file()
         checkpoint = load_checkpoint(figures["checkpoint"])
         assert (checkpoint.dtype, checkpoint.policy) == (dtype, "cuda")
-        assert checkpoint.settings["loss"] == "examples.transformer.data:loss"
+        assert checkpoint.settings["loss"] == "halfserve.examples.transformer.data:loss"
 
 
 @pytest.mark.long
@@ -221,7 +220,7 @@ def test_it_is_exported_to_fp16_with_proof(runs: Runs, tmp_path: Path, capsys: p
         "--json",
     ]
     with pytest.raises(SystemExit) as end:
-        halfserve.main(arguments)
+        cli.main(arguments)
     assert not end.value.code
     version = Path(json.loads(capsys.readouterr().out)["path"])
     assert json.loads((version / "certificate.json").read_text())["passed"] is True

@@ -12,10 +12,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import Certificate, OutputVerdict, Probe
-from export.to_onnx.export_onnx import serialize
-from export.verification.metrics import compare
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import Certificate, OutputVerdict, Probe
+from halfserve.export.to_onnx.export_onnx import serialize
+from halfserve.export.verification.metrics import compare
 from tests.export.stored_models import chain
 
 

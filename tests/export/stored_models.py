@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from export.onnx_files.model_file import serialize
+from halfserve.export.onnx_files.model_file import serialize
 
 
 def sums(

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import BudgetExceeded
-from export.conversion_targets import FileTarget, RepositoryTarget
-from export.errors import ExportError
-from export.file_conversion import ConversionOptions, SearchFailed, Verification, convert_verified
-from export.onnx_files.model_file import ModelFile, open_model
-from export.verification.samples import Array
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.conversion_targets import FileTarget, RepositoryTarget
+from halfserve.export.errors import ExportError
+from halfserve.export.file_conversion import ConversionOptions, SearchFailed, Verification, convert, convert_verified
+from halfserve.export.onnx_files.model_file import ModelFile, open_model
+from halfserve.export.verification.samples import Array
 from tests.export.search.nets import planted
 from tests.export.search.nets import samples as planted_samples
 from tests.export.stored_models import in_one_file, sums
@@ -48,6 +48,23 @@ class Sums(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         *weights, factor = self.terms
         return sum(weights, x) * factor + self.offset
+
+
+@pytest.mark.parametrize("given", ["arrays", "file", "nothing"])
+def test_convert_writes_a_verified_model(source: Path, tmp_path: Path, given: str) -> None:
+    arrays = {value.name: np.ones((4, 512), np.float32) for value in onnx.load(source).graph.input}
+    np.savez(tmp_path / "samples.npz", **arrays)  # type: ignore[arg-type]  # (numpy types the keywords as its own options)
+    samples: dict[str, dict[str, Array] | Path | None] = {"arrays": arrays, "file": tmp_path / "samples.npz", "nothing": None}
+    done = convert(source, tmp_path / "half.onnx", samples=samples[given])
+    assert done.certificate.passed
+    assert done.path == tmp_path / "half.onnx"
+    assert any("inputs are random" in note for note in done.certificate.notes) == (given == "nothing")
+
+
+def test_convert_writes_nothing_over_budget(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetExceeded):
+        convert(source, tmp_path / "half.onnx", budget=Budget(max_scaled_error=1e-9), search=False)
+    assert not (tmp_path / "half.onnx").exists()
 
 
 def test_each_step_is_told(source: Path, tmp_path: Path) -> None:

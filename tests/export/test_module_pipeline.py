@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_core.recorder import Recorder
-from export import BudgetExceeded, ExportError, export_module
-from export.certificate.budget import Budget
+from halfserve import BudgetExceeded, ExportError, export_module
+from halfserve.amp_core.recorder import Recorder
+from halfserve.export.certificate.budget import Budget
 from tests.amp_core.several_inputs import LENGTH, Reader, Words
 from tests.export import models
 

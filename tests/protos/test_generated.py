@@ -15,9 +15,9 @@ from tritonclient.grpc import model_config_pb2 as triton_config
 from tritonclient.grpc import service_pb2 as triton_service
 from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
-from protos import generate, inference_pb2, model_config_pb2
-from protos.datatypes import BY_CONFIG, BY_ONNX, BY_WIRE, DATATYPES, Datatype
-from protos.model_config_pb2 import DataType
+from halfserve.protos import generate, inference_pb2, model_config_pb2
+from halfserve.protos.datatypes import BY_CONFIG, BY_ONNX, BY_WIRE, DATATYPES, Datatype
+from halfserve.protos.model_config_pb2 import DataType
 
 
 def test_generated_files_are_current() -> None:
@@ -54,7 +54,7 @@ def test_a_broken_proto_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # Our messages and tritonclient's, of the same names, in one process.
 
 USE_BOTH = """
-from protos import inference_pb2
+from halfserve.protos import inference_pb2
 from tritonclient.grpc import service_pb2
 ours = inference_pb2.ModelInferRequest(model_name="m")
 theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())
@@ -65,7 +65,7 @@ print("both work")
 
 
 @pytest.mark.parametrize(
-    "order", [("protos.inference_pb2", "tritonclient.grpc"), ("tritonclient.grpc", "protos.inference_pb2")]
+    "order", [("halfserve.protos.inference_pb2", "tritonclient.grpc"), ("tritonclient.grpc", "halfserve.protos.inference_pb2")]
 )
 def test_both_import_in_either_order(order: tuple[str, str]) -> None:
     program = "".join(f"import {name}\n" for name in order) + USE_BOTH

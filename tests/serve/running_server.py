@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.observability.settings import ObserveOptions
-from serve.protocol.service import Service
-from serve.transports.grpcio_server import GrpcioServer
-from serve.transports.nghttp2.server import Nghttp2Server
-from serve.transports.transport import Transport
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports.grpcio_server import GrpcioServer
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.transports.transport import Transport
 
 try:  # the loop that `halfserve serve` runs on
     from uvloop import new_event_loop

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve.client import Client
-from serve.log_handler import NonBlockingHandler
+from halfserve import Client
+from halfserve.serve.log_handler import NonBlockingHandler
 from tests.models import save_mlp
 
 ROOT = Path(__file__).parents[2]

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement
-from serve.process import NEW_OBJECTS, infrequent_collection
-from serve.server import ServerOptions, serve
-from serve.startup_report import StartupReport
-from serve.transports.transport import TransportName
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.process import NEW_OBJECTS, infrequent_collection
+from halfserve.serve.server import ServerOptions, serve
+from halfserve.serve.startup_report import StartupReport
+from halfserve.serve.transports.transport import TransportName
 from tests.models import save_counter, save_mlp, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, threading
 import numpy as np, onnxruntime
-from serve.process import leave_threads_behind
+from halfserve.serve.process import leave_threads_behind
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
 begun = threading.Event()
 def compute():
@@ -55,8 +55,8 @@ def test_a_thread_inside_a_runtime_does_not_make_the_end_a_crash(tmp_path: Path,
 LOADING = """
 import sys, threading
 from pathlib import Path
-from serve.backends.onnx_runtime.onnx_preparation import prepared
-from serve.process import leave_threads_behind
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import prepared
+from halfserve.serve.process import leave_threads_behind
 begun = threading.Event()
 def load():
     with prepared(Path(sys.argv[1]), for_gpu=False) as model:

@@ -24,15 +24,14 @@ import tritonclient.grpc as triton
 import trustme
 from typer.testing import CliRunner
 
-import halfserve
-from protos import inference_pb2 as pb
-from serve.client import Client, ClientError, RetryPolicy
-from serve.client.connection import ClientTls, parse_address
-from serve.http.options import HttpOptions
-from serve.security.options import SecurityOptions
-from serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
-from serve.startup_report import StartupReport, print_text
-from serve.transports.listening import Address
+from halfserve import Client, ClientError, RetryPolicy, cli
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.connection import Tls, parse_address
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.server import LOST_DEVICE_DRAIN_S, LostDevice, LostDeviceError, ServerOptions, addresses
+from halfserve.serve.startup_report import StartupReport, print_text
+from halfserve.serve.transports.listening import Address
 from tests.models import save_mlp
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
@@ -100,7 +99,7 @@ TOO_LARGE = "Input should be less than or equal to "
     ],
 )
 def test_wrong_usage_says_what_to_do(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(halfserve.app, ["serve", *arguments])
+    result = CliRunner().invoke(cli.app, ["serve", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in result.stderr
 
@@ -240,10 +239,12 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(mlp: Path) -> None:
     program = (
-        "import sys; import serve.cli, serve.server, serve.backends.onnx_runtime.backend as b; from pathlib import Path; "
-        "from serve.engine.backend import Placement; from protos.model_config_pb2 import ModelConfig; "
+        "import sys; import halfserve.serve.cli, halfserve.serve.server; from pathlib import Path; "
+        "import halfserve.serve.backends.onnx_runtime.backend as b; "
+        "from halfserve.serve.engine.backend import DevicePlacement; "
+        "from halfserve.protos.model_config_pb2 import ModelConfig; "
         "runtime, path = b.OnnxRuntime(), Path(sys.argv[1]); "
-        "runtime.load(path, runtime.describe(path), Placement(use_gpu=False), ModelConfig()); "
+        "runtime.load(path, runtime.describe(path), DevicePlacement(use_gpu=False), ModelConfig()); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(mlp)], capture_output=True, text=True, timeout=60, check=True)
@@ -285,7 +286,7 @@ def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
     made = subprocess.run([*HALFSERVE[:-1], "token", "alice"], capture_output=True, text=True, check=True)
     (tmp_path / "tokens").write_text(made.stdout)
     files = ("--tls-cert", tmp_path / "cert.pem", "--tls-key", tmp_path / "key.pem", "--token-file", tmp_path / "tokens")
-    tls, x = ClientTls(authorities=tmp_path / "ca.pem"), np.zeros((1, 64), np.float16)
+    tls, x = Tls(authorities=tmp_path / "ca.pem"), np.zeros((1, 64), np.float16)
     with serving(mlp, *map(str, files)) as (_, ready):
         address = f"127.0.0.1:{ready['grpc_port']}"
         with Client(address, tls=tls, token=made.stderr.split()[-1]) as client:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import onnx_ir
 
-from export.onnx_fp16.element_types import first_opset_with_half
-from export.onnx_fp16.graph import FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
-from export.onnx_fp16.planning.exact_arithmetic import keep_exact
-from export.onnx_fp16.planning.plan import KEEP, Plan
-from export.onnx_fp16.planning.quantization import BETWEEN_REASON, nodes_between, quantized_gaps
-from export.onnx_fp16.planning.weights import weight_of
-from export.onnx_fp16.settings import block_reason
+from halfserve.export.onnx_fp16.element_types import first_opset_with_half
+from halfserve.export.onnx_fp16.graph import FLOAT, MOVERS, OPERATORS, all_nodes, bodies, is_container, is_float
+from halfserve.export.onnx_fp16.planning.exact_arithmetic import keep_exact
+from halfserve.export.onnx_fp16.planning.plan import KEEP, Plan
+from halfserve.export.onnx_fp16.planning.quantization import BETWEEN_REASON, nodes_between, quantized_gaps
+from halfserve.export.onnx_fp16.planning.weights import weight_of
+from halfserve.export.onnx_fp16.settings import block_reason
 
 _TABLES = "ai.onnx.ml"
 _REFUSED_WITH_REDUCTION = frozenset({"ScatterElements", "ScatterND"})

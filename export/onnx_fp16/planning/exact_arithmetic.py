@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph import (
+from halfserve.export.onnx_fp16.graph import (
     COMPARISONS,
     DATA_ENDS,
     ELEMENTWISE,
@@ -27,7 +27,7 @@ from export.onnx_fp16.graph import (
     is_float,
     slots_of,
 )
-from export.onnx_fp16.planning.plan import Plan
+from halfserve.export.onnx_fp16.planning.plan import Plan
 
 SHAPE_REASON = "shape arithmetic"
 _SIMPLE = ELEMENTWISE | MOVERS | REDUCTIONS | {"ConstantOfShape", "Constant"}

@@ -7,9 +7,19 @@ from dataclasses import dataclass, field
 
 import onnx_ir
 
-from export.onnx_fp16.element_types import Formal, Signature, signature_of, type_text
-from export.onnx_fp16.graph import FLOAT, FLOAT16, OPERATORS, Slot, all_nodes, bodies, is_container, is_float, slots_of
-from export.onnx_fp16.settings import Settings
+from halfserve.export.onnx_fp16.element_types import Formal, Signature, signature_of, type_text
+from halfserve.export.onnx_fp16.graph import (
+    FLOAT,
+    FLOAT16,
+    OPERATORS,
+    Slot,
+    all_nodes,
+    bodies,
+    is_container,
+    is_float,
+    slots_of,
+)
+from halfserve.export.onnx_fp16.settings import Settings
 
 KEEP = "halfserve.keep"  # metadata of a node that a user or a repair keeps in float32: the reason
 # Cast takes any type; so does the first input of CastLike, whose second input determines the type.

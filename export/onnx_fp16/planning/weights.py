@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import AttributeType
 
-from export.onnx_fp16.graph import (
+from halfserve.export.onnx_fp16.graph import (
     ELEMENTWISE,
     FLOAT,
     FLOAT16,
@@ -22,8 +22,8 @@ from export.onnx_fp16.graph import (
     is_float,
     slots_of,
 )
-from export.onnx_fp16.planning.plan import Plan
-from export.weight_ledger import FP16_MAX, Ledger, ledger_of
+from halfserve.export.onnx_fp16.planning.plan import Plan
+from halfserve.export.weight_ledger import FP16_MAX, Ledger, ledger_of
 
 Array: TypeAlias = np.ndarray[Any, Any]
 _CHUNK_ELEMENTS = 1 << 19  # 2 MB of float32

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph import all_nodes
-from export.onnx_fp16.repair.edits import (
+from halfserve.export.onnx_fp16.graph import all_nodes
+from halfserve.export.onnx_fp16.repair.edits import (
     Array,
     NodeBuilder,
     RepairPass,
@@ -23,8 +23,8 @@ from export.onnx_fp16.repair.edits import (
     repair,
     take_place,
 )
-from export.onnx_fp16.report import Repair
-from export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
+from halfserve.export.onnx_fp16.report import Repair
+from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
 
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 DEFAULT_EPSILON = 1e-5

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph import FLOAT, MOVERS, all_nodes, asks_for_infinity
-from export.onnx_fp16.planning.plan import KEEP
-from export.onnx_fp16.repair.edits import (
+from halfserve.export.onnx_fp16.graph import FLOAT, MOVERS, all_nodes, asks_for_infinity
+from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.repair.edits import (
     Array,
     NodeBuilder,
     RepairPass,
@@ -29,9 +29,9 @@ from export.onnx_fp16.repair.edits import (
     readers,
     repair,
 )
-from export.onnx_fp16.repair.fragile_chains import factor_of
-from export.onnx_fp16.report import Repair
-from export.weight_ledger import FP16_MAX, FP16_OVERFLOW
+from halfserve.export.onnx_fp16.repair.fragile_chains import factor_of
+from halfserve.export.onnx_fp16.report import Repair
+from halfserve.export.weight_ledger import FP16_MAX, FP16_OVERFLOW
 
 SOFTMAX = ("LogSoftmax", "Softmax")
 THROUGH = frozenset({"Add", "Cast", "Mul", "Neg", "Sub", "Where"}) | MOVERS

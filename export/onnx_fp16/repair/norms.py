@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir
 
-from export.onnx_fp16.graph import FLOAT, all_nodes
-from export.onnx_fp16.repair.edits import (
+from halfserve.export.onnx_fp16.graph import FLOAT, all_nodes
+from halfserve.export.onnx_fp16.repair.edits import (
     NodeBuilder,
     RepairPass,
     array_of,
@@ -28,8 +28,8 @@ from export.onnx_fp16.repair.edits import (
     repair,
     take_place,
 )
-from export.onnx_fp16.repair.fragile_chains import power_of, squares
-from export.onnx_fp16.report import Repair
+from halfserve.export.onnx_fp16.repair.fragile_chains import power_of, squares
+from halfserve.export.onnx_fp16.report import Repair
 
 FIRST_OPSET_WITH_LAYER_NORM = 17
 FUSED = "one LayerNormalization, which sums in float32"

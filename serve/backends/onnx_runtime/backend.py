@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.crash_probe import CrashProbe
-from serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
-from serve.backends.onnx_runtime.onnx_interface import read_interface
-from serve.backends.onnx_runtime.session import CPU, DENORMALS, OpenSession, SessionOpener, nodes_by_provider, warn_if_in_vain
-from serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, read_settings
-from serve.engine.backend import DevicePlacement, ModelInterface
-from serve.engine.errors import BackendError, InvalidArgumentError
-from serve.engine.tensors import Array, Tensors
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
+from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
+from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
+from halfserve.serve.backends.onnx_runtime.session import (
+    CPU,
+    DENORMALS,
+    OpenSession,
+    SessionOpener,
+    nodes_by_provider,
+    warn_if_in_vain,
+)
+from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, read_settings
+from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
+from halfserve.serve.engine.tensors import Array, Tensors
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "tensor(float16)": np.dtype(np.float16),

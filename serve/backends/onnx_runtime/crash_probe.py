@@ -23,11 +23,11 @@ from typing import Any
 
 import onnxruntime as ort
 
-from serve.backends.onnx_runtime.probe_process import CrashedError, ProbeProcess, TrialEndedError, timer
-from serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
-from serve.engine.background_threads import pause
-from serve.engine.disk_files import open_regular
-from serve.engine.errors import ModelLoadError
+from halfserve.serve.backends.onnx_runtime.probe_process import CrashedError, ProbeProcess, TrialEndedError, timer
+from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.disk_files import open_regular
+from halfserve.serve.engine.errors import ModelLoadError
 
 READ_BYTES = 1 << 20
 logger = logging.getLogger(__name__)

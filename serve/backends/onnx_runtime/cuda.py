@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from serve.engine.cuda_driver import CudaError, cuda_driver
-from serve.engine.execution.batch import lock_buffers
-from serve.engine.tensors import Array
+from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
+from halfserve.serve.engine.execution.batch import lock_buffers
+from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
 

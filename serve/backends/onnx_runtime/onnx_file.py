@@ -17,10 +17,10 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import NodeProto, TensorProto
 
-from protos.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
-from protos.onnx_tensors import all_tensors
-from serve.engine.disk_files import open_regular, require_regular
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.onnx_outline import LARGE_BYTES, ByteRange, OnnxOutline, read_outline
+from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.serve.engine.disk_files import open_regular, require_regular
+from halfserve.serve.engine.errors import ModelLoadError
 
 # Smaller files are parsed whole, in a millisecond.
 SMALL_FILE_BYTES = 1 << 22

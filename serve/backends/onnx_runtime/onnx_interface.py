@@ -10,11 +10,11 @@ from pathlib import Path
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from protos.datatypes import BY_ONNX
-from serve.backends.onnx_runtime.onnx_file import open_onnx
-from serve.engine.backend import ModelInterface
-from serve.engine.errors import ModelLoadError
-from serve.engine.tensors import ANY_SIZE, TensorSpec
+from halfserve.protos.datatypes import BY_ONNX
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.engine.backend import ModelInterface
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 UNKNOWN = "unk__"  # prefix of tf2onnx's generated names of unnamed dimensions
 LOOPS = frozenset({"Loop", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"})

@@ -16,11 +16,11 @@ import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
-from protos.onnx_outline import ByteRange
-from serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
-from serve.backends.onnx_runtime.upcast import FP32, HALF_TYPES, half_types, upcast_to_fp32
-from serve.engine.disk_files import temporary_folder
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.onnx_outline import ByteRange
+from halfserve.serve.backends.onnx_runtime.onnx_file import OnnxFile, open_onnx, require_no_engine, take_in
+from halfserve.serve.backends.onnx_runtime.upcast import FP32, HALF_TYPES, half_types, upcast_to_fp32
+from halfserve.serve.engine.disk_files import temporary_folder
+from halfserve.serve.engine.errors import ModelLoadError
 
 # From this size of weights on they go to the runtime through a file.
 INLINE_BYTES = 1 << 18

@@ -19,15 +19,21 @@ from typing import Any
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashTrial
-from serve.backends.onnx_runtime.cuda import RECORDING_LOCK, is_about_an_option, reason_of, settle_thread, why_not_recorded
-from serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
-from serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
-from serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings, fewer_cores
-from serve.engine.backend import DevicePlacement
-from serve.engine.background_threads import pause
-from serve.engine.cuda_driver import device_count
-from serve.engine.errors import ModelLoadError, is_device_lost
+from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashTrial
+from halfserve.serve.backends.onnx_runtime.cuda import (
+    RECORDING_LOCK,
+    is_about_an_option,
+    reason_of,
+    settle_thread,
+    why_not_recorded,
+)
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared
+from halfserve.serve.backends.onnx_runtime.probe_child import FORMAT_ENTRY, ones
+from halfserve.serve.backends.onnx_runtime.session_settings import OptimizationLevel, SessionSettings, fewer_cores
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.cuda_driver import device_count
+from halfserve.serve.engine.errors import ModelLoadError, is_device_lost
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +109,11 @@ class SessionOpener:
             return self._on_cpu()
         if placement.require_gpu:
             raise ModelLoadError(
-                f"{self.path}: a GPU is required, but {reason}; pip install 'halfserve[cuda]' or allow the CPU"
+                f"{self.path}: a GPU is required, but {reason}; pip install '.[cuda]' in a checkout, or allow the CPU"
             )
-        logger.warning("%s: %s; it runs on the CPU. To use the GPU: pip install 'halfserve[cuda]'", self.path, reason)
+        logger.warning(
+            "%s: %s; it runs on the CPU. To use the GPU, in a checkout of halfserve: pip install '.[cuda]'", self.path, reason
+        )
         return self._on_cpu()
 
     def _on_gpu(self) -> OpenSession:

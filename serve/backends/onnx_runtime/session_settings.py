@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.config.parameters import own_parameter
-from serve.engine.errors import ModelLoadError
-from serve.engine.resource_limits import group_folders
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.resource_limits import group_folders
 
 OPTIMIZATION_LEVEL = "halfserve.optimization_level"
 # A new input shape costs milliseconds, an exhaustive search hundreds.

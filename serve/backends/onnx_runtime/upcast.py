@@ -11,8 +11,8 @@ from collections.abc import Set as AbstractSet
 
 from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, numpy_helper
 
-from protos.onnx_tensors import all_tensors
-from serve.backends.onnx_runtime.onnx_file import nodes_below
+from halfserve.protos.onnx_tensors import all_tensors
+from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below
 
 FP32 = TensorProto.FLOAT
 HALF_TYPES = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 
 from ngh2 import DataReceived, ResponseReceived, StreamClosed, StreamReset, TrailersReceived
 
-from serve.benchmark.load.connection import ConnectionLostError, Http2Connection
-from serve.benchmark.load.spec import LoadEndpoint, LoadSpec
+from halfserve.serve.benchmark.load.connection import ConnectionLostError, Http2Connection
+from halfserve.serve.benchmark.load.spec import LoadEndpoint, LoadSpec
 
 PREFIX_BYTES = 5  # of a gRPC message: compressed or not, then the length in four bytes, big-endian
 STATUSES = (

@@ -14,7 +14,7 @@ import time
 from ngh2 import Configuration, Connection, ConnectionClosed, Event, GoAwayReceived, Role, SettingsReceived
 from ngh2.exceptions import NGH2Error
 
-from serve.benchmark.load.spec import LoadEndpoint, TlsPaths
+from halfserve.serve.benchmark.load.spec import LoadEndpoint, TlsPaths
 
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5  # RFC 9113, section 6.5.2
 STREAM_WINDOW_BYTES, CONNECTION_WINDOW_BYTES = 2**24, 2**30

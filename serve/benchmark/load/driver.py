@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from serve.benchmark.load.calls import OK, ConnectionCalls, ConnectionPool, InFlightRequest, framed
-from serve.benchmark.load.connection import ConnectionLostError
-from serve.benchmark.load.spec import LatencyHistogram, LoadEndpoint, LoadSpec, LoadStatistics
+from halfserve.serve.benchmark.load.calls import OK, ConnectionCalls, ConnectionPool, InFlightRequest, framed
+from halfserve.serve.benchmark.load.connection import ConnectionLostError
+from halfserve.serve.benchmark.load.spec import LatencyHistogram, LoadEndpoint, LoadSpec, LoadStatistics
 
 NANOSECONDS = 1_000_000_000
 SEED = 2024

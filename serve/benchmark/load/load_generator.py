@@ -15,9 +15,9 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Self
 
-from serve.benchmark import BenchmarkError
-from serve.benchmark.load.driver import Driver
-from serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadResult, LoadSpec, LoadStatistics
+from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.load.driver import Driver
+from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadResult, LoadSpec, LoadStatistics
 
 if TYPE_CHECKING:
     from types import TracebackType

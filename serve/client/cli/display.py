@@ -11,15 +11,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
-from protos.datatypes import DATATYPES
-from serve.client.messages import InferAnswer
-from serve.client.tensors import Array
+from halfserve.protos.datatypes import DATATYPES
+from halfserve.serve.client.messages import InferAnswer
+from halfserve.serve.client.tensors import Array
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from protos.inference_pb2 import ModelMetadataResponse
-    from protos.model_config_pb2 import ModelConfig
+    from halfserve.protos.inference_pb2 import ModelMetadataResponse
+    from halfserve.protos.model_config_pb2 import ModelConfig
 
 # A terminal would obey them: overwrite its contents, rename its window, type an answer.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

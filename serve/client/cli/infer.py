@@ -14,18 +14,25 @@ from zipfile import ZipFile
 import numpy as np
 import typer
 
-from protos.atomic_files import atomic_file, checked_output
-from serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
-from serve.client.cli.inputs import STDIN, InputArgumentError, fitted_inputs, parsed_json, read_inputs, tensors_of_json
-from serve.client.cli.options import AsJson, Connection, takes_option_groups
-from serve.client.client import Client
-from serve.client.errors import ClientError, InvalidRequest
-from serve.client.inference import RequestOptions
-from serve.client.messages import InferAnswer
-from serve.client.tensors import Array
+from halfserve.protos.atomic_files import atomic_file, checked_output
+from halfserve.serve.client.cli.display import PipedConsole, answer_json, outputs_json, outputs_table, printable
+from halfserve.serve.client.cli.inputs import (
+    STDIN,
+    InputArgumentError,
+    fitted_inputs,
+    parsed_json,
+    read_inputs,
+    tensors_of_json,
+)
+from halfserve.serve.client.cli.options import AsJson, Connection, takes_option_groups
+from halfserve.serve.client.client import Client
+from halfserve.serve.client.errors import ClientError, InvalidRequest
+from halfserve.serve.client.inference import RequestOptions
+from halfserve.serve.client.messages import InferAnswer
+from halfserve.serve.client.tensors import Array
 
 if TYPE_CHECKING:
-    from protos.inference_pb2 import ModelMetadataResponse
+    from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
 LINES = ".jsonl"
 SUFFIXES = (".npz", ".json")

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.client.errors import InvalidRequest
-from serve.client.tensors import Array, as_input, converted, datatype_named, fits
+from halfserve.serve.client.errors import InvalidRequest
+from halfserve.serve.client.tensors import Array, as_input, converted, datatype_named, fits
 
 if TYPE_CHECKING:
-    from protos.datatypes import Datatype
-    from protos.inference_pb2 import ModelMetadataResponse
+    from halfserve.protos.datatypes import Datatype
+    from halfserve.protos.inference_pb2 import ModelMetadataResponse
 
 STDIN = "-"
 NUMPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"

@@ -16,12 +16,12 @@ from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from protos.inference_pb2 import ModelStatistics
-from serve.client.cli.display import PipedConsole, models_table, provider_of, tensors_json
-from serve.client.cli.inputs import InputArgumentError
-from serve.client.cli.options import AsJson, Connection, takes_option_groups
-from serve.client.client import Client
-from serve.client.errors import ModelNotFound
+from halfserve.protos.inference_pb2 import ModelStatistics
+from halfserve.serve.client.cli.display import PipedConsole, models_table, provider_of, tensors_json
+from halfserve.serve.client.cli.inputs import InputArgumentError
+from halfserve.serve.client.cli.options import AsJson, Connection, takes_option_groups
+from halfserve.serve.client.client import Client
+from halfserve.serve.client.errors import ModelNotFound
 
 Key = tuple[str, str]  # model, version
 NS_PER_MS = 1e6
@@ -95,7 +95,7 @@ def _mean(total: float, count: int) -> float | None:
 def models(
     names: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Only these; without, all.")] = None,
     *,
-    load: Annotated[list[str] | None, typer.Option(help="Load this model, or load it anew; before listing.")] = None,
+    load: Annotated[list[str] | None, typer.Option(help="Load this model, or load it again; before listing.")] = None,
     config: Annotated[Path | None, typer.Option(help="JSON file with a ModelConfig for --load, instead of its own.")] = None,
     unload: Annotated[list[str] | None, typer.Option(help="Stop serving this model; after --load, before listing.")] = None,
     wait: Annotated[
@@ -113,7 +113,7 @@ def models(
     """
     both = sorted({*(load or ())} & {*(unload or ())})
     if both:
-        raise InputArgumentError(f"--load and --unload both name {both[0]!r}; --load alone loads a model anew")
+        raise InputArgumentError(f"--load and --unload both name {both[0]!r}; --load alone loads a model again")
     override = None if config is None else _config_text(config, load)
     timeout_s = max(connection.timeout, wait or 0.0)
     with connection.client() as client:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from serve.client.cli.inputs import InputArgumentError
-from serve.client.client import Client
-from serve.client.connection import ClientTls, headers_of
-from serve.client.errors import InvalidRequest
+from halfserve.serve.client.cli.inputs import InputArgumentError
+from halfserve.serve.client.client import Client
+from halfserve.serve.client.connection import Tls, headers_of
+from halfserve.serve.client.errors import InvalidRequest
 
 _connection = partial(typer.Option, rich_help_panel="Connection")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -81,7 +81,7 @@ class Credentials:
     token_file: Annotated[Path | None, _connection(help="File with the bearer token.", envvar="HALFSERVE_TOKEN_FILE")] = None
     headers: Annotated[list[str] | None, _connection("--header", help="NAME:VALUE of gRPC metadata; once per header.")] = None
 
-    def tls(self) -> ClientTls | None:
+    def tls(self) -> Tls | None:
         """Certificates for an encrypted connection; None for a plain one.
 
         Raises:
@@ -90,7 +90,7 @@ class Credentials:
         if not any((self.use_tls, self.tls_ca, self.tls_cert, self.tls_key, self.tls_name)):
             return None
         with _reading_options():
-            return ClientTls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
+            return Tls(authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_name)
 
     def token(self) -> str | None:
         """The bearer token.

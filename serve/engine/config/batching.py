@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
-from serve.engine.config.model_config import Defaults
-from serve.engine.config.parameters import own_parameter
-from serve.engine.errors import ModelLoadError
-from serve.engine.queueing.compute_slots import ComputeSlots
-from serve.engine.queueing.pace import BatchLimits
+from halfserve.protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.queueing.pace import BatchLimits
 
 MAX_LEVELS = 1000  # each has its own line in the queue
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from google.protobuf import json_format, text_format
 
-from protos.datatypes import BY_CONFIG
-from protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
-from serve.engine.backend import KINDS, ModelInterface, ModelKind, asked_kinds
-from serve.engine.disk_files import read_regular_text
-from serve.engine.errors import InvalidArgumentError, ModelLoadError
-from serve.engine.tensors import ANY_SIZE, TensorSpec
+from halfserve.protos.datatypes import BY_CONFIG
+from halfserve.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from halfserve.serve.engine.backend import KINDS, ModelInterface, ModelKind, asked_kinds
+from halfserve.serve.engine.disk_files import read_regular_text
+from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,15 @@ import difflib
 import math
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import ONNX, ModelKind
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ONNX, ModelKind
+from halfserve.serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
 Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
@@ -100,21 +101,100 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Pars
     return parse
 
 
-# One line a key, in alphabetical order.
-OWN_PARAMETERS: dict[str, Parse] = {
-    "halfserve.compute_weight": number(0, above=True),
-    "halfserve.cuda_graphs": switch,
-    "halfserve.degraded_not_ready": switch,
-    "halfserve.drift_threshold": number(0.0, above=True),
-    "halfserve.fp32_twin": path,
-    "halfserve.latency_target_ms": number(0, above=True),
-    "halfserve.max_compute_s": number(0.0, above=True),
-    "halfserve.optimization_level": one_of("all", "extended", "basic", "disabled"),
-    "halfserve.pad_to_preferred": switch,
-    "halfserve.precision_guard": one_of("off", "count", "reject", "fallback"),
-    "halfserve.shadow_rate": number(0.0, 1.0),
-    "halfserve.shadow_share": number(0.0, 1.0, above=True),
-    "halfserve.warm_up": switch,
+@dataclass(frozen=True, kw_only=True)
+class OwnParameter:
+    """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is written from these.
+
+    Attributes:
+        parse: from the text to the value.
+        default: of a configuration without the key, as text.
+        values: what the key takes.
+        meaning: what the key does.
+    """
+
+    parse: Parse
+    default: str
+    values: str
+    meaning: str
+
+
+# In alphabetical order.
+OWN_PARAMETERS: dict[str, OwnParameter] = {
+    "halfserve.compute_weight": OwnParameter(
+        parse=number(0, above=True),
+        default="1",
+        values="a number above 0",
+        meaning="The model's share of `--compute-slots`.",
+    ),
+    "halfserve.cuda_graphs": OwnParameter(
+        parse=switch,
+        default="off",
+        values="`on`, `off`",
+        meaning=(
+            "Record the device's work for each batch size. A warning names models that cannot be recorded (nodes, inputs or "
+            "outputs on the CPU, sizes that depend on values, random numbers); they run without."
+        ),
+    ),
+    "halfserve.degraded_not_ready": OwnParameter(
+        parse=switch, default="off", values="`on`, `off`", meaning="Whether a degraded model is not ready."
+    ),
+    "halfserve.drift_threshold": OwnParameter(
+        parse=number(0.0, above=True),
+        default="the certificate's budget",
+        values="a number above 0",
+        meaning="Scaled error above which a comparison with the twin is bad. Over 5 % bad ones, the model is degraded.",
+    ),
+    "halfserve.fp32_twin": OwnParameter(
+        parse=path,
+        default="none",
+        values="a file's name",
+        meaning="The fp32 twin, below the version's folder. `--fp32-twin` of `halfserve export` and `convert` writes it.",
+    ),
+    "halfserve.latency_target_ms": OwnParameter(
+        parse=number(0, above=True),
+        default="none",
+        values="a number above 0",
+        meaning="Answer within so many milliseconds or refuse the request.",
+    ),
+    "halfserve.max_compute_s": OwnParameter(
+        parse=number(0.0, above=True),
+        default="none",
+        values="a number above 0",
+        meaning="An instance that computes for longer is abandoned, loaded again and reported.",
+    ),
+    "halfserve.optimization_level": OwnParameter(
+        parse=one_of("all", "extended", "basic", "disabled"),
+        default="chosen by the crash probe",
+        values="`all`, `extended`, `basic`, `disabled`",
+        meaning="ONNX Runtime's optimisation level. With this key, the model is not tried in a child process first.",
+    ),
+    "halfserve.pad_to_preferred": OwnParameter(
+        parse=switch, default="off", values="`on`, `off`", meaning="Pad a batch to the next preferred size."
+    ),
+    "halfserve.precision_guard": OwnParameter(
+        parse=one_of("off", "count", "reject", "fallback"),
+        default="count",
+        values="`off`, `count`, `reject`, `fallback`",
+        meaning=(
+            "What to do with non-finite answers to finite requests: count them, refuse them, or answer from the fp32 twin "
+            '(the response parameter `halfserve.precision` is then "fp32").'
+        ),
+    ),
+    "halfserve.shadow_rate": OwnParameter(
+        parse=number(0.0, 1.0),
+        default="0.001",
+        values="0 to 1",
+        meaning="Share of batches that are compared with the twin, beside the traffic.",
+    ),
+    "halfserve.shadow_share": OwnParameter(
+        parse=number(0.0, 1.0, above=True),
+        default="0.0005",
+        values="above 0, at most 1",
+        meaning="Share of one thread's time for these comparisons.",
+    ),
+    "halfserve.warm_up": OwnParameter(
+        parse=switch, default="on", values="`on`, `off`", meaning="Run the model before it serves."
+    ),
 }
 
 
@@ -148,7 +228,7 @@ def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pb
         return None
     value = config.parameters[key].string_value
     try:
-        return OWN_PARAMETERS[key](value)
+        return OWN_PARAMETERS[key].parse(value)
     except ValueError as error:
         raise ModelLoadError(f"{source}: parameter {key!r} is {value!r}, {error}") from None
 

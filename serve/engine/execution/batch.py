@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from serve.engine.backend import Backend
-from serve.engine.cuda_driver import Buffer, locked_buffer
-from serve.engine.errors import (
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.cuda_driver import Buffer, locked_buffer
+from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
     InstanceLostError,
@@ -21,12 +21,12 @@ from serve.engine.errors import (
     is_device_lost,
     is_out_of_memory,
 )
-from serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
-from serve.engine.model_statistics import BatchTimes
-from serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
-from serve.engine.queueing.pace import padded_rows
-from serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
+from halfserve.serve.engine.queueing.pace import padded_rows
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
 

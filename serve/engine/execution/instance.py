@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from serve.engine.backend import Backend
-from serve.engine.background_threads import Worker
-from serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
-from serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
-from serve.engine.execution.batch_invariance import BatchInvariance
-from serve.engine.execution.short_batches import SHORT_S
-from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.queueing.batch_queue import is_late
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.background_threads import Worker
+from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
+from halfserve.serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.short_batches import SHORT_S
+from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
+from halfserve.serve.engine.queueing.batch_queue import is_late
+from halfserve.serve.engine.requests import InferRequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from enum import StrEnum
 from itertools import accumulate
 from operator import and_, or_
 
-from serve.engine.errors import BackendError, InferenceError
-from serve.engine.precision_guard.non_finite import bad_stretches, check_of, count_non_finite, has_non_finite
-from serve.engine.precision_guard.tally import GuardCounters, GuardEvent, Tally
-from serve.engine.precision_guard.twin import Fallback, Part, Shadow, parts
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors, TensorSpec
+from halfserve.serve.engine.errors import BackendError, InferenceError
+from halfserve.serve.engine.precision_guard.non_finite import bad_stretches, check_of, count_non_finite, has_non_finite
+from halfserve.serve.engine.precision_guard.tally import GuardCounters, GuardEvent, Tally
+from halfserve.serve.engine.precision_guard.twin import Fallback, Part, Shadow, parts
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
 ADVICE = "send inputs of the size that the model was verified with, or serve it with the guard's policy 'fallback'"
 

@@ -7,15 +7,15 @@ import logging
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
-from serve.engine.config.parameters import own_parameter
-from serve.engine.disk_files import UnchangedFiles, read_regular
-from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
-from serve.engine.precision_guard.tally import Degradation, Tally
-from serve.engine.precision_guard.twin import Fallback, Fp32Twin, Shadow
-from serve.engine.tensors import TensorSpec
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from halfserve.serve.engine.precision_guard.tally import Degradation, Tally
+from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin, Shadow
+from halfserve.serve.engine.tensors import TensorSpec
 
 logger = logging.getLogger(__name__)
 

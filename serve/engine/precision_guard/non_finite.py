@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from protos.datatypes import Datatype
-from serve.engine.tensors import Array
+from halfserve.protos.datatypes import Datatype
+from halfserve.serve.engine.tensors import Array
 
 Check = Callable[[Array], bool]
 WORD = np.dtype(np.uint16)

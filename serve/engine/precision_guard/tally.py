@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from serve.engine.tensors import Array
+from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from serve.engine.backend import Backend
-from serve.engine.background_threads import Worker
-from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.non_finite import has_non_finite, non_finite_mask
-from serve.engine.precision_guard.tally import Tally, compare
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.background_threads import Worker
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.precision_guard.non_finite import has_non_finite, non_finite_mask
+from halfserve.serve.engine.precision_guard.tally import Tally, compare
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
-from serve.engine.model_statistics import Statistics
-from serve.engine.queueing.batch_queue import BatchQueue, FullError
-from serve.engine.queueing.pace import OFF, Pace
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.queueing.batch_queue import BatchQueue, FullError
+from halfserve.serve.engine.queueing.pace import OFF, Pace
+from halfserve.serve.engine.requests import InferRequest
 
 # Fractions of a request's time. CARE: the largest margin for batches that take longer than expected. SPARE: the margin for the
 # network, which the server does not see, unless the request is in the very next batch. A longer queue would answer no more

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 
-from serve.engine.queueing.pace import BatchLimits, Pace
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.requests import InferRequest
 
 # Cancelled requests are swept out of a line once there are this many and they outnumber the waiting ones.
 MANY_GONE = 64

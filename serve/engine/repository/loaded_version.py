@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import ONNX, Backend, DevicePlacement, ModelInterface, Runtime
-from serve.engine.background_threads import pause
-from serve.engine.config.batching import batch_limits
-from serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
-from serve.engine.config.parameters import check_own_parameters, drop_reported
-from serve.engine.disk_files import UnchangedFiles, read_regular_text
-from serve.engine.errors import ModelLoadError
-from serve.engine.execution.batch_invariance import BatchInvariance
-from serve.engine.model import Model
-from serve.engine.precision_guard.guard import PrecisionGuard
-from serve.engine.precision_guard.loading import make_guard
-from serve.engine.queueing.pace import BatchLimits
-from serve.engine.repository.model_repository import ModelFiles, named_file
-from serve.engine.tensors import ANY_SIZE, Tensors
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ONNX, Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.background_threads import pause
+from halfserve.serve.engine.config.batching import batch_limits
+from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
+from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
+from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular_text
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
+from halfserve.serve.engine.precision_guard.loading import make_guard
+from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
+from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 
 
 def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:

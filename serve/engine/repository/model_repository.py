@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import KINDS, ONNX, asked_kinds
-from serve.engine.config.model_config import DeclaredConfig, read_config, require_served
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import KINDS, ONNX, asked_kinds
+from halfserve.serve.engine.config.model_config import DeclaredConfig, read_config, require_served
+from halfserve.serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 

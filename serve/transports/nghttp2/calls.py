@@ -9,8 +9,8 @@ from functools import partial
 
 from ngh2 import Header
 
-from serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
-from serve.protocol.inference import (
+from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, InvalidArgumentError, UnsupportedError
+from halfserve.serve.protocol.inference import (
     AnyInference,
     Cancel,
     InferenceEntry,
@@ -18,15 +18,15 @@ from serve.protocol.inference import (
     OutcomeListener,
     WatchableInference,
 )
-from serve.protocol.messages import parse
-from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
-from serve.protocol.status import status_of
-from serve.security.gate import AccessGrant, Gate
-from serve.security.memory_budget import MemoryShare
-from serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
-from serve.transports.nghttp2.pending_requests import Call
-from serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
-from serve.transports.nghttp2.streams import InferStreamCall, StreamCall
+from halfserve.serve.protocol.messages import parse
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, Service, UnaryMethod
+from halfserve.serve.protocol.status import status_of
+from halfserve.serve.security.gate import AccessGrant, Gate
+from halfserve.serve.security.memory_budget import MemoryShare
+from halfserve.serve.transports.grpc_framing import MessageReader, sole_message, timeout_seconds
+from halfserve.serve.transports.nghttp2.pending_requests import Call
+from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, GrpcSession, OpenCall
+from halfserve.serve.transports.nghttp2.streams import InferStreamCall, StreamCall
 
 logger = logging.getLogger(__name__)
 

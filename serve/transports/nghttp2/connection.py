@@ -12,12 +12,12 @@ from typing import Protocol, cast
 
 from ngh2.exceptions import ConnectionStateError, DenialOfServiceError, NGH2Error
 
-from serve.security.memory_budget import MemoryBudget
-from serve.transports.nghttp2.fairness import SMALL_BYTES, ReadScheduler, TransportLimits, most_header_bytes
-from serve.transports.nghttp2.flow_control import WRITE_BYTES
-from serve.transports.nghttp2.frame_reader import DiscardingReader, FrameReader
-from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
-from serve.transports.nghttp2.session import FREE_CALLS, NOTICE, GrpcSession, Route
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.transports.nghttp2.fairness import SMALL_BYTES, ReadScheduler, TransportLimits, most_header_bytes
+from halfserve.serve.transports.nghttp2.flow_control import WRITE_BYTES
+from halfserve.serve.transports.nghttp2.frame_reader import DiscardingReader, FrameReader
+from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM, NO_ERROR, goaway
+from halfserve.serve.transports.nghttp2.session import FREE_CALLS, NOTICE, GrpcSession, Route
 
 
 class ConnectionServer(Protocol):

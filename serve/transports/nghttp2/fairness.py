@@ -15,8 +15,8 @@ from typing import Protocol
 
 from ngh2 import Configuration
 
-from serve.transports.grpc_framing import FIELD_BYTES
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.transports.grpc_framing import FIELD_BYTES
+from halfserve.serve.transports.nghttp2.frames import (
     FRAME_BYTES,
     INITIAL_WINDOW_SIZE,
     MAX_CONCURRENT_STREAMS,

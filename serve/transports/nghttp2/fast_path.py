@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
-from serve.security.memory_budget import MemoryShare
-from serve.transports.grpc_framing import OK_TRAILERS, PREFIX_BYTES, RESPONSE, Headers
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.flow_control import ReceiveWindows
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.security.memory_budget import MemoryShare
+from halfserve.serve.transports.grpc_framing import OK_TRAILERS, PREFIX_BYTES, RESPONSE, Headers
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows
+from halfserve.serve.transports.nghttp2.frames import (
     AUTHORITY,
     CONTENT_TYPE,
     DEFAULT_FRAME_BYTES,
@@ -49,7 +49,7 @@ from serve.transports.nghttp2.frames import (
     window_update,
     with_last_stream,
 )
-from serve.transports.nghttp2.pending_requests import Call, PendingRequests, UnaryCall
+from halfserve.serve.transports.nghttp2.pending_requests import Call, PendingRequests, UnaryCall
 
 CONTENT_LENGTH = b"content-length"
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from ngh2 import Connection
 from ngh2.exceptions import NGH2Error
 
-from serve.security.memory_budget import MemoryShare
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.frames import DEFAULT_WINDOW_BYTES
+from halfserve.serve.security.memory_budget import MemoryShare
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.frames import DEFAULT_WINDOW_BYTES
 
 Acknowledge = Callable[[int, int], None]
 Widen = Callable[[int], None]

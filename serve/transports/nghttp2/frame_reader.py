@@ -10,9 +10,9 @@ from typing import Protocol
 
 from ngh2.exceptions import DenialOfServiceError
 
-from serve.transports.grpc_framing import PREFIX, PREFIX_BYTES
-from serve.transports.nghttp2.fast_path import CallTemplate, FastPath
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.transports.grpc_framing import PREFIX, PREFIX_BYTES
+from halfserve.serve.transports.nghttp2.fast_path import CallTemplate, FastPath
+from halfserve.serve.transports.nghttp2.frames import (
     CONTINUATION,
     DATA,
     END_HEADERS,

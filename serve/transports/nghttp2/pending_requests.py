@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from serve.engine.errors import InferenceError
-from serve.security.memory_budget import MemoryShare
-from serve.transports.grpc_framing import PREFIX_BYTES, PartialMessage
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.frames import FRAME_BYTES
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.security.memory_budget import MemoryShare
+from halfserve.serve.transports.grpc_framing import PREFIX_BYTES, PartialMessage
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.frames import FRAME_BYTES
 
 COUNT_BYTES = 2**17  # step of the memory count
 

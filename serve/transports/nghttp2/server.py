@@ -12,14 +12,14 @@ from pathlib import Path
 
 from ngh2.exceptions import NGH2Error
 
-from serve.protocol.service import Service
-from serve.security.gate import Gate
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.transports.listener import ConnectionLimit, Listener, LogThrottle
-from serve.transports.listening import Address, listen
-from serve.transports.nghttp2.calls import Calls
-from serve.transports.nghttp2.connection import GrpcConnection
-from serve.transports.nghttp2.fairness import BusyPoll, ReadScheduler, TransportLimits
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.gate import Gate
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
+from halfserve.serve.transports.listener import ConnectionLimit, Listener, LogThrottle
+from halfserve.serve.transports.listening import Address, listen
+from halfserve.serve.transports.nghttp2.calls import Calls
+from halfserve.serve.transports.nghttp2.connection import GrpcConnection
+from halfserve.serve.transports.nghttp2.fairness import BusyPoll, ReadScheduler, TransportLimits
 
 logger = logging.getLogger(__name__)
 

@@ -29,14 +29,14 @@ from ngh2 import (
 )
 from ngh2.exceptions import ConnectionClosingError, ConnectionStateError, DenialOfServiceError, NGH2Error
 
-from serve.engine.errors import InvalidArgumentError, RateLimitedError
-from serve.protocol.status import Status, status_of
-from serve.security.memory_budget import MemoryBudget, MemoryShare
-from serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, Headers, frame, oversize, refusal, trailers_of
-from serve.transports.nghttp2.fairness import MessageQuota, TransportLimits, configuration, greeting
-from serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTemplate, FastPath
-from serve.transports.nghttp2.flow_control import ReceiveWindows, SendBuffer
-from serve.transports.nghttp2.pending_requests import Call, UnaryCall
+from halfserve.serve.engine.errors import InvalidArgumentError, RateLimitedError
+from halfserve.serve.protocol.status import Status, status_of
+from halfserve.serve.security.memory_budget import MemoryBudget, MemoryShare
+from halfserve.serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, Headers, frame, oversize, refusal, trailers_of
+from halfserve.serve.transports.nghttp2.fairness import MessageQuota, TransportLimits, configuration, greeting
+from halfserve.serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTemplate, FastPath
+from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows, SendBuffer
+from halfserve.serve.transports.nghttp2.pending_requests import Call, UnaryCall
 
 STREAM_GONE = (StreamClosed, StreamReset)
 TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"

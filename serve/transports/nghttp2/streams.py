@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Iterator
 
 from google.protobuf.message import Message
 
-from serve.engine.errors import DeadlineExceededError, InferenceError
-from serve.protocol.inference import AnyInference
-from serve.protocol.inference_stream import InferenceStream
-from serve.protocol.messages import parse
-from serve.protocol.service import StreamMethod
-from serve.protocol.status import status_of
-from serve.transports.grpc_framing import MessageReader
-from serve.transports.nghttp2.session import LARGE_BYTES, STREAM_BYTES, GrpcSession
+from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError
+from halfserve.serve.protocol.inference import AnyInference
+from halfserve.serve.protocol.inference_stream import InferenceStream
+from halfserve.serve.protocol.messages import parse
+from halfserve.serve.protocol.service import StreamMethod
+from halfserve.serve.protocol.status import status_of
+from halfserve.serve.transports.grpc_framing import MessageReader
+from halfserve.serve.transports.nghttp2.session import LARGE_BYTES, STREAM_BYTES, GrpcSession
 
 logger = logging.getLogger(__name__)
 MAX_UNANSWERED = 256  # requests of one stream before reading pauses

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_core import autocast
+from halfserve import autocast
 
 LOW = (torch.bfloat16, torch.float16)
 # Nothing to compare: memory as it was found, and operations that only CUDA has.

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_core import autocast
-from amp_core.autocast.policy_state import policies_in_force
+from halfserve import autocast
+from halfserve.amp_core.autocast.policy_state import policies_in_force
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 

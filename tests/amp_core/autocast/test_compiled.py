@@ -18,8 +18,8 @@ from torch._higher_order_ops import scan, while_loop
 from torch._ops import HigherOrderOperator
 from torch.nn.attention.flex_attention import flex_attention
 
-from amp_core import Policy, autocast
-from amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
+from halfserve import Policy, autocast
+from halfserve.amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
 
 HALF, FULL = torch.float16, torch.float32
 X = torch.ones(2, 4)
@@ -184,7 +184,7 @@ def test_a_trace_that_fails_in_the_middle_of_a_region_leaves_no_policy_behind() 
 
 CHILDREN = """
 import os, sys, torch, torch._inductor.compile_fx
-from amp_core import autocast
+from halfserve import autocast
 
 function = torch.compile(lambda x: (x.softmax(-1), x.exp()))
 for policy in sys.argv[1:]:
@@ -263,7 +263,7 @@ def test_the_first_region_of_a_process_may_be_in_a_traced_function(run: str, pol
     """What torch's autocast lacks is repaired for it, too: in a process that has entered no region yet."""
     program = f"""
 import torch
-from amp_core import autocast
+from halfserve import autocast
 def promote(a, b):
     with autocast("cpu", torch.bfloat16, policy={policy}):
         return torch.cat([a, b])

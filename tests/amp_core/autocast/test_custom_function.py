@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import amp_core
-from amp_core import autocast, custom_bwd, custom_fwd
+import halfserve
+from halfserve import autocast, custom_bwd, custom_fwd
 
 
 class Multiply(torch.autograd.Function):
@@ -149,7 +149,7 @@ def run(amp: Any, cast_inputs: torch.dtype | None, regions: list[tuple[torch.dty
     ids=["none", "half", "bfloat16", "off", "another inside", "off inside"],
 )
 def test_the_same_as_torchs(cast_inputs: torch.dtype | None, regions: list[tuple[torch.dtype, bool]]) -> None:
-    result, gradients, events = run(amp_core, cast_inputs, regions)
+    result, gradients, events = run(halfserve, cast_inputs, regions)
     torchs, torchs_gradients, torchs_events = run(torch.amp, cast_inputs, regions)
     assert events == torchs_events
     assert [event[0] for event in events] == ["forward", "backward", "backward"]
@@ -200,7 +200,7 @@ def test_backward_has_the_policy_of_its_forward_only(around_forward: Any, around
 
 def test_backward_in_another_thread_and_one_inside_the_other() -> None:
     start, seen = threading.Barrier(4, timeout=20), Seen()
-    function = make(amp_core, None, seen)
+    function = make(halfserve, None, seen)
     leaf, other = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
     with autocast("cpu", HALF, policy="cuda"):
         inner = function(leaf, (other, None))
@@ -217,7 +217,7 @@ def test_backward_in_another_thread_and_one_inside_the_other() -> None:
     assert backwards == [("backward", True, HALF, [HALF, HALF, HALF])] * 8
 
 
-@pytest.mark.parametrize(("forward_by", "backward_by"), [(torch.amp, amp_core), (amp_core, torch.amp)])
+@pytest.mark.parametrize(("forward_by", "backward_by"), [(torch.amp, halfserve), (halfserve, torch.amp)])
 def test_one_decorator_of_torchs_and_one_of_ours(forward_by: Any, backward_by: Any) -> None:
     seen = Seen()
 

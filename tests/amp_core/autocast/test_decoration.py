@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core import autocast
+from halfserve import autocast
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 

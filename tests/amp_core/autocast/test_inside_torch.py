@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel, replicate
 from torch.utils.checkpoint import checkpoint_sequential
 
-from amp_core import Policy, autocast
+from halfserve import Policy, autocast
 
 HALF, FULL = torch.float16, torch.float32
 X, WEIGHT = torch.rand(4, 4), torch.rand(4, 4)

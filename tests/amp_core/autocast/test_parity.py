@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amp_core import Policy, autocast
+from halfserve import Policy, autocast
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = pytest.mark.parametrize("low", [HALF, BRAIN], ids=str)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from amp_core import Policy, autocast
-from amp_core.autocast import policy_kernels
-from amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
+from halfserve import Policy, autocast
+from halfserve.amp_core.autocast import policy_kernels
+from halfserve.amp_core.autocast.policy_state import NO_POLICIES, policies_in_force
 
 
 def registrations() -> set[str]:

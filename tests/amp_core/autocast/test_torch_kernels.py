@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from amp_core import autocast
+from halfserve import autocast
 
 # Each test runs with both classes; torch's must fail it, which `xfail_strict` holds us to.
 
@@ -209,7 +209,7 @@ def promote():
             except RuntimeError as error:
                 print(str(error).splitlines()[0])
 promote()
-from amp_core import autocast
+from halfserve import autocast
 with autocast("cpu"):
     promote()
 """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from amp_core.data import Batches
+from halfserve.amp_core.data import Batches
 
 CPU = torch.device("cpu")
 Pairs = list[tuple[Any, Any]]

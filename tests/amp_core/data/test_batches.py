@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from amp_core.data import Batches, DataError
-from amp_core.data.sources import to_device
+from halfserve.amp_core.data import Batches, DataError
+from halfserve.amp_core.data.sources import to_device
 from tests.amp_core.data.sets import (
     CPU,
     Numbers,

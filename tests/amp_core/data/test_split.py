@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributed
 
-from amp_core.data import DataError, until_one_ends
-from amp_core.data.split import Split
+from halfserve.amp_core.data import DataError, until_one_ends
+from halfserve.amp_core.data.split import Split
 from tests.amp_core.data.sets import Numbers, SplitsItself, Stream, batches, flat, read
 
 SIZES = st.integers(1, 5)

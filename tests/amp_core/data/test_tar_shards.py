@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_core.data import DataError, TarShards, tar_shards
-from amp_core.data.tar_index import expand_braces, shard_paths
+from halfserve.amp_core.data import DataError, TarShards, tar_shards
+from halfserve.amp_core.data.tar_index import expand_braces, shard_paths
 from tests.amp_core.data.sets import assert_same, batches, flat, noise, read
 
 

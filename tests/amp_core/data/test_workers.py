@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from amp_core.data import DataError
-from amp_core.data import batches as loader_module
-from amp_core.data.errors import SHARED_MEMORY, WorkerTraceback
+from halfserve.amp_core.data import DataError
+from halfserve.amp_core.data import batches as loader_module
+from halfserve.amp_core.data.errors import SHARED_MEMORY, WorkerTraceback
 from tests.amp_core.data.sets import Numbers, Stream, assert_same, batches, read
 
 ROOT = Path(__file__).parents[3]

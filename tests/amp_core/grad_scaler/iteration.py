@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core import GradScaler
+from halfserve import GradScaler
 
 
 def model_and_optimizer(*, fused: bool = False, named: bool = False) -> tuple[nn.Sequential, torch.optim.Optimizer]:

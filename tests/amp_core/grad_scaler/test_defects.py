@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_core import GradScaler
-from amp_core.grad_scaler.optimizers import must_not_skip_itself
+from halfserve import GradScaler
+from halfserve.amp_core.grad_scaler.optimizers import must_not_skip_itself
 from tests.amp_core.grad_scaler.iteration import parameter_with, ready
 
 

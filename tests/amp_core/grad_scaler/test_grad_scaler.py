@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_core import GradScaler
+from halfserve import GradScaler
 from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready
 
 

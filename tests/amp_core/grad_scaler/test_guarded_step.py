@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core import GradScaler, autocast
+from halfserve import GradScaler, autocast
 from tests.amp_core.grad_scaler.iteration import parameter_with, ready
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_core import GradScaler
-from amp_core.grad_scaler.loss_scale import READ_BELOW, LossScale, Reading, ScaleBound
+from halfserve import GradScaler
+from halfserve.amp_core.grad_scaler.loss_scale import READ_BELOW, LossScale, Reading, ScaleBound
 from tests.amp_core.grad_scaler.iteration import iterate, parameter_with, ready
 
 

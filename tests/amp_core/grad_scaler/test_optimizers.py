@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
-from amp_core import GradScaler
+from halfserve import GradScaler
 
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 4}
 # Which step gets what into which gradient; neighbours and repetitions included.

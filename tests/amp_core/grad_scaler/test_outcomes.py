@@ -17,9 +17,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from amp_core import GradScaler
-from amp_core.grad_scaler.optimizers import FOUND
-from amp_core.grad_scaler.outcomes import ScaleHistory, ScaleRecord, StepOutcomes
+from halfserve import GradScaler
+from halfserve.amp_core.grad_scaler.optimizers import FOUND
+from halfserve.amp_core.grad_scaler.outcomes import ScaleHistory, ScaleRecord, StepOutcomes
 from tests.amp_core.grad_scaler.iteration import backward, iterate, model_and_optimizer, parameter_with, ready
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_core import GradScaler, Policy, autocast
+from halfserve import GradScaler, Policy, autocast
 
 LIGHTNING = [
     # Lightning on torch 2.13: its own use of torch's pytrees.

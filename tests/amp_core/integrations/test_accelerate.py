@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from torch import nn
 
-from amp_core import GradScaler, Policy
-from amp_core.integrations.accelerate import HalfserveAccelerator
+from halfserve import GradScaler, Policy
+from halfserve.amp_core.integrations.accelerate import HalfserveAccelerator
 from tests.amp_core.integrations.plain import (
     BATCHES,
     CLIP,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amp_core import GradScaler
-from amp_core.integrations import not_installed
-from amp_core.integrations.late_update import LateUpdate
+from halfserve import GradScaler
+from halfserve.amp_core.integrations import not_installed
+from halfserve.amp_core.integrations.late_update import LateUpdate
 
 Nets = list[nn.Linear]
 
@@ -162,7 +162,7 @@ def test_what_it_does_not_change_is_the_scalers_own() -> None:
         _ = scaler.unknown
 
 
-OURS = "amp_core.integrations"
+OURS = "halfserve.amp_core.integrations"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
-from amp_core import GradScaler, Policy
-from amp_core.integrations.lightning import FabricPrecision, TrainerPrecision
+from halfserve import GradScaler, Policy
+from halfserve.amp_core.integrations.lightning import FabricPrecision, TrainerPrecision
 from tests.amp_core.integrations.plain import (
     BATCHES,
     CLIP,

@@ -12,8 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from amp_core import GradScaler, Policy
-from amp_core.integrations.lightning import FabricPrecision, TrainerPrecision
+from halfserve import GradScaler, Policy
+from halfserve.amp_core.integrations.lightning import FabricPrecision, TrainerPrecision
 from tests.amp_core.integrations.plain import (
     BATCHES,
     CLIP,

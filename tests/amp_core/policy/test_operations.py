@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_core import autocast
+from halfserve import autocast
 
 # The classes are taken from torch's source by themselves: the module around them needs torch's whole test harness, and
 # importing that freezes torch's global flags for the rest of the process.

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_core import Policy, autocast
-from amp_core.policy import PolicyError, Rule
-from amp_core.policy.operations import ALIASES, native_rule, overloads_of, qualified_name, qualified_names
+from halfserve import Policy, autocast
+from halfserve.amp_core.policy import PolicyError, Rule
+from halfserve.amp_core.policy.operations import ALIASES, native_rule, overloads_of, qualified_name, qualified_names
 
 OPS = ("sum", "exp", "softmax", "matmul", "LSTMCell", "lstm_cell", "__pow__", "pow", "gelu", "einsum")
 policies = st.builds(

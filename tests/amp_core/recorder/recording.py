@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_core.recorder import Entry, Magnitudes, Record, Recorder
+from halfserve.amp_core.recorder import Entry, Magnitudes, Record, Recorder
 
 
 def recorded(body: Callable[[], object], model: nn.Module | None = None, *, scale: float = 1.0) -> Record:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_core.recorder.module_spans import ModuleSpans, hooked
+from halfserve.amp_core.recorder.module_spans import ModuleSpans, hooked
 from tests.amp_core.recorder.recording import Block, ops, recorded
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_core import Policy, autocast
-from amp_core.recorder import observations
-from amp_core.recorder.observations import DeviceMagnitudes, HostMagnitudes, absolute_parts
-from amp_core.recorder.record import Magnitudes
+from halfserve import Policy, autocast
+from halfserve.amp_core.recorder import observations
+from halfserve.amp_core.recorder.observations import DeviceMagnitudes, HostMagnitudes, absolute_parts
+from halfserve.amp_core.recorder.record import Magnitudes
 from tests.amp_core.recorder.recording import ops, recorded, the
 
 

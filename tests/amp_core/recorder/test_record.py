@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from amp_core.recorder import Entry, Magnitudes, Record, Recorder, plot, table
-from amp_core.recorder.report import _draw
+from halfserve.amp_core.recorder import Entry, Magnitudes, Record, Recorder, plot, table
+from halfserve.amp_core.recorder.report import _draw
 from tests.amp_core.recorder.recording import Block, entry
 
 counts = st.integers(0, 9)
@@ -260,5 +260,5 @@ def test_an_empty_record_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_matplotlib_is_imported_only_to_draw() -> None:
-    code = "import sys, amp_core.recorder; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, halfserve.amp_core.recorder; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

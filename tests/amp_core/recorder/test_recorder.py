@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from amp_core import GradScaler, autocast
-from amp_core.recorder import Record, Recorder
+from halfserve import GradScaler, autocast
+from halfserve.amp_core.recorder import Record, Recorder
 from tests.amp_core.recorder.recording import Block, ops, the
 
 

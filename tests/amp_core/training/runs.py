@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # (torch does not list what it exports)
 
-import halfserve
-from amp_core.checkpoint import load_checkpoint
-from amp_core.training.settings import TrainingSettings
-from amp_core.training.train import Progress, train
+from halfserve import cli
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.training.settings import TrainingSettings
+from halfserve.amp_core.training.train import Progress, train
 from tests.amp_core.tiny_task import HERE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Forks of a process that has loaded torch already, and has run nothing: a new one starts within milliseconds.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["amp_core.cli", "torch.utils.tensorboard", "torch._dynamo", HERE])
+_FORKS.set_forkserver_preload(["halfserve.amp_core.cli", "torch.utils.tensorboard", "torch._dynamo", HERE])
 
 
 def settings(out: Path, **changes: Any) -> TrainingSettings:
@@ -148,4 +148,4 @@ def _halfserve(files: tuple[Path, Path], words: list[str], environment: dict[str
         stream.flush()
         with file.open("w") as target:
             os.dup2(target.fileno(), stream.fileno())
-    halfserve.main(words)
+    cli.main(words)

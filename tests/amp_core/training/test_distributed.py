@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from amp_core.checkpoint import load_checkpoint
-from amp_core.training.components import training_device
-from amp_core.training.distributed import World, joined_world
-from amp_core.training.settings import TrainingError
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.training.components import training_device
+from halfserve.amp_core.training.distributed import World, joined_world
+from halfserve.amp_core.training.settings import TrainingError
 from tests.amp_core.tiny_task import ANNOUNCEMENT, data
 from tests.amp_core.training.runs import Halfserve, command, steps, together
 
@@ -224,11 +224,12 @@ def fresh_pair(port: int, program: str, *words: str) -> list[subprocess.Complete
 
 
 HALFSERVE = """
-import atexit, pathlib, sys, halfserve
+import atexit, pathlib, sys
+from halfserve.cli import main
 def ends(): print("the interpreter ends, and gloo has", [n for n in names() if "gloo" in n])
 def names(): return [(thread / "comm").read_text().strip() for thread in pathlib.Path("/proc/self/task").iterdir()]
 atexit.register(ends)
-halfserve.main(sys.argv[1:])
+main(sys.argv[1:])
 """
 
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 import pytest
 
-from amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.checkpoint import load_checkpoint
 from tests.amp_core.tiny_task import ANNOUNCEMENT
 from tests.amp_core.training.runs import Halfserve, assert_same_run, command, log, together
 

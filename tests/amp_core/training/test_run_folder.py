@@ -16,12 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from amp_core import recorder
-from amp_core.checkpoint import load_checkpoint
-from amp_core.factory import FactoryError
-from amp_core.training.run_folder import Curves, locked_folder
-from amp_core.training.settings import TrainingError
-from amp_core.training.train import Progress, train
+from halfserve.amp_core import recorder
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.factory import FactoryError
+from halfserve.amp_core.training.run_folder import Curves, locked_folder
+from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.train import Progress, train
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import Halfserve, assert_same_run, assert_same_weights, command, killed_in, log, settings
 
@@ -181,7 +181,7 @@ def test_recording_changes_nothing_and_is_kept(tmp_path: Path) -> None:
 IN_A_NEW_PROCESS = """
 import sys
 from pathlib import Path
-from amp_core.training.train import train
+from halfserve.amp_core.training.train import train
 from tests.amp_core.training.runs import settings
 
 for name, every in (("first", 5), ("second", 5), ("unrecorded", 0)):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core.checkpoint import load_checkpoint
-from amp_core.training.divergence import diagnose, is_finite
-from amp_core.training.run import TrainingRun
-from amp_core.training.settings import TrainingError
-from amp_core.training.step import ALONE, RunningStatistics, evaluate
-from amp_core.training.train import train
+from halfserve.amp_core.checkpoint import load_checkpoint
+from halfserve.amp_core.training.divergence import diagnose, is_finite
+from halfserve.amp_core.training.run import TrainingRun
+from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.step import ALONE, RunningStatistics, evaluate
+from halfserve.amp_core.training.train import train
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import assert_same_weights, settings, steps
 

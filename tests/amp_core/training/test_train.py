@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core.checkpoint import CheckpointError, load_checkpoint
-from amp_core.data import DataError
-from amp_core.factory import FactoryError
-from amp_core.policy import PolicyError
-from amp_core.training.components import warmup_and_cosine
-from amp_core.training.settings import TrainingError
-from amp_core.training.train import TrainingResult, train
+from halfserve.amp_core.checkpoint import CheckpointError, load_checkpoint
+from halfserve.amp_core.data import DataError
+from halfserve.amp_core.factory import FactoryError
+from halfserve.amp_core.policy import PolicyError
+from halfserve.amp_core.training.components import warmup_and_cosine
+from halfserve.amp_core.training.settings import TrainingError
+from halfserve.amp_core.training.train import TrainingResult, train
 from tests.amp_core.several_inputs import HERE as SEVERAL
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import assert_same_run, assert_same_weights, killed_in, log, settings, together

@@ -15,8 +15,8 @@ import pytest
 from onnx import numpy_helper
 from rich.console import Console
 
-from export.certificate.budget import Budget, Figures, adversarial_violations, violations
-from export.certificate.certificate import (
+from halfserve.export.certificate.budget import Budget, Figures, adversarial_violations, violations
+from halfserve.export.certificate.certificate import (
     Accuracy,
     AdversarialVerdict,
     Certificate,
@@ -25,13 +25,13 @@ from export.certificate.certificate import (
     Risk,
     read_certificate,
 )
-from export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
-from export.certificate.html import certificate_page
-from export.certificate.table import certificate_table
-from export.errors import ExportError, UsageError
-from export.onnx_files.model_file import open_model, serialize
-from export.verification.metrics import compare
-from export.verification.samples import Array
+from halfserve.export.certificate.embed import KEY, check_embedded, embed, embed_in_file, graph_sha256
+from halfserve.export.certificate.html import certificate_page
+from halfserve.export.certificate.table import certificate_table
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.onnx_files.model_file import open_model, serialize
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.samples import Array
 from tests.export.stored_models import sums
 
 Certify = Callable[[onnx.ModelProto], Certificate]

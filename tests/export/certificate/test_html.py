@@ -9,11 +9,18 @@ import numpy as np
 import onnx
 import pytest
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import Accuracy, AdversarialVerdict, Certificate, LevelVerdict, OutputVerdict, Risk
-from export.certificate.html import certificate_page
-from export.verification.judging import plot_of
-from export.verification.metrics import compare
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import (
+    Accuracy,
+    AdversarialVerdict,
+    Certificate,
+    LevelVerdict,
+    OutputVerdict,
+    Risk,
+)
+from halfserve.export.certificate.html import certificate_page
+from halfserve.export.verification.judging import plot_of
+from halfserve.export.verification.metrics import compare
 
 EVIL = "<script>alert('\"&')</script>[/b]\x00\x1b\ud800"
 NAMESPACE = "{http://www.w3.org/1999/xhtml}"

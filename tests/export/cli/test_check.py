@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import halfserve
-from amp_core.checkpoint import Checkpoint, save_checkpoint
+from halfserve import cli
+from halfserve.amp_core.checkpoint import Checkpoint, save_checkpoint
 from tests.export.dtype_check.pairs import command_line, factories
 
 PAIRS = command_line.__name__
@@ -14,13 +14,13 @@ PAIRS = command_line.__name__
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = halfserve.Stage(module="export.cli.check", function="check", help="Find what leaves float16.", extra="export")
-    monkeypatch.setitem(halfserve.STAGES, "check", stage)
+    stage = cli.Stage(module="halfserve.export.cli.check", function="check", help="Find what leaves float16.", extra="export")
+    monkeypatch.setitem(cli.STAGES, "check", stage)
 
 
 def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as exited:
-        halfserve.main(["check", *(str(argument) for argument in arguments)])
+        cli.main(["check", *(str(argument) for argument in arguments)])
     return exited.value.code if isinstance(exited.value.code, int) else 0
 
 

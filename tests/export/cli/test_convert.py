@@ -14,12 +14,12 @@ import typer
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner, Result
 
-from export.certificate.certificate import BudgetExceeded, read_certificate
-from export.certificate.embed import check_embedded
-from export.cli.convert import EXIT_CODES, convert
-from export.errors import ExportError
-from export.file_conversion import SearchFailed
-from export.onnx_files.model_file import LARGE_BYTES, open_model
+from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
+from halfserve.export.certificate.embed import check_embedded
+from halfserve.export.cli.convert import EXIT_CODES, convert
+from halfserve.export.errors import ExportError
+from halfserve.export.file_conversion import SearchFailed
+from halfserve.export.onnx_files.model_file import LARGE_BYTES, open_model
 from tests.export.onnx_fp16.models import parse
 from tests.export.stored_models import in_one_file, sums, with_data_files
 
@@ -359,7 +359,7 @@ def test_a_circle_of_links_is_no_place_to_write_to(run: Run) -> None:
 
 def test_converting_without_verification_does_not_import_torch(run: Run) -> None:
     program = (
-        "import sys; from pathlib import Path; from export.cli.convert import convert\n"
+        "import sys; from pathlib import Path; from halfserve.export.cli.convert import convert\n"
         "convert(Path('in.onnx'), Path('out.onnx'), verify=False); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

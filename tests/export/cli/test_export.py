@@ -7,12 +7,12 @@ from pathlib import Path
 import onnx
 import pytest
 
-import halfserve
-from amp_core.checkpoint import Checkpoint, save_checkpoint
-from amp_core.factory import call_factory
-from amp_core.training.train import train
-from export.certificate.certificate import read_certificate
-from export.checkpoint_pipeline import model_name
+from halfserve import cli
+from halfserve.amp_core.checkpoint import Checkpoint, save_checkpoint
+from halfserve.amp_core.factory import call_factory
+from halfserve.amp_core.training.train import train
+from halfserve.export.certificate.certificate import read_certificate
+from halfserve.export.checkpoint_pipeline import model_name
 from tests.amp_core.several_inputs import HERE
 from tests.amp_core.training.runs import settings
 
@@ -47,7 +47,7 @@ def save(tmp_path: Path) -> Save:
 
 def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as exited:
-        halfserve.main(["export", *(str(argument) for argument in arguments)])
+        cli.main(["export", *(str(argument) for argument in arguments)])
     return exited.value.code if isinstance(exited.value.code, int) else 0
 
 
@@ -211,7 +211,7 @@ def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: p
 @pytest.mark.parametrize(
     ("factory", "name"),
     [
-        ("examples.digits.model:model", "digits"),
+        ("halfserve.examples.digits.model:model", "digits"),
         ("resnet:build", "resnet"),
         ("model:tagger", "tagger"),
         ("shop.models.ranking_v2:make", "ranking_v2"),
@@ -230,7 +230,7 @@ def test_an_empty_name_is_no_name(save: Save, tmp_path: Path, capfd: pytest.Capt
 
 def run_command(*arguments: object) -> int:
     with pytest.raises(SystemExit) as exited:
-        halfserve.main([str(argument) for argument in arguments])
+        cli.main([str(argument) for argument in arguments])
     return exited.value.code if isinstance(exited.value.code, int) else 0
 
 

@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from export.cli.options import load_samples
-from export.errors import ExportError
-from export.onnx_files.model_file import ModelFile, open_model
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import ModelFile, open_model
+from halfserve.export.verification.samples import load_samples
 from tests.export.stored_models import sums
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from export.cli.output import SHOWN, ProgressLines, conversion_table, progress_on
-from export.onnx_fp16.report import ConversionReport, KeptNode, Repair, TensorLedger
-from export.weight_ledger import Ledger
+from halfserve.export.cli.output import SHOWN, ProgressLines, conversion_table, progress_on
+from halfserve.export.onnx_fp16.report import ConversionReport, KeptNode, Repair, TensorLedger
+from halfserve.export.weight_ledger import Ledger
 
 
 def printed(report: ConversionReport, **settings: Any) -> str:

@@ -14,10 +14,10 @@ import typer
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
-from export.certificate.certificate import BudgetExceeded, read_certificate
-from export.cli.convert import convert
-from export.onnx_files.model_file import open_model
-from export.verification.verify import verify
+from halfserve.export.certificate.certificate import BudgetExceeded, read_certificate
+from halfserve.export.cli.convert import convert
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.verification.verify import verify
 
 WIDTH = 8
 

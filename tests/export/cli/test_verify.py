@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import parser
 
-import halfserve
-from export.certificate.certificate import read_certificate
-from export.onnx_files.model_file import serialize
-from export.verification.samples import Array
+from halfserve import cli
+from halfserve.export.certificate.certificate import read_certificate
+from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.verification.samples import Array
 
 NET = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -21,8 +21,8 @@ g (T[batch,width] x) => (T[batch,width] y) { a = Mul(x, x)  y = Sqrt(a) }
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = halfserve.Stage(module="export.cli.verify", function="verify", help="Compare two models.", extra="export")
-    monkeypatch.setitem(halfserve.STAGES, "verify", stage)
+    stage = cli.Stage(module="halfserve.export.cli.verify", function="verify", help="Compare two models.", extra="export")
+    monkeypatch.setitem(cli.STAGES, "verify", stage)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def samples(tmp_path: Path) -> Path:
 
 def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as exited:
-        halfserve.main(["verify", *(str(argument) for argument in arguments)])
+        cli.main(["verify", *(str(argument) for argument in arguments)])
     return exited.value.code if isinstance(exited.value.code, int) else 0
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.dtype_check.finder import find_dtype_leaks
+from halfserve.export.dtype_check.finder import find_dtype_leaks
 
 IDS = torch.tensor([[1, 5, 7, 2, 0, 3], [4, 4, 8, 9, 6, 0]])
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

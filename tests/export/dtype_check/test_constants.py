@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from export.dtype_check.constants import NOTABLE_ERROR
-from export.dtype_check.finder import find_dtype_leaks
-from export.dtype_check.findings import LeakReport
-from export.weight_ledger import FP16_OVERFLOW
+from halfserve.export.dtype_check.constants import NOTABLE_ERROR
+from halfserve.export.dtype_check.finder import find_dtype_leaks
+from halfserve.export.dtype_check.findings import LeakReport
+from halfserve.export.weight_ledger import FP16_OVERFLOW
 
 
 class Adding(nn.Module):

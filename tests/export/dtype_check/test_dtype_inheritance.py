@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from export.dtype_check import dtype_inheritance as inherit
-from export.to_onnx.export_onnx import export_onnx, serialize
+from halfserve.export.dtype_check import dtype_inheritance as inherit
+from halfserve.export.to_onnx.export_onnx import export_onnx, serialize
 from tests.export.stored_models import open_session, run_session
 
 Maker: TypeAlias = Callable[[Tensor], Tensor]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from export.dtype_check.finder import find_dtype_leaks
-from export.dtype_check.findings import KINDS, LeakReport
-from export.errors import ExportError
+from halfserve.export.dtype_check.finder import find_dtype_leaks
+from halfserve.export.dtype_check.findings import KINDS, LeakReport
+from halfserve.export.errors import ExportError
 from tests.export.dtype_check.pairs.cases import CASES
 from tests.export.dtype_check.pairs.factories import Factory, FactoryMended
 from tests.export.dtype_check.pairs.held import Complex, Turn

@@ -4,8 +4,8 @@ import json
 
 from rich.console import Console
 
-from export.dtype_check.findings import Finding, FindingLog, LeakReport, leak_table, totals
-from export.dtype_check.source_lines import SourceLine
+from halfserve.export.dtype_check.findings import Finding, FindingLog, LeakReport, leak_table, totals
+from halfserve.export.dtype_check.source_lines import SourceLine
 
 HERE = SourceLine(__file__, 1)
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from export.dtype_check.dtype_inheritance import new_arange, new_linspace
-from export.dtype_check.inherit_dtype import inherit_dtype
-from export.to_onnx.export_onnx import export_onnx, serialize
+from halfserve.export.dtype_check.dtype_inheritance import new_arange, new_linspace
+from halfserve.export.dtype_check.inherit_dtype import inherit_dtype
+from halfserve.export.to_onnx.export_onnx import export_onnx, serialize
 from tests.export.stored_models import open_session, run_session
 
 HALF = torch.float16

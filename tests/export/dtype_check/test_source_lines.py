@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from export.dtype_check.source_lines import SourceLine, SourceLocator, assigned_at, autocast_region
+from halfserve.export.dtype_check.source_lines import SourceLine, SourceLocator, assigned_at, autocast_region
 from tests.export.dtype_check.pairs.held import Attribute
 
 

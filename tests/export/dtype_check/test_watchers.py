@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from export.dtype_check.findings import FindingLog
-from export.dtype_check.source_lines import SourceLocator
-from export.dtype_check.watched_run import Operation
-from export.dtype_check.watchers import HalfWatcher
+from halfserve.export.dtype_check.findings import FindingLog
+from halfserve.export.dtype_check.source_lines import SourceLocator
+from halfserve.export.dtype_check.watched_run import Operation
+from halfserve.export.dtype_check.watchers import HalfWatcher
 
 add: Any = torch.ops.aten.add.Tensor
 

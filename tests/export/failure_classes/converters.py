@@ -19,8 +19,8 @@ from benchmarks.converters.cases import Value
 from benchmarks.converters.closeness import difference
 from benchmarks.converters.io_types import wrong_io_type
 from benchmarks.converters.runtime import Session, rounded
-from export.onnx_fp16.convert import convert_float_to_float16
-from export.verification.simulation import round_every_node
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.verification.simulation import round_every_node
 
 float16: Any = importlib.import_module("onnxconverter_common.float16")  # it has no types
 Convert: TypeAlias = Callable[[onnx.ModelProto], onnx.ModelProto]

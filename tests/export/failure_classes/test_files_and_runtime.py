@@ -28,7 +28,7 @@ onnx.save(convert_float_to_float16(onnx.load(source), keep_io_types=True), targe
 """,
     "ours": """
 from pathlib import Path
-from export.onnx_fp16.convert import convert_file
+from halfserve.export.onnx_fp16.convert import convert_file
 convert_file(Path(source), Path(target))
 """,
 }

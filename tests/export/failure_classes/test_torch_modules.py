@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.half_module.to_half import to_half
+from halfserve.export.half_module.to_half import to_half
 
 Halve = Callable[[nn.Module], nn.Module]
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir
 import pytest
 
-from export.onnx_fp16.convert import convert
+from halfserve.export.onnx_fp16.convert import convert
 from tests.export.failure_classes.converters import Converter, both, normal, parse
 
 # Class 1: BatchNorm statistics and weights over 65504, which others clamp without a word.

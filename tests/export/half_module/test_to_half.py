@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_core.policy import Policy
-from export.errors import ExportError
-from export.half_module.report import TensorDecision
-from export.half_module.tensors import ledger_of
-from export.half_module.to_half import to_half
-from export.weight_ledger import Ledger
+from halfserve.amp_core.policy import Policy
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.report import TensorDecision
+from halfserve.export.half_module.tensors import ledger_of
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.weight_ledger import Ledger
 from tests.export import models
 
 

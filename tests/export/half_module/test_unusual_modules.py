@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_core.policy import Policy
-from amp_core.recorder import Record, Recorder
-from export.errors import ExportError
-from export.half_module.to_half import to_half
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record, Recorder
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.to_half import to_half
 
 
 class Plain(nn.Module):

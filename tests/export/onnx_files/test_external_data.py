@@ -9,8 +9,8 @@ import onnx
 import onnx_ir
 import pytest
 
-from export.errors import ExportError
-from export.onnx_files.external_data import FileTensor, data_files, external_tensors, stored_at
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import FileTensor, data_files, external_tensors, stored_at
 from tests.export.stored_models import sums, with_data_files
 
 Refer = Callable[..., onnx.TensorProto]

@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, parser
 
-from export.errors import ExportError
-from export.onnx_files.model_checks import no_model, require_sound, require_sound_graphs, require_whole_tensors
-from export.onnx_files.model_file import open_model
-from export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_checks import no_model, require_sound, require_sound_graphs, require_whole_tensors
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from tests.export.stored_models import in_one_file, sums, with_a_body, with_data_files
 
 

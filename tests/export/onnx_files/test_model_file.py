@@ -14,9 +14,9 @@ import onnx_ir
 import pytest
 from onnx import numpy_helper
 
-from export.errors import ExportError
-from export.onnx_files.external_data import FileTensor
-from export.onnx_files.model_file import format_opset, load_model, open_model, serialize
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import FileTensor
+from halfserve.export.onnx_files.model_file import format_opset, load_model, open_model, serialize
 from tests.export.stored_models import in_one_file, sums, with_a_body, with_data_files
 
 
@@ -183,7 +183,8 @@ def test_a_model_of_over_2_gib_opens_and_says_what_cannot_be_done_with_it(tmp_pa
 
 
 def test_opening_models_does_not_import_torch() -> None:
-    program = "import sys, export.onnx_files.model_file, export.onnx_files.model_writer; sys.exit('torch' in sys.modules)"
+    imports = "import sys, halfserve.export.onnx_files.model_file, halfserve.export.onnx_files.model_writer"
+    program = f"{imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -14,10 +14,10 @@ import onnx_ir
 import onnxruntime
 import pytest
 
-from export.errors import ExportError
-from export.onnx_files.external_data import detached
-from export.onnx_files.model_file import open_model, serialize
-from export.onnx_files.model_writer import (
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.external_data import detached
+from halfserve.export.onnx_files.model_file import open_model, serialize
+from halfserve.export.onnx_files.model_writer import (
     staged_model,
     superseded_files,
     waiting_file,
@@ -25,7 +25,7 @@ from export.onnx_files.model_writer import (
     write_padded,
     write_tensor,
 )
-from protos.atomic_files import synced, write_and_sync
+from halfserve.protos.atomic_files import synced, write_and_sync
 from tests.export.stored_models import in_one_file, sums, with_a_body, with_data_files
 
 Tree = Callable[[], list[str]]
@@ -221,9 +221,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(external: str, tmp_path: Pat
     in_one_file(sums(8, 1 << 16), tmp_path / "in.onnx")
     program = textwrap.dedent("""
         import resource, sys
-        from export.errors import ExportError
-        from export.onnx_files.model_file import open_model
-        from export.onnx_files.model_writer import staged_model
+        from halfserve.export.errors import ExportError
+        from halfserve.export.onnx_files.model_file import open_model
+        from halfserve.export.onnx_files.model_writer import staged_model
         model = open_model(sys.argv[1]).to_ir()
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))  # the largest file that may be written
         try:

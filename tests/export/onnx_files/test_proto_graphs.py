@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import helper, numpy_helper
 
-from export.onnx_files.proto_graphs import all_graphs, all_nodes
-from protos.onnx_tensors import all_tensors
+from halfserve.export.onnx_files.proto_graphs import all_graphs, all_nodes
+from halfserve.protos.onnx_tensors import all_tensors
 from tests.export.stored_models import sums, with_a_body
 
 

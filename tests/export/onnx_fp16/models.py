@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 from benchmarks.converters.cases import Case
 from benchmarks.converters.judge import Verdict, judge
 from benchmarks.converters.runtime import Session
-from export.onnx_fp16.convert import convert
-from export.onnx_fp16.report import ConversionReport
+from halfserve.export.onnx_fp16.convert import convert
+from halfserve.export.onnx_fp16.report import ConversionReport
 
 FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 CLEAN = Verdict(ok=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.converters.crash_pool import Crash, CrashPool
 from benchmarks.converters.judge import Case, Verdict, cases, judge, judgeable
-from export.onnx_fp16.convert import convert, convert_float_to_float16
-from export.onnx_fp16.settings import CONVERTED
+from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
+from halfserve.export.onnx_fp16.settings import CONVERTED
 from tests.export.onnx_fp16.models import judged, normal, parse, run
 
 # Random graphs: whatever they are, the conversion is clean, the same each time, and done once.

@@ -10,9 +10,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from export.errors import ExportError
-from export.onnx_files.model_file import open_model
-from export.onnx_fp16.convert import convert_file, convert_float_to_float16, staged_conversion
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.onnx_fp16.convert import convert_file, convert_float_to_float16, staged_conversion
 from tests.export.onnx_fp16.models import FLOAT, FLOAT16, assert_clean_both_ways, halve, judged, normal, ops, parse, run, types
 from tests.export.stored_models import in_one_file, sums, with_data_files
 
@@ -333,7 +333,7 @@ def test_memory_holds_about_one_tensor(data_files: int, tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import re, sys
         from pathlib import Path
-        from export.onnx_fp16.convert import convert_file
+        from halfserve.export.onnx_fp16.convert import convert_file
         def peak():
             return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
         convert_file(sys.argv[1], sys.argv[2])  # a small one first: what it imports and allocates is no part of the question

@@ -11,9 +11,9 @@ import onnx_ir
 import pytest
 from onnx import TensorProto
 
-from export.errors import ExportError
-from export.onnx_files.model_file import open_model
-from export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.onnx_fp16.convert import convert, convert_file, convert_float_to_float16
 from tests.export.onnx_fp16.models import halve, ops, parse, run, types
 from tests.export.stored_models import in_one_file, sums, with_data_files
 

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir
 import pytest
 
-from export.onnx_fp16.convert import convert, convert_float_to_float16
+from halfserve.export.onnx_fp16.convert import convert, convert_float_to_float16
 from tests.export.onnx_fp16.models import FLOAT, halve, normal, ops, parse, reasons, types
 
 
@@ -80,7 +80,7 @@ def test_torch_is_not_needed(model: onnx.ModelProto, tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "m.onnx")
     script = """
         import sys
-        from export.onnx_fp16.convert import convert_float_to_float16
+        from halfserve.export.onnx_fp16.convert import convert_float_to_float16
         convert_float_to_float16(sys.argv[1])
         assert not {"torch", "onnxruntime"} & set(sys.modules), "imported"
         """

@@ -8,11 +8,11 @@ import onnx
 import pytest
 
 from benchmarks.converters.runtime import Session
-from export.onnx_fp16.planning import decisions as rules
-from export.onnx_fp16.planning.exact_arithmetic import ADDEND_REASON
-from export.onnx_fp16.planning.quantization import BETWEEN_REASON, BIAS_REASON, CONCAT_REASON
-from export.verification.metrics import compare
-from export.verification.simulation import round_every_node
+from halfserve.export.onnx_fp16.planning import decisions as rules
+from halfserve.export.onnx_fp16.planning.exact_arithmetic import ADDEND_REASON
+from halfserve.export.onnx_fp16.planning.quantization import BETWEEN_REASON, BIAS_REASON, CONCAT_REASON
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import assert_clean_both_ways, halve, judged, normal, parse, reasons
 
 LEVELS = ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"]

@@ -11,9 +11,9 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
-from export.errors import ExportError
-from export.onnx_files.model_file import open_model
-from export.placement.audit import CPU, Placement, audit_placement, find_islands, placement_lines, placement_table
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.placement.audit import CPU, Placement, audit_placement, find_islands, placement_lines, placement_table
 from tests.export.placement.half_models import half_model
 from tests.export.stored_models import sums, with_a_body, with_data_files
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from onnx import TensorProto, helper
 
-from export.placement.cuda_kernels import Kernel, cuda_kernels, format_table, parse_table, predict_cuda, registry_of
+from halfserve.export.placement.cuda_kernels import Kernel, cuda_kernels, format_table, parse_table, predict_cuda, registry_of
 from tests.export.placement.half_models import half_model, one_node
 from tests.export.stored_models import sums, with_a_body
 

@@ -4,9 +4,9 @@ import onnx
 import pytest
 from google.protobuf import text_format
 
-from export.errors import ExportError
-from export.repository.model_config import config_for, read_config, require_agreement, write_config
-from protos.model_config_pb2 import TYPE_FP16, ModelConfig
+from halfserve.export.errors import ExportError
+from halfserve.export.repository.model_config import config_for, read_config, require_agreement, write_config
+from halfserve.protos.model_config_pb2 import TYPE_FP16, ModelConfig
 from tests.export.stored_models import chain
 
 

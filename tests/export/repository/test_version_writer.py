@@ -16,13 +16,13 @@ import onnxruntime
 import pytest
 from google.protobuf import text_format
 
-from export.certificate.certificate import Certificate, read_certificate
-from export.errors import ExportError
-from export.onnx_files.model_file import open_model
-from export.repository.version_writer import FP32_TWIN, write_model_version
-from export.to_onnx.export_onnx import serialize
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.repository.model_repository import find_models
+from halfserve.export.certificate.certificate import Certificate, read_certificate
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import open_model
+from halfserve.export.repository.version_writer import FP32_TWIN, write_model_version
+from halfserve.export.to_onnx.export_onnx import serialize
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.repository.model_repository import find_models
 from tests.export.stored_models import chain, in_one_file, sums, with_data_files
 
 Certify = Callable[[onnx.ModelProto], Certificate]
@@ -282,9 +282,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, certify: Certify) -> None:
         import resource, sys
         from pathlib import Path
         import numpy as np
-        from export.certificate.certificate import read_certificate
-        from export.errors import ExportError
-        from export.repository.version_writer import write_model_version
+        from halfserve.export.certificate.certificate import read_certificate
+        from halfserve.export.errors import ExportError
+        from halfserve.export.repository.version_writer import write_model_version
         from tests.export.stored_models import sums
         certificate = read_certificate(Path(sys.argv[2]).read_bytes())
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # room for the fp16 model, not for its twin

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from export.verification.samples import Array
+from halfserve.export.verification.samples import Array
 
 WIDTH = 8
 

@@ -4,12 +4,12 @@ import numpy as np
 import onnx
 import pytest
 
-from export.errors import ExportError
-from export.onnx_fp16.settings import Settings
-from export.search.error_attribution import RoundingErrors, measure, with_where
-from export.search.instrumented_graph import BROKEN
-from export.search.searched_model import searched_model
-from export.verification.samples import Array
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_fp16.settings import Settings
+from halfserve.export.search.error_attribution import RoundingErrors, measure, with_where
+from halfserve.export.search.instrumented_graph import BROKEN
+from halfserve.export.search.searched_model import searched_model
+from halfserve.export.verification.samples import Array
 from tests.export.search.nets import Net, samples
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from export.search.narrowing import OutOfRunsError, minimized, smallest_passing_prefix
+from halfserve.export.search.narrowing import OutOfRunsError, minimized, smallest_passing_prefix
 
 Members = st.sets(st.integers(0, 199), max_size=12)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_core.recorder import Entry, Magnitudes, Record
-from export.certificate.budget import Budget
-from export.onnx_fp16.convert import convert
-from export.onnx_fp16.settings import Settings
-from export.search.searched_model import searched_model
-from export.search.smallest_fp32_set import find_fp32_nodes, seeds_of
-from export.to_onnx.export_onnx import export_onnx
+from halfserve.amp_core.recorder import Entry, Magnitudes, Record
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.onnx_fp16.convert import convert
+from halfserve.export.onnx_fp16.settings import Settings
+from halfserve.export.search.searched_model import searched_model
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes, seeds_of
+from halfserve.export.to_onnx.export_onnx import export_onnx
 from tests.export.onnx_fp16.models import normal, parse
 from tests.export.search.nets import Net, planted, samples
 

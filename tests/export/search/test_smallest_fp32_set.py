@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from export.certificate.budget import Budget
-from export.errors import ExportError, UsageError
-from export.onnx_fp16.convert import convert
-from export.search.result import SearchResult
-from export.search.smallest_fp32_set import find_fp32_nodes
-from export.verification.metrics import compare
-from export.verification.simulation import round_every_node
-from export.verification.verify import verify
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.onnx_fp16.convert import convert
+from halfserve.export.search.result import SearchResult
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.simulation import round_every_node
+from halfserve.export.verification.verify import verify
 from tests.export.onnx_fp16.models import parse
 from tests.export.search.nets import Net, planted, samples
 
@@ -398,6 +398,8 @@ def test_empty_outputs_are_explained() -> None:
 
 
 def test_the_search_does_not_import_torch() -> None:
-    code = "import sys, export.search.smallest_fp32_set, export.search.result; print('torch' in sys.modules)"
+    code = (
+        "import sys, halfserve.export.search.smallest_fp32_set, halfserve.export.search.result; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "False\n", done.stderr

@@ -11,8 +11,8 @@ import onnxruntime as ort
 import torch
 from torch import Tensor, nn
 
-from export.onnx_files.model_file import serialize
-from export.to_onnx.forward_call import named_tensors
+from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.to_onnx.forward_call import named_tensors
 
 
 def session(model: onnx.ModelProto | str) -> Any:

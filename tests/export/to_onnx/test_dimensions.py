@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from export.errors import ExportError
-from export.to_onnx.export_onnx import export_onnx
+from halfserve.export.errors import ExportError
+from halfserve.export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, session
 
 

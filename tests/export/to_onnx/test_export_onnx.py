@@ -10,10 +10,10 @@ import torch
 from onnx import TensorProto
 from torch import Tensor, nn
 
-from amp_core.policy import Policy
-from export.errors import ExportError
-from export.half_module.to_half import to_half
-from export.to_onnx.export_onnx import export_onnx, serialize
+from halfserve.amp_core.policy import Policy
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.to_onnx.export_onnx import export_onnx, serialize
 from tests.export import models
 from tests.export.to_onnx.answers import difference, fed, session
 
@@ -101,8 +101,8 @@ def test_a_sum_in_float16_is_an_output_in_float16() -> None:
 @pytest.mark.long
 def test_the_same_module_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     program = (
-        "import sys, torch; from tests.export import models; from export.half_module.to_half import to_half; "
-        "from export.to_onnx.export_onnx import export_onnx; "
+        "import sys, torch; from tests.export import models; from halfserve.export.half_module.to_half import to_half; "
+        "from halfserve.export.to_onnx.export_onnx import export_onnx; "
         "export_onnx(to_half(models.cnn()).module, torch.rand(2, 1, 8, 8).half(), sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "other.onnx")], check=True, capture_output=True)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from export.half_module.to_half import to_half
-from export.to_onnx.export_onnx import export_onnx
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, halved, session
 from tests.export.to_onnx.families import FAMILIES, resized
 

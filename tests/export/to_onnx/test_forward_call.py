@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export import export_module, export_onnx, find_dtype_leaks, to_half
-from export.errors import ExportError
-from export.to_onnx.forward_call import call_of, named_tensors
+from halfserve import export_module, export_onnx, find_dtype_leaks, to_half
+from halfserve.export.errors import ExportError
+from halfserve.export.to_onnx.forward_call import call_of, named_tensors
 
 
 class Many(nn.Module):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from amp_core.calling import without_fast_path
-from export.errors import ExportError
-from export.half_module.to_half import to_half
-from export.onnx_fp16.convert import convert_float_to_float16
-from export.to_onnx.export_onnx import export_onnx
-from export.verification.simulation import round_every_node
-from export.verification.verify import verify
+from halfserve.amp_core.calling import without_fast_path
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.verification.simulation import round_every_node
+from halfserve.export.verification.verify import verify
 from tests.export.to_onnx.answers import difference, halved, session
 
 

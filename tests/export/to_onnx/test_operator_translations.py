@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.errors import ExportError
-from export.half_module.to_half import to_half
-from export.to_onnx.export_onnx import export_onnx
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, fed, session
 
 PLACES = torch.tensor([[0, 0, 2], [1, 0, 0]])

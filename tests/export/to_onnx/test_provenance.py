@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from export.to_onnx import provenance
-from export.to_onnx.export_onnx import export_onnx
-from export.to_onnx.provenance import MODULE, OP, SOURCE
+from halfserve.export.to_onnx import provenance
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.to_onnx.provenance import MODULE, OP, SOURCE
 from tests.export import models
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.to_onnx.export_onnx import export_onnx
+from halfserve.export.to_onnx.export_onnx import export_onnx
 from tests.export.to_onnx.answers import difference, session
 
 

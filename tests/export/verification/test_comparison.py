@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import BudgetExceeded, Certificate
-from export.search.smallest_fp32_set import find_fp32_nodes
-from export.verification.comparison import rounded_to_half
-from export.verification.samples import Array
-from export.verification.verify import verify
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
+from halfserve.export.verification.comparison import rounded_to_half
+from halfserve.export.verification.samples import Array
+from halfserve.export.verification.verify import verify
 
 ROWS = 108
 NEAR = "output 'y' (rounded): agreement 0.9815 (limit 0.9950): 2 of 108 rows differ (and 1 more over budget)"

@@ -9,13 +9,13 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from export.certificate.certificate import BudgetExceeded
-from export.onnx_files.model_file import serialize
-from export.onnx_fp16.convert import convert_float_to_float16
-from export.verification.executions import gpu_is_there
-from export.verification.samples import Array
-from export.verification.simulation import round_every_node
-from export.verification.verify import verify
+from halfserve.export.certificate.certificate import BudgetExceeded
+from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.verification.executions import gpu_is_there
+from halfserve.export.verification.samples import Array
+from halfserve.export.verification.simulation import round_every_node
+from halfserve.export.verification.verify import verify
 from tests.export.stored_models import open_session, run_session
 
 ENTRIES = np.random.default_rng(0).uniform(-30, 900, (3, 200, 2)).astype(np.float16)

@@ -9,14 +9,14 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
-from export.certificate.budget import Budget
-from export.errors import ExportError
-from export.onnx_files.model_file import open_model, serialize
-from export.verification.comparison import Comparison
-from export.verification.executions import RuntimeLevels, run_levels
-from export.verification.samples import inputs_of, make_feeds
-from export.verification.sandbox import CPU, CUDA, LEVELS, WORKER, Sandbox
-from export.verification.verify import verify
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import open_model, serialize
+from halfserve.export.verification.comparison import Comparison
+from halfserve.export.verification.executions import RuntimeLevels, run_levels
+from halfserve.export.verification.samples import inputs_of, make_feeds
+from halfserve.export.verification.sandbox import CPU, CUDA, LEVELS, WORKER, Sandbox
+from halfserve.export.verification.verify import verify
 
 PROGRAM = """
 import os, signal, sys, threading, runpy
@@ -161,7 +161,8 @@ def test_a_worker_whose_parent_is_killed_cleans_up_and_ends(tmp_path: Path) -> N
 
 
 def test_the_worker_and_verification_do_not_load_torch() -> None:
-    program = f"import sys, runpy, export.verification.verify; runpy.run_path({str(WORKER)!r}); print('torch' in sys.modules)"
+    imports = f"import sys, runpy, halfserve.export.verification.verify; runpy.run_path({str(WORKER)!r})"
+    program = f"{imports}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 

@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from export.errors import ExportError
-from export.onnx_files.model_file import serialize
-from export.verification.generated_samples import FACTORS, ROWS, AdversarialCase, adversarial_cases, is_mask, synthesize
-from export.verification.samples import Array, Input
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.verification.generated_samples import (
+    FACTORS,
+    ROWS,
+    AdversarialCase,
+    adversarial_cases,
+    is_mask,
+    synthesize,
+)
+from halfserve.export.verification.samples import Array, Input
 from tests.export.stored_models import open_session, run_session
 
 X = Input(name="x", elem_type=TensorProto.FLOAT16, dims=("batch", "length"))

@@ -8,17 +8,17 @@ import onnx_ir
 import pytest
 from onnx import parser
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
-from export.errors import ExportError
-from export.onnx_fp16.convert import convert
-from export.search.smallest_fp32_set import find_fp32_nodes
-from export.verification.comparison import data_dependent_values
-from export.verification.generated_samples import AdversarialCase
-from export.verification.judging import PLOT_POINTS, ComparedOutput, headroom, judge, judge_cases, plot_of
-from export.verification.metrics import compare
-from export.verification.samples import Array, Value
-from export.verification.verify import verify
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import AdversarialVerdict, BudgetExceeded, Certificate, OutputVerdict
+from halfserve.export.errors import ExportError
+from halfserve.export.onnx_fp16.convert import convert
+from halfserve.export.search.smallest_fp32_set import find_fp32_nodes
+from halfserve.export.verification.comparison import data_dependent_values
+from halfserve.export.verification.generated_samples import AdversarialCase
+from halfserve.export.verification.judging import PLOT_POINTS, ComparedOutput, headroom, judge, judge_cases, plot_of
+from halfserve.export.verification.metrics import compare
+from halfserve.export.verification.samples import Array, Value
+from halfserve.export.verification.verify import verify
 from tests.export.onnx_fp16.models import parse
 
 Y = ComparedOutput(name="y")

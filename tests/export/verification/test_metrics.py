@@ -6,10 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from export.certificate.budget import Budget, Figures, adversarial_violations, violations
-from export.verification.error_units import learned_units, recorded_units
-from export.verification.metrics import argmax_agreement, compare, compare_parts, cosine, non_finite_differences, ulp_distance
-from export.verification.samples import Array
+from halfserve.export.certificate.budget import Budget, Figures, adversarial_violations, violations
+from halfserve.export.verification.error_units import learned_units, recorded_units
+from halfserve.export.verification.metrics import (
+    argmax_agreement,
+    compare,
+    compare_parts,
+    cosine,
+    non_finite_differences,
+    ulp_distance,
+)
+from halfserve.export.verification.samples import Array
 
 halves = hnp.arrays(np.float16, st.integers(1, 20), elements=st.floats(-65504, 65504, width=16))
 tables = hnp.arrays(np.float32, st.tuples(st.integers(1, 8), st.integers(2, 6)), elements=st.floats(-100, 100, width=32))

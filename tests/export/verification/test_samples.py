@@ -8,8 +8,8 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from export.errors import ExportError
-from export.verification.samples import Array, Feeds, Input, as_array, inputs_of, make_feeds
+from halfserve.export.errors import ExportError
+from halfserve.export.verification.samples import Array, Feeds, Input, as_array, inputs_of, make_feeds
 
 FLOAT, HALF, INT, BOOL, TEXT = (
     TensorProto.FLOAT,

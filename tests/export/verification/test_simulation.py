@@ -9,13 +9,13 @@ import torch
 from onnx import numpy_helper, parser
 from torch import nn
 
-from export.certificate.certificate import BudgetExceeded, Risk
-from export.half_module.to_half import to_half
-from export.onnx_files.model_file import serialize
-from export.to_onnx.export_onnx import export_onnx
-from export.verification.samples import Array
-from export.verification.simulation import SumChecks, round_every_node, with_sum_checks
-from export.verification.verify import verify
+from halfserve.export.certificate.certificate import BudgetExceeded, Risk
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.onnx_files.model_file import serialize
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.verification.samples import Array
+from halfserve.export.verification.simulation import SumChecks, round_every_node, with_sum_checks
+from halfserve.export.verification.verify import verify
 from tests.export import models
 from tests.export.stored_models import chain, open_session, run_session
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export import ExportError, export_module
-from export.verification.torch_reference import FAST_PATH_NOTE, fast_path_note, require_batch_invariance, run_torch
+from halfserve import ExportError, export_module
+from halfserve.export.verification.torch_reference import FAST_PATH_NOTE, fast_path_note, require_batch_invariance, run_torch
 from tests.amp_core.several_inputs import Reader, padded
 
 WORDS = np.array([[3, 4, 0, 0], [5, 6, 7, 8]])

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import BudgetExceeded, Certificate
-from export.certificate.embed import graph_sha256
-from export.errors import ExportError
-from export.half_module.to_half import to_half
-from export.onnx_files.model_file import ModelFile, serialize
-from export.onnx_fp16.convert import convert_float_to_float16
-from export.to_onnx.export_onnx import export_onnx
-from export.verification import executions
-from export.verification.verify import verify
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.embed import graph_sha256
+from halfserve.export.errors import ExportError
+from halfserve.export.half_module.to_half import to_half
+from halfserve.export.onnx_files.model_file import ModelFile, serialize
+from halfserve.export.onnx_fp16.convert import convert_float_to_float16
+from halfserve.export.to_onnx.export_onnx import export_onnx
+from halfserve.export.verification import executions
+from halfserve.export.verification.verify import verify
 from tests.export import models
 from tests.export.stored_models import chain, sums
 

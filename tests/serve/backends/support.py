@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
-from serve.backends.onnx_runtime.session import OpenSession, SessionOpener
-from serve.engine.backend import DevicePlacement
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime, OnnxRuntimeBackend
+from halfserve.serve.backends.onnx_runtime.session import OpenSession, SessionOpener
+from halfserve.serve.engine.backend import DevicePlacement
 from tests.models import save_model
 
 INT64, BOOL = TensorProto.INT64, TensorProto.BOOL

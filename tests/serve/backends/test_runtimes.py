@@ -13,17 +13,17 @@ from onnx import ModelProto, TensorProto, helper
 from torch import nn
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 
-from export import export_onnx, to_half
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.runtimes import Runtimes
-from serve.engine.backend import Backend, DevicePlacement, ModelInterface
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.model import Model
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_models
-from serve.engine.tensors import ANY_SIZE, Array
+from halfserve import export_onnx, to_half
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.tensors import ANY_SIZE, Array
 from tests.models import mlp_weights, save_model
 from tests.serve.backends.support import load_backend
 from tests.serve.running_server import running_server
@@ -166,7 +166,7 @@ def test_a_file_that_is_not_there_is_named(runtimes: Runtimes, tmp_path: Path) -
 def test_a_gpu_that_is_not_there_is_refused(
     runtimes: Runtimes, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("serve.backends.onnx_runtime.session.device_count", lambda: 0)
+    monkeypatch.setattr("halfserve.serve.backends.onnx_runtime.session.device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (path,) = (folders[kind] / "mlp" / "1").iterdir()
     with pytest.raises(ModelLoadError, match="a GPU is required, but .*CUDA device 0"):

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.runtimes import Runtimes
-from serve.backends.torch_backend import TorchBackend, TorchRuntime
-from serve.backends.torch_program import written
-from serve.engine.backend import DevicePlacement, ModelInterface
-from serve.engine.config.model_config import DeclaredConfig, Defaults, complete_config
-from serve.engine.errors import InvalidArgumentError, ModelLoadError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.queueing.compute_slots import ComputeSlots
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_models
-from serve.model_control.loading import VersionLoader
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.backends.torch_backend import TorchBackend, TorchRuntime
+from halfserve.serve.backends.torch_program import written
+from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, complete_config
+from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.model_control.loading import VersionLoader
 from tests.serve.backends.torch_programs import BATCH, Mlp, Outputs, Twice, save_program
 from tests.serve.hostile_files import PICKLES, save_hostile_archive
 
@@ -240,7 +240,7 @@ def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_is_refused_in_one_line(tmp_path: Path, options: list[str], line: str) -> None:
     torch.save({"weights": torch.ones(2)}, tmp_path / "checkpoint.pt")
-    program = "import sys, halfserve; halfserve.main(['serve', '--grpc-port', '0', *sys.argv[1:]])"
+    program = "import sys; from halfserve.cli import main; main(['serve', '--grpc-port', '0', *sys.argv[1:]])"
     command = [sys.executable, "-c", program, str(tmp_path / "checkpoint.pt"), *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -250,13 +250,13 @@ def test_a_checkpoint_is_refused_in_one_line(tmp_path: Path, options: list[str],
 def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_program(tmp_path / "m.pt2", Twice(), torch.zeros(2, 1))
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "serve.backends.torch_backend")
-    with pytest.raises(ModelLoadError, match=r"'torch' is not installed; pip install 'halfserve\[train\]', or export"):
+    monkeypatch.delitem(sys.modules, "halfserve.serve.backends.torch_backend")
+    with pytest.raises(ModelLoadError, match=r"'torch' is not installed; .* pip install '.\[train\]', or export"):
         Runtimes(trust_torch_archives=True).describe(path)
 
 
 def test_onnx_models_are_served_without_torch() -> None:
-    program = "import sys, serve.backends.runtimes; sys.exit('torch' in sys.modules)"
+    program = "import sys, halfserve.serve.backends.runtimes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve.client import Client
+from halfserve import Client
 from tests.serve.running_server import RunningServer
 
 

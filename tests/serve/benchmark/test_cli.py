@@ -13,31 +13,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from halfserve import main
-from serve.benchmark import BenchmarkError, campaign, cli
-from serve.benchmark.cli import SAME_S, sigterm_as_interrupt
-from serve.benchmark.level import Level
-from serve.benchmark.load.spec import INTERRUPTED
-from serve.client import Client
-from serve.security.options import SecurityOptions
-from serve.security.roles import Role
-from serve.security.tokens import new_token
+from halfserve import Client
+from halfserve.cli import main
+from halfserve.serve.benchmark import BenchmarkError, campaign, cli
+from halfserve.serve.benchmark.cli import SAME_S, sigterm_as_interrupt
+from halfserve.serve.benchmark.level import Level
+from halfserve.serve.benchmark.load.spec import INTERRUPTED
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.tokens import new_token
 from tests.serve.benchmark.levels import level
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import Certificates, guarded_server, write_tokens
 
 TERMINATED = """
 import os, signal, sys
-from halfserve import main
-from serve.benchmark import campaign
+from halfserve.cli import main
+from halfserve.serve.benchmark import campaign
 
 campaign.measure = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 main(["bench", "mlp", "--shared-memory", "system", "--address", *sys.argv[1:]])
 """
 TERMINATED_WITH_ITS_GROUP = """
 import os, signal, sys
-from halfserve import main
-from serve.benchmark.tables import ProgressBar
+from halfserve.cli import main
+from halfserve.serve.benchmark.tables import ProgressBar
 
 signals = iter([signal.SIGTERM])
 ProgressBar.window = lambda *_: [os.killpg(0, number) for number in signals]
@@ -255,7 +255,7 @@ def test_sigterm_leaves_no_shared_memory(sharing: RunningServer) -> None:
         _, errors = terminated.communicate(timeout=60)
     assert terminated.returncode == 143, errors
     assert "Traceback" not in errors
-    assert not list(Path("/dev/shm").glob(f"halfserve-{terminated.pid}-*"))  # noqa: S108  (see serve.client.sharing)
+    assert not list(Path("/dev/shm").glob(f"halfserve-{terminated.pid}-*"))  # noqa: S108  (see halfserve.serve.client.sharing)
     with Client(sharing.address) as client:
         assert client.shared_regions() == {}
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tritonclient.utils import serialize_byte_tensor
 
-from protos import inference_pb2 as pb
-from serve.benchmark import BenchmarkError
-from serve.benchmark.comparison import ComparedLevel, compare, differences
-from serve.benchmark.level import Level, Load
-from serve.client import Client
+from halfserve import Client
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.comparison import ComparedLevel, compare, differences
+from halfserve.serve.benchmark.level import Level, Load
 from tests.serve.benchmark.levels import level
 
 LOAD = Load(concurrency=2)

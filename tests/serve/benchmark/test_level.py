@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from serve.benchmark import BenchmarkArgumentError, BenchmarkError
-from serve.benchmark.level import Level, Load, ServerTotals, parse_concurrencies, parse_rates
-from serve.benchmark.load.spec import LoadStatistics
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.benchmark import BenchmarkArgumentError, BenchmarkError
+from halfserve.serve.benchmark.level import Level, Load, ServerTotals, parse_concurrencies, parse_rates
+from halfserve.serve.benchmark.load.spec import LoadStatistics
 from tests.serve.benchmark.levels import SERVER, histogram, level, tally
 
 

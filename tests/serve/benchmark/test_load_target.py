@@ -12,17 +12,17 @@ import pytest
 import trustme
 from onnx import helper
 
-from protos import inference_pb2 as pb
-from protos.datatypes import DATATYPES
-from serve.benchmark import BenchmarkArgumentError
-from serve.benchmark.level import Load, ServerTotals
-from serve.benchmark.load.spec import LoadSpec
-from serve.benchmark.load_target import LoadTarget, RequestSettings, host_and_port
-from serve.benchmark.measurement import Measurement, measure
-from serve.client import Client, ClientError
-from serve.client.connection import ClientTls
-from serve.client.errors import DeadlineExceeded
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve import Client, ClientError
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.datatypes import DATATYPES
+from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark.level import Load, ServerTotals
+from halfserve.serve.benchmark.load.spec import LoadSpec
+from halfserve.serve.benchmark.load_target import LoadTarget, RequestSettings, host_and_port
+from halfserve.serve.benchmark.measurement import Measurement, measure
+from halfserve.serve.client.connection import Tls
+from halfserve.serve.client.errors import DeadlineExceeded
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
@@ -95,7 +95,7 @@ def test_an_encrypted_server_is_loaded_too(repository: Path, tmp_path: Path) -> 
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    options = RequestSettings(tls=ClientTls(authorities=tmp_path / "ca.pem"), metadata={"X-Caller": "tests"})
+    options = RequestSettings(tls=Tls(authorities=tmp_path / "ca.pem"), metadata={"X-Caller": "tests"})
     with running_server(lambda: load_repository(repository), partial(Nghttp2Server, tls=context)) as encrypted:
         address = f"localhost:{encrypted.address.rpartition(':')[2]}"
         with LoadTarget(address, ["mlp"], options) as target:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.benchmark import BenchmarkError
-from serve.benchmark.level import Level, Load
-from serve.benchmark.load.spec import LoadStatistics
-from serve.benchmark.measurement import Goal, best_of, is_stable, search
+from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.level import Level, Load
+from halfserve.serve.benchmark.load.spec import LoadStatistics
+from halfserve.serve.benchmark.measurement import Goal, best_of, is_stable, search
 from tests.serve.benchmark.levels import level, tally
 
 STEADY = tally([1.0] * 100)

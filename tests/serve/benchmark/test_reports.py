@@ -14,15 +14,15 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
-from serve.benchmark import BenchmarkArgumentError
-from serve.benchmark.comparison import Difference
-from serve.benchmark.level import Level, Load
-from serve.benchmark.load.spec import LoadStatistics
-from serve.benchmark.measurement import Goal
-from serve.benchmark.page import page, write_plot
-from serve.benchmark.report import BenchmarkReport, Differences, write_json
-from serve.benchmark.report_files import hdr_histogram, percentile_text, report_writers, write_csv, write_percentiles
-from serve.benchmark.tables import ProgressBar, tables
+from halfserve.serve.benchmark import BenchmarkArgumentError
+from halfserve.serve.benchmark.comparison import Difference
+from halfserve.serve.benchmark.level import Level, Load
+from halfserve.serve.benchmark.load.spec import LoadStatistics
+from halfserve.serve.benchmark.measurement import Goal
+from halfserve.serve.benchmark.page import page, write_plot
+from halfserve.serve.benchmark.report import BenchmarkReport, Differences, write_json
+from halfserve.serve.benchmark.report_files import hdr_histogram, percentile_text, report_writers, write_csv, write_percentiles
+from halfserve.serve.benchmark.tables import ProgressBar, tables
 from tests.serve.benchmark.levels import SERVER, comparison, histogram, level, report, tally
 
 

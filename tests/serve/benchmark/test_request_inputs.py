@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from protos.datatypes import BY_WIRE, DATATYPES
-from serve.benchmark import BenchmarkArgumentError, request_inputs
-from serve.benchmark.request_inputs import RequestPlan, parse_parameters, parse_shapes, random_values, zero_values
-from serve.protocol.raw_tensors import from_raw
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.datatypes import BY_WIRE, DATATYPES
+from halfserve.serve.benchmark import BenchmarkArgumentError, request_inputs
+from halfserve.serve.benchmark.request_inputs import RequestPlan, parse_parameters, parse_shapes, random_values, zero_values
+from halfserve.serve.protocol.raw_tensors import from_raw
 
 Array = np.ndarray[Any, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve.client import AsyncClient, Client
+from halfserve import AsyncClient, Client
 from tests.serve.client.scripted_server import ScriptedServer
 
 Connect = Callable[..., Client]

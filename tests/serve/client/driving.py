@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from protos import inference_pb2 as pb
-from serve.client.exchange import Exchange, Pause
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.exchange import Exchange, Pause
 
 
 def metadata(datatype: str) -> pb.ModelMetadataResponse:

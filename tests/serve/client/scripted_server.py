@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from protos import inference_pb2 as pb
+from halfserve.protos import inference_pb2 as pb
 
 
 @dataclass(frozen=True)

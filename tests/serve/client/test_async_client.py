@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client import AsyncClient, Cancelled, Client, ClientError
+from halfserve import AsyncClient, Cancelled, Client, ClientError
+from halfserve.protos import inference_pb2 as pb
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.running_server import RunningServer
 

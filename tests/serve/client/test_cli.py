@@ -14,8 +14,8 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from halfserve import main
-from protos import inference_pb2 as pb
+from halfserve.cli import main
+from halfserve.protos import inference_pb2 as pb
 from tests.serve.client.scripted_server import ScriptedServer
 from tests.serve.running_server import RunningServer
 
@@ -127,7 +127,7 @@ def test_nan_and_infinity_become_json_strings(server: RunningServer, run: Run) -
         (["models", "--config", "c.json"], 2, "--config is for one --load; give both, once"),
         (["models", "--load", "mlp", "--config", "no.json"], 2, "--config no.json: cannot be read: "),
         (["models", "--load", "\udcff"], 1, "a model's name must be text that UTF-8 can encode, not '\\udcff'"),
-        (["models", "--unload", "m", "--load", "m"], 2, "--load and --unload both name 'm'; --load alone loads a model anew"),
+        (["models", "--unload", "m", "--load", "m"], 2, "--load and --unload both name 'm'; --load alone loads a model again"),
         (["models", "--unload", "\udcff"], 1, "a model's name must be text that UTF-8 can encode, not '\\udcff'"),
         (["models", "--address", "\udcff:1"], 2, "the address must be text that UTF-8 can encode, not '\\udcff:1'"),
         (["models", "nope", "--wait", "0.05"], 1, "model 'nope' was not ready within"),

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from protos.inference_pb2 import ModelStatistics
-from protos.model_config_pb2 import ModelConfig
-from serve.client.cli.display import PipedConsole, answer_json, models_table, outputs_table, provider_of
-from serve.client.cli.models import activity_json, activity_table, snapshot_of
-from serve.client.messages import InferAnswer
+from halfserve.protos.inference_pb2 import ModelStatistics
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.client.cli.display import PipedConsole, answer_json, models_table, outputs_table, provider_of
+from halfserve.serve.client.cli.models import activity_json, activity_table, snapshot_of
+from halfserve.serve.client.messages import InferAnswer
 
 
 def answered(array: np.ndarray[Any, Any], **parameters: Any) -> InferAnswer:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client.cli.inputs import InputArgumentError, fitted_inputs, read_inputs
-from serve.client.errors import InvalidRequest
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.cli.inputs import InputArgumentError, fitted_inputs, read_inputs
+from halfserve.serve.client.errors import InvalidRequest
 
 ENDLESS = "a number has too many digits, or lists are nested too deeply"
 

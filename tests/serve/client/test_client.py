@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from protos.datatypes import DATATYPES
-from serve.client import (
+from halfserve import (
     AsyncClient,
     Cancelled,
     Client,
@@ -27,8 +25,10 @@ from serve.client import (
     RetryPolicy,
     ServerUnavailable,
 )
-from serve.client.connection import ChannelSettings
-from serve.transports.grpcio_server import GrpcioServer
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.datatypes import DATATYPES
+from halfserve.serve.client.connection import ChannelSettings
+from halfserve.serve.transports.grpcio_server import GrpcioServer
 from tests.models import mlp_weights
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import trustme
 
-from protos import inference_pb2 as pb
-from serve.client import (
+from halfserve import (
     AccessDenied,
     Client,
     ClientError,
-    ClientTls,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
     RetryPolicy,
     ServerUnavailable,
+    Tls,
 )
-from serve.client.connection import GRPC_ROOTS, bearer, checked_balancing, headers_of, parse_address
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.connection import GRPC_ROOTS, bearer, checked_balancing, headers_of, parse_address
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer
@@ -149,7 +149,7 @@ def secure(certificates: Callable[[str], Path]) -> Iterator[ScriptedServer]:
 def test_both_sides_show_their_certificates(
     secure: ScriptedServer, connect: Connect, certificates: Callable[[str], Path]
 ) -> None:
-    tls = ClientTls(
+    tls = Tls(
         authorities=certificates("authority.pem"),
         certificate=certificates("client.pem"),
         key=certificates("client.key"),
@@ -166,8 +166,8 @@ def test_the_systems_authorities_are_trusted(certificates: Callable[[str], Path]
     server.answers |= NAME
     # Another process: gRPC reads its own variable once.
     program = f"""
-from serve.client import Client, ClientTls
-print(Client("{server.address}", tls=ClientTls(server_name="localhost"), timeout_s=20).server_metadata().name)
+from halfserve import Client, Tls
+print(Client("{server.address}", tls=Tls(server_name="localhost"), timeout_s=20).server_metadata().name)
 """
     environment = {name: value for name, value in os.environ.items() if name not in {"SSL_CERT_FILE", GRPC_ROOTS}}
     environment[variable] = str(certificates("authority.pem"))
@@ -191,7 +191,7 @@ def test_an_untrusted_server_is_refused(
     server_name: str,
     text: str,
 ) -> None:
-    tls = ClientTls(**{name: certificates(file) for name, file in files.items()}, server_name=server_name)
+    tls = Tls(**{name: certificates(file) for name, file in files.items()}, server_name=server_name)
     with pytest.raises(ServerUnavailable, match=text):
         connect(secure.address, tls=tls, retries=0).server_metadata()
 
@@ -205,7 +205,7 @@ def test_a_server_that_does_not_greet_at_once_is_waited_for(connect: Connect) ->
 
 def test_tls_to_a_server_without_it(scripted: ScriptedServer, connect: Connect, certificates: Callable[[str], Path]) -> None:
     with pytest.raises(ServerUnavailable, match="does not speak TLS; connect without it"):
-        connect(scripted.address, tls=ClientTls(authorities=certificates("authority.pem"))).server_metadata()
+        connect(scripted.address, tls=Tls(authorities=certificates("authority.pem"))).server_metadata()
 
 
 @pytest.mark.parametrize(
@@ -219,13 +219,13 @@ def test_tls_to_a_server_without_it(scripted: ScriptedServer, connect: Connect, 
 )
 def test_incomplete_certificates_are_refused(certificates: Callable[[str], Path], files: dict[str, str], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
-        ClientTls(**{name: certificates(file) for name, file in files.items()})  # type: ignore[arg-type]  # (never server_name)
+        Tls(**{name: certificates(file) for name, file in files.items()})  # type: ignore[arg-type]  # (never server_name)
 
 
 def test_a_certificate_file_without_pem_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pem").write_text("hello")
     with pytest.raises(InvalidRequest, match="a.pem is no PEM file; expected a line that begins with -----BEGIN"):
-        ClientTls(authorities=tmp_path / "a.pem")
+        Tls(authorities=tmp_path / "a.pem")
 
 
 def test_metadata_and_token_go_with_each_call(scripted: ScriptedServer, connect: Connect) -> None:

@@ -8,9 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client import ClientError, DeadlineExceeded, errors
-from serve.client.errors import WRITE_FAILED, Repeat, from_rpc_error
+from halfserve import ClientError, DeadlineExceeded
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client import errors
+from halfserve.serve.client.errors import WRITE_FAILED, Repeat, from_rpc_error
 from tests.serve.benchmark.load.scripted_peer import HEADERS, OK, Peer, peer
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import ScriptedServer

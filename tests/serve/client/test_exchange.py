@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from serve.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Repeat, ServerUnavailable
-from serve.client.exchange import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.errors import ClientError, DeadlineExceeded, InvalidRequest, Overloaded, Repeat, ServerUnavailable
+from halfserve.serve.client.exchange import (
     LONGEST_S,
     Deadline,
     Exchange,

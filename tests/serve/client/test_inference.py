@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client.errors import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.errors import (
     AlreadyExists,
     ClientError,
     DeadlineExceeded,
@@ -19,9 +19,9 @@ from serve.client.errors import (
     ServerUnavailable,
     Unsupported,
 )
-from serve.client.exchange import Exchange, UnaryRpc
-from serve.client.inference import InferState, infer
-from serve.client.shared_regions import SharedRegion
+from halfserve.serve.client.exchange import Exchange, UnaryRpc
+from halfserve.serve.client.inference import InferState, infer
+from halfserve.serve.client.shared_regions import SharedRegion
 from tests.serve.client.driving import drive, metadata
 
 LARGE = np.ones(100_000, np.float32)

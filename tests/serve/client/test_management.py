@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client import InvalidRequest, Unsupported, management
-from serve.client.errors import ClientError, DeadlineExceeded, ModelNotFound, ServerUnavailable
-from serve.client.exchange import Deadline, Pause, UnaryRpc
+from halfserve import InvalidRequest, Unsupported
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client import management
+from halfserve.serve.client.errors import ClientError, DeadlineExceeded, ModelNotFound, ServerUnavailable
+from halfserve.serve.client.exchange import Deadline, Pause, UnaryRpc
 from tests.serve.client.conftest import Connect
 from tests.serve.client.driving import drive
 from tests.serve.client.scripted_server import ScriptedServer

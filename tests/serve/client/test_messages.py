@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client import messages
-from serve.client.errors import ClientError, InvalidRequest
-from serve.client.messages import add_parameters, infer_request, is_stateful, output_arrays
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client import messages
+from halfserve.serve.client.errors import ClientError, InvalidRequest
+from halfserve.serve.client.messages import add_parameters, infer_request, is_stateful, output_arrays
 
 
 def request(parameters: Any = None, *, priority: Any = 0, queue_timeout_s: Any = None) -> pb.ModelInferRequest:

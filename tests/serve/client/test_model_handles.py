@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.client import InvalidRequest, ModelNotFound
-from serve.client.model_handles import ModelDescription, TensorInfo
+from halfserve import InvalidRequest, ModelNotFound
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client.model_handles import ModelDescription, TensorInfo
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer
 from tests.serve.running_server import RunningServer

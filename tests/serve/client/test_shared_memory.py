@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from protos import inference_pb2 as pb
-from serve.client import AsyncClient, Cancelled, Client, ClientError, InvalidRequest, SharedRegion, Unsupported, shared_tensors
-from serve.client.messages import SharedSlice
-from serve.client.shared_regions import FOLDER
-from serve.client.shared_tensors import SlabPool
+from halfserve import AsyncClient, Cancelled, Client, ClientError, InvalidRequest, SharedRegion, Unsupported
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client import shared_tensors
+from halfserve.serve.client.messages import SharedSlice
+from halfserve.serve.client.shared_regions import FOLDER
+from halfserve.serve.client.shared_tensors import SlabPool
 from tests.models import save_model
 from tests.serve.client.conftest import Connect
 from tests.serve.client.scripted_server import Failure, ScriptedServer

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from serve.client import (
+from halfserve import (
     AsyncClient,
     Cancelled,
     Client,
@@ -27,9 +26,10 @@ from serve.client import (
     ModelNotFound,
     Overloaded,
     ServerUnavailable,
-    streaming,
 )
-from serve.client.streaming import StreamSession
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.client import streaming
+from halfserve.serve.client.streaming import StreamSession
 from tests.serve.client.conftest import Connect
 from tests.serve.client.driving import metadata
 from tests.serve.client.scripted_server import ENDED, Failure, ScriptedServer
@@ -202,7 +202,7 @@ def test_an_exception_between_two_answers_is_the_only_one(server: RunningServer)
     ask = f"""
 import asyncio
 import numpy as np
-from serve.client import AsyncClient
+from halfserve import AsyncClient
 
 async def ask():
     async with AsyncClient({server.address!r}) as client:

@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protos.datatypes import BY_WIRE, DATATYPES
-from serve.client import Class, ClientError, classes_of
-from serve.client.errors import InvalidRequest
-from serve.client.tensors import as_input, as_numpy, converted, datatype_named
+from halfserve import Class, ClientError, classes_of
+from halfserve.protos.datatypes import BY_WIRE, DATATYPES
+from halfserve.serve.client.errors import InvalidRequest
+from halfserve.serve.client.tensors import as_input, as_numpy, converted, datatype_named
 from tests.serve.client.conftest import Connect
 from tests.serve.running_server import RunningServer
 
@@ -207,7 +207,7 @@ def test_a_library_that_speaks_dlpack_only() -> None:
 
 
 def test_the_client_does_not_import_torch() -> None:
-    program = "import sys, serve.client.cli; assert not {'torch', 'onnxruntime', 'onnx'} & set(sys.modules)"
+    program = "import sys, halfserve.serve.client.cli; assert not {'torch', 'onnxruntime', 'onnx'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

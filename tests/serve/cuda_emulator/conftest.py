@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import onnxruntime as ort
 import pytest
 
-from serve.engine.cuda_driver import DRIVER_NAMES
+from halfserve.serve.engine.cuda_driver import DRIVER_NAMES
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
-from serve.engine.backend import DevicePlacement
-from serve.engine.tensors import Array
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.tensors import Array
 from tests.serve.backends.support import load_backend
 
 COLUMNS = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 
-from serve.engine.cuda_driver import DRIVER_NAMES, CudaDriver, device_count
+from halfserve.serve.engine.cuda_driver import DRIVER_NAMES, CudaDriver, device_count
 
 SOURCE = Path(__file__).with_name("driver.c")
 RUNTIME_SOURCE = Path(__file__).with_name("runtime.c")

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
-from serve.engine.backend import DevicePlacement
-from serve.engine.execution.batch import Answered, assemble, run_batch
-from serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.execution.batch import Answered, assemble, run_batch
+from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs
 

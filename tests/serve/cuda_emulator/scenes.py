@@ -13,10 +13,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.cuda import RECORDING_LOCK
-from serve.engine.backend import DevicePlacement
-from serve.engine.errors import BackendError, ModelLoadError, is_device_lost
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.errors import BackendError, ModelLoadError, is_device_lost
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, check, load, log, rows, save, with_graphs
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from protos.datatypes import BY_WIRE
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import ModelInterface
-from serve.engine.execution.short_batches import NOTHING_KNOWN
-from serve.engine.model import Model
-from serve.engine.queueing.pace import BatchLimits
-from serve.engine.tensors import Tensors, TensorSpec
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ModelInterface
+from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.tensors import Tensors, TensorSpec
 
 HOLD_S = 20.0
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from serve.engine.backend import Backend
-from serve.engine.batcher import Batcher
-from serve.engine.errors import InferenceError
-from serve.engine.execution.instance import Instance, Supervision
-from serve.engine.execution.short_batches import NOTHING_KNOWN
-from serve.engine.model_statistics import Statistics
-from serve.engine.queueing.pace import BatchLimits
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.execution.short_batches import NOTHING_KNOWN
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
 
 WAIT_S = 20.0
 DOWN = "the model failed and cannot be loaded just now (the next attempt {}); try again later, or on another replica"
@@ -69,7 +69,7 @@ class Scene:
     """A batcher over some copies, and what its requests got.
 
     Attributes:
-        reloads: how often a copy was loaded anew.
+        reloads: how often a copy was loaded again.
     """
 
     def __init__(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from serve.engine.batcher import Batcher
-from serve.engine.errors import InferenceError
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.engine.errors import InferenceError
-from serve.engine.queueing.admission_control import AdmissionControl, RunningBatch
-from serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
-from serve.engine.queueing.pace import BatchLimits, Pace
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch
+from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
+from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.requests import InferRequest
 
 
 class Request(InferRequest):

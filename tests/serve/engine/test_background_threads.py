@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import subprocess
@@ -15,8 +16,8 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 
-from serve.engine.background_threads import PAUSE_S, TURN_S, ShortSwitchInterval, Worker, pause, pausing, sched_batch
-from serve.model_control.loading import LoaderThread
+from halfserve.serve.engine.background_threads import PAUSE_S, TURN_S, ShortSwitchInterval, Worker, pause, pausing, sched_batch
+from halfserve.serve.model_control.loading import LoaderThread
 from tests.models import save_mlp
 
 
@@ -48,7 +49,7 @@ def test_stop_ends_the_thread_after_its_jobs() -> None:
 
 def test_a_job_that_never_returns_does_not_keep_the_process() -> None:
     program = (
-        "import threading; from serve.engine.background_threads import Worker\n"
+        "import threading; from halfserve.serve.engine.background_threads import Worker\n"
         "started = threading.Event()\n"
         "worker = Worker('stuck')\n"
         "worker.submit(lambda: (started.set(), threading.Event().wait()))\n"
@@ -132,7 +133,7 @@ def test_a_shorter_interval_is_kept() -> None:
 
 @pytest.mark.usefixtures("long_turns")
 def test_the_loader_thread_shortens_the_interval_also_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.model_control.loading.SHORT_SWITCH_INTERVAL", ShortSwitchInterval())
+    monkeypatch.setattr("halfserve.serve.model_control.loading.SHORT_SWITCH_INTERVAL", ShortSwitchInterval())
 
     def fail() -> None:
         raise KeyError(turn_s())
@@ -157,7 +158,11 @@ if sys.platform != "linux":
 
 def policies() -> dict[int, int]:
     """Of this process's threads, by their numbers."""
-    return {int(thread.name): os.sched_getscheduler(int(thread.name)) for thread in Path("/proc/self/task").iterdir()}
+    found: dict[int, int] = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread of another test has ended
+            found[int(thread.name)] = os.sched_getscheduler(int(thread.name))
+    return found
 
 
 def test_the_thread_gives_way_within_and_no_longer() -> None:

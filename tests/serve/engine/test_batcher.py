@@ -11,16 +11,16 @@ import weakref
 import numpy as np
 import pytest
 
-from serve.engine.batcher import Batcher, Delivery
-from serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
-from serve.engine.execution.batch import Answered, Failed
-from serve.engine.execution.instance import LostRequests
-from serve.engine.model import Model
-from serve.engine.model_statistics import BatchTimes, Statistics
-from serve.engine.queueing.batch_queue import BatchQueue
-from serve.engine.queueing.pace import BatchLimits
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.batcher import Batcher, Delivery
+from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError, UnavailableError
+from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.execution.instance import LostRequests
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
+from halfserve.serve.engine.queueing.batch_queue import BatchQueue
+from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, hold_first, run
 

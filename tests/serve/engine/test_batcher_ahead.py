@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.errors import InferenceError
-from serve.engine.execution.instance import AHEAD_S
-from serve.engine.execution.short_batches import SHORT_S
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.queueing.compute_slots import ComputeSlots
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.execution.instance import AHEAD_S
+from halfserve.serve.engine.execution.short_batches import SHORT_S
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, QuickBackend, hold_first, run
 

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.engine import cuda_driver as module
-from serve.engine.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError, SharedDeviceMemory, cuda_driver, device_count
+from halfserve.serve.engine import cuda_driver as module
+from halfserve.serve.engine.cuda_driver import (
+    HANDLE_BYTES,
+    CudaDriver,
+    CudaError,
+    SharedDeviceMemory,
+    cuda_driver,
+    device_count,
+)
 from tests.serve.cuda_emulator.library import LIBRARIES, driver_of, library_path
 from tests.serve.cuda_emulator.owner import Owner, owner
 

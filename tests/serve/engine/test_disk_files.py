@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.engine.disk_files import open_regular, read_regular, read_regular_text, require_regular
+from halfserve.serve.engine.disk_files import open_regular, read_regular, read_regular_text, require_regular
 
 
 def make_pipe(path: Path) -> Path:

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 
-from serve.engine.errors import FailedPreconditionError, InferenceError, InvalidArgumentError, NotFoundError, UnavailableError
-from serve.engine.inference_core import InferenceCore, RestrictedCore
-from serve.engine.model import Model, VersionState
-from serve.engine.queueing.compute_slots import ComputeSlots
+from halfserve.serve.engine.errors import (
+    FailedPreconditionError,
+    InferenceError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
+from halfserve.serve.engine.model import Model, VersionState
+from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers
 

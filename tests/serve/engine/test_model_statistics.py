@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.errors import (
+from halfserve.serve.engine.errors import (
     BackendError,
     DeadlineExceededError,
     InferenceError,
@@ -18,7 +18,7 @@ from serve.engine.errors import (
     QueueFullError,
     UnavailableError,
 )
-from serve.engine.model_statistics import (
+from halfserve.serve.engine.model_statistics import (
     EDGES_NS,
     FOLD_REQUESTS,
     STAGES,

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 
-from serve.engine.backend import Backend
-from serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Array
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.errors import InferenceError, ModelLoadError, is_device_lost
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array
 from tests.models import save_counter, save_mlp
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fragile_copies import WAIT_S, Fragile, Scene, Slow, run

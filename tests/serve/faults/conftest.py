@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.client import Client
+from halfserve import Client
 from tests.models import save_counter, save_mlp, save_model, save_picky
 from tests.serve.faults.server_process import Load, ServerProcess, run_faulty_server, under_load
 

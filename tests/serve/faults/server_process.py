@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 
-from serve.client import Client, ClientError, RetryPolicy
+from halfserve import Client, ClientError, RetryPolicy
 from tests.models import Array, mlp_weights
 
 ROOT = Path(__file__).parents[3]

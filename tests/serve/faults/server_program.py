@@ -16,14 +16,14 @@ from typing import Any
 
 import uvloop
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Backend, DevicePlacement
-from serve.engine.tensors import Tensors
-from serve.model_control.options import ALL, ControlMode, ControlOptions
-from serve.observability.settings import AccessLog, ObserveOptions
-from serve.process import leave_threads_behind
-from serve.server import ServerOptions, serve
-from serve.startup_report import StartupReport
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import Backend, DevicePlacement
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.process import leave_threads_behind
+from halfserve.serve.server import ServerOptions, serve
+from halfserve.serve.startup_report import StartupReport
 
 DAY_S = 86_400
 FRAGILE = "fragile"

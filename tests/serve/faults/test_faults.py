@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.client import Client, ClientError, DeadlineExceeded, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable
-from serve.transports.grpc_framing import frame
+from halfserve import Client, ClientError, DeadlineExceeded, InvalidRequest, ModelNotFound, RetryPolicy, ServerUnavailable
+from halfserve.serve.transports.grpc_framing import frame
 from tests.models import save_mlp, save_model
 from tests.serve.faults.conftest import ROW_MB, SPAN_S
 from tests.serve.faults.server_process import WAIT_S, Load, ServerProcess, under_load

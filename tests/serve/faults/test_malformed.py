@@ -19,8 +19,8 @@ from benchmarks.malforming.interfaces import MAX_BATCH
 from benchmarks.malforming.oracle import due
 from benchmarks.malforming.streams import REQUESTS, stream_case
 from benchmarks.soaking.exchange import Answer
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
-from serve.benchmark.load.calls import framed
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from halfserve.serve.benchmark.load.calls import framed
 
 Request = ModelInferRequest
 COUNT = 3000

@@ -1,4 +1,4 @@
-"""Tests and commands that docs/reliability.md names exist, and only listed modules read the wall clock."""
+"""Tests and commands that docs/explanation/reliability.md names exist, and only listed modules read the wall clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"^\|.*\| (tests/\S+\.py)::(\w+) \|$", TEXT, re.MULTILINE)
 
 

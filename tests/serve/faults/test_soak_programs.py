@@ -17,8 +17,8 @@ from benchmarks.soaking.memory_judgement import judge_memory
 from benchmarks.soaking.process_watch import Sample, read_samples, write_samples
 from benchmarks.soaking.straight_line import rise
 from benchmarks.soaking.tally import Counted
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.benchmark.load.calls import framed
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.serve.benchmark.load.calls import framed
 
 SECONDS = 120.0
 # By `python -m benchmarks.soak --think 0.05 ... --samples FILE`, thinned out: on a machine with other work, with three programs

@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfserve import main
-from serve.client import Client, ClientError, RetryPolicy, ServerUnavailable
+from halfserve import Client, ClientError, RetryPolicy, ServerUnavailable
+from halfserve.cli import main
 from tests.models import save_mlp, save_picky
 from tests.serve.faults.server_process import ROOT, WAIT_S, under_load
+
+pytestmark = pytest.mark.long
 
 HALFSERVE = [sys.executable, "-m", "halfserve", "serve"]
 SMALL = ["--supervise", "--cpu", "--threads", "1", "--grpc-port", "0"]
@@ -120,7 +122,7 @@ def test_a_process_that_has_lost_its_device_is_replaced(repository: Path) -> Non
         address = f"127.0.0.1:{line.strip()}"
         with Client(address, timeout_s=WAIT_S, retries=0) as client:
             assert pick(client, 1) == 20.0
-            assert pick(client, -1) == "UNAVAILABLE"  # the model cannot be loaded anew
+            assert pick(client, -1) == "UNAVAILABLE"  # the model cannot be loaded again
         with Client(address, timeout_s=WAIT_S, retries=PATIENT) as client:
             assert pick(client, 0) == 10.0
         process.terminate()

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from serve.http.options import HttpOptions
-from serve.http.rest_server import RestServer
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.rest_server import RestServer
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
 

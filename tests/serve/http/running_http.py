@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from serve.http.options import HttpOptions
-from serve.http.rest_server import RestServer
-from serve.observability.settings import ObserveOptions
-from serve.protocol.service import Service
-from serve.security.memory_budget import MemoryBudget
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.serve.running_server import RunningServer
 
 

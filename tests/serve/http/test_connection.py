@@ -12,9 +12,9 @@ from http.client import HTTPConnection
 import h11
 import pytest
 
-from serve.http.connection import EVENTS, EventTurns
-from serve.http.options import HttpLimits, HttpOptions
-from serve.http.rest_server import RestServer
+from halfserve.serve.http.connection import EVENTS, EventTurns
+from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.rest_server import RestServer
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.http.test_http_server import ended, limited

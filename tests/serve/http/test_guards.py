@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.http.guards import BrowserGuard
-from serve.http.options import HttpOptions
+from halfserve.serve.http.guards import BrowserGuard
+from halfserve.serve.http.options import HttpOptions
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
 

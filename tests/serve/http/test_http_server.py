@@ -16,14 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serve.http.http_server import HttpServer
-from serve.http.options import HttpLimits, HttpOptions
-from serve.http.request_body import FULL
-from serve.http.rest_server import RestServer, application
-from serve.protocol.service import Service
-from serve.security.memory_budget import MemoryBudget
-from serve.server import start_http
-from serve.transports.listening import BindError
+from halfserve.serve.http.http_server import HttpServer
+from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.request_body import FULL
+from halfserve.serve.http.rest_server import RestServer, application
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.server import start_http
+from halfserve.serve.transports.listening import BindError
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.http.test_inference import held_body, post, read_answer
@@ -327,8 +327,8 @@ def test_an_unknown_host_is_a_bind_error(server: RunningServer) -> None:
 
 def test_without_http_options_nothing_is_imported() -> None:
     script = (
-        "import asyncio, sys, serve.server\n"
-        "from serve.server import start_http\n"
+        "import asyncio, sys, halfserve.serve.server\n"
+        "from halfserve.serve.server import start_http\n"
         "assert asyncio.run(start_http(None, None, 'localhost', None)) is None\n"
         "print([name for name in ('starlette', 'uvicorn', 'h11', 'anyio') if name in sys.modules])"
     )

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from protos.inference_pb2 import ModelInferRequest
-from serve.engine.errors import InvalidArgumentError
-from serve.http.inference import RestRequest, raw_request, read_request
-from serve.http.options import HttpLimits, HttpOptions
-from serve.http.request_body import FULL
-from serve.http.rest_server import RestServer
-from serve.observability.settings import AccessLog, ObserveOptions
-from serve.security.memory_budget import MemoryBudget
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.http.inference import RestRequest, raw_request, read_request
+from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.request_body import FULL
+from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.security.memory_budget import MemoryBudget
 from tests.models import save_model
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.engine.model_folders import load

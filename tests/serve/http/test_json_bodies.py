@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve.engine.errors import InvalidArgumentError
-from serve.http import json_bodies as fields
-from serve.http.json_bodies import LONG, MAX_VALUES, TooManyValuesError, loads
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.http import json_bodies as fields
+from halfserve.serve.http.json_bodies import LONG, MAX_VALUES, TooManyValuesError, loads
 
 PIECES = ['"data"', ":", "[", "]", "{", "}", ",", " ", "1", "-2.5e3", "7", '"a"', '\\"', "null", '"x, "']
 NUMBERS = st.lists(st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False), max_size=30)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.datatypes import BY_WIRE, DATATYPES
-from serve.http.json_bodies import LONG, loads
-from serve.http.json_tensors import PIECE, array_from_json, array_to_json, json_text
-from serve.protocol.raw_tensors import from_raw, to_raw
+from halfserve.protos.datatypes import BY_WIRE, DATATYPES
+from halfserve.serve.http.json_bodies import LONG, loads
+from halfserve.serve.http.json_tensors import PIECE, array_from_json, array_to_json, json_text
+from halfserve.serve.protocol.raw_tensors import from_raw, to_raw
 
 
 def read(data: Any, wire: str, shape: list[int]) -> np.ndarray[Any, Any]:

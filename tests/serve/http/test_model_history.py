@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.model_statistics import EDGES_NS, BatchTimes
-from serve.http.model_history import SAMPLES, ModelHistory, quantile_ms
+from halfserve.serve.engine.model_statistics import EDGES_NS, BatchTimes
+from halfserve.serve.http.model_history import SAMPLES, ModelHistory, quantile_ms
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import running_server
 

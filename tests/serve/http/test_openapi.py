@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from serve.http.options import HttpLimits, HttpOptions
-from serve.http.rest_server import RestServer
-from serve.http.routes import openapi_document
+from halfserve.serve.http.options import HttpLimits, HttpOptions
+from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.http.routes import openapi_document
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
 

@@ -14,18 +14,18 @@ import httpx
 import numpy as np
 import pytest
 
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import VersionState
-from serve.http.model_history import ModelHistory
-from serve.http.options import HttpOptions
-from serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import VersionState
+from halfserve.serve.http.model_history import ModelHistory
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.page import MAX_BYTES, POLICY, STATIC_FILES, Certificates, PageState, read_certificate, summary
 from tests.models import save_mlp, save_thousandfold
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import running_server
 
-STATIC = resources.files("serve.http").joinpath("static")
+STATIC = resources.files("halfserve.serve.http").joinpath("static")
 MODELS = 20
 SETTINGS = {"precision_guard": "fallback", "shadow_rate": "1", "fp32_twin": "fp32/model.onnx"}
 CERTIFICATE = {

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.engine.model import VersionState
-from serve.http.options import HttpOptions
-from serve.http.rest_server import RestServer
+from halfserve.serve.engine.model import VersionState
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.rest_server import RestServer
 from tests.models import save_mlp, save_picky
 from tests.serve.conftest import load_repository
 from tests.serve.http.chromium import Tab, chromium, find_chromium
@@ -33,7 +33,7 @@ CERTIFICATE = {
     "outputs": [{"name": HOSTILE, "execution": "rounded", "figures": FIGURES, "violations": [], "plot": PLOT}],
 }
 READY = "document.querySelector('#plots svg') && document.querySelector('#try form')"
-MODULE = resources.files("serve.http").joinpath("static", "tensors.js")
+MODULE = resources.files("halfserve.serve.http").joinpath("static", "tensors.js")
 WIDE = "[9007199254740993, -9223372036854775808, 18446744073709551615, 0.25]"
 Run = Callable[[str], str]
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
-from serve.http.request_body import accepted_coding, compressed, decompressed
+from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError, UnsupportedError
+from halfserve.serve.http.request_body import accepted_coding, compressed, decompressed
 
 LARGE = json.dumps({"data": [1] * 40_000}).encode()
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from protos import inference_pb2 as pb
-from protos.model_config_pb2 import ModelConfig
-from serve.engine import errors
-from serve.http.responses import HTTP_STATUSES, http_status, message_dict
-from serve.protocol.status import CODES
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine import errors
+from halfserve.serve.http.responses import HTTP_STATUSES, http_status, message_dict
+from halfserve.serve.protocol.status import CODES
 
 CONFIG = """
 name: "m" max_batch_size: 8

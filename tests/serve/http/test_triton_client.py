@@ -12,10 +12,10 @@ import pytest
 import tritonclient.http as tc
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from serve.http.options import HttpOptions
-from serve.http.rest_server import RestServer
-from serve.model_control.options import ControlMode
-from serve.protocol import shared_memory_regions
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.protocol import shared_memory_regions
 from tests.models import mlp_weights, save_mlp
 from tests.serve.cuda_emulator.library import driver_of, library_path
 from tests.serve.cuda_emulator.owner import owner

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement, Runtime
-from serve.engine.config.model_config import Defaults
-from serve.engine.inference_core import InferenceCore
-from serve.model_control.loading import VersionLoader
-from serve.model_control.model_control import ModelControl
-from serve.model_control.options import ControlMode, ControlOptions
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement, Runtime
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.model_control import ModelControl
+from halfserve.serve.model_control.options import ControlMode, ControlOptions
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
 Line = tuple[str, str, str, str]

@@ -13,12 +13,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement
-from serve.engine.tensors import Tensors
-from serve.model_control.options import ControlOptions
-from serve.server import ServerOptions, serve
-from serve.startup_report import StartupReport
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.model_control.options import ControlOptions
+from halfserve.serve.server import ServerOptions, serve
+from halfserve.serve.startup_report import StartupReport
 
 
 class Hanging:

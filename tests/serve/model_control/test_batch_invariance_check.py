@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import NodeProto, TensorProto, helper
 
-from serve.engine.execution.batch import Answered, Failed
-from serve.engine.execution.batch_invariance import ALIKE, differ
-from serve.engine.repository.loaded_version import LoadedVersion
-from serve.engine.repository.model_repository import find_models
-from serve.engine.tensors import Array
-from serve.model_control import checks, warm_up
-from serve.model_control.checks import check_batch_invariance
-from serve.model_control.warm_up import run_alone
+from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.execution.batch_invariance import ALIKE, differ
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.tensors import Array
+from halfserve.serve.model_control import checks, warm_up
+from halfserve.serve.model_control.checks import check_batch_invariance
+from halfserve.serve.model_control.warm_up import run_alone
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.execution.test_batch_invariance import WAITS, loaded
 from tests.serve.model_control.controlled import loader

@@ -14,16 +14,16 @@ import numpy as np
 import onnx
 import pytest
 
-from export.certificate.budget import Budget
-from export.certificate.certificate import Certificate, Probe
-from export.certificate.embed import embed_in_file
-from serve.engine import resource_limits
-from serve.engine.errors import ModelLoadError
-from serve.engine.repository.model_repository import find_model, find_models, model_names
-from serve.engine.resource_limits import available_bytes, memory_limit_bytes
-from serve.model_control import checks
-from serve.model_control.checks import check_certificate, require_memory
-from serve.model_control.options import ControlMode
+from halfserve.export.certificate.budget import Budget
+from halfserve.export.certificate.certificate import Certificate, Probe
+from halfserve.export.certificate.embed import embed_in_file
+from halfserve.serve.engine import resource_limits
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import find_model, find_models, model_names
+from halfserve.serve.engine.resource_limits import available_bytes, memory_limit_bytes
+from halfserve.serve.model_control import checks
+from halfserve.serve.model_control.checks import check_certificate, require_memory
+from halfserve.serve.model_control.options import ControlMode
 from tests.models import save_mlp
 from tests.serve.hostile_files import elsewhere, reading_model
 from tests.serve.model_control.controlled import controlled_server, lines, loader
@@ -263,7 +263,7 @@ def test_running_out_of_memory_while_loading_is_said(tmp_path: Path, monkeypatch
     def run_out(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("serve.model_control.loading.warm_up", run_out)
+    monkeypatch.setattr("halfserve.serve.model_control.loading.warm_up", run_out)
     with pytest.raises(ModelLoadError, match="mlp/1/model.onnx: not enough memory to load it; unload another model first"):
         loader().load(files)
 
@@ -294,7 +294,7 @@ def test_a_system_error_refuses_the_version_in_one_line(
     def too_many(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/elsewhere/secret")
 
-    monkeypatch.setattr("serve.model_control.loading.warm_up", too_many)
+    monkeypatch.setattr("halfserve.serve.model_control.loading.warm_up", too_many)
     with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
         assert lines(server) == [("mlp", "1", "UNAVAILABLE", "mlp/1/model.onnx: cannot be loaded: Too many open files")]
     assert caplog.messages == [f"{tmp_path}/mlp/1/model.onnx: cannot be loaded: Too many open files"]
@@ -308,7 +308,7 @@ def test_an_unexpected_error_refuses_the_version_and_is_logged(
     def break_down(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("serve.model_control.loading.warm_up", break_down)
+    monkeypatch.setattr("halfserve.serve.model_control.loading.warm_up", break_down)
     reason = "mlp/1/model.onnx: ZeroDivisionError while it was loaded; the server's log says more"
     with controlled_server(tmp_path, ControlMode.NONE, keep_going=True) as server:
         assert lines(server) == [("mlp", "1", "UNAVAILABLE", reason)]

@@ -16,11 +16,11 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from protos import inference_pb2 as pb
-from serve.engine.config.model_config import config_from_json
-from serve.engine.errors import ModelLoadError
-from serve.engine.inference_core import InferenceCore
-from serve.model_control.options import ALL, ControlMode
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.config.model_config import config_from_json
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.model_control.options import ALL, ControlMode
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, control, controlled_server, lines
 from tests.serve.running_server import TRANSPORTS, RunningServer

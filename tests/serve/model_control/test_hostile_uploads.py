@@ -14,9 +14,9 @@ import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from serve.backends.runtimes import Runtimes
-from serve.http.options import HttpOptions
-from serve.model_control.options import ControlMode
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.model_control.options import ControlMode
 from tests.models import save_mlp
 from tests.serve.hostile_files import PICKLES, READERS, Payload, reading_model, save_hostile_archive
 from tests.serve.http.running_http import running_http

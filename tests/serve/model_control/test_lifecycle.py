@@ -23,9 +23,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ngh2 import GoAwayReceived
 from tritonclient.utils import InferenceServerException
 
-from protos import inference_pb2 as pb
-from serve.model_control.options import ControlMode
-from serve.transports.grpc_framing import frame
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.transports.grpc_framing import frame
 from tests.models import save_mlp
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.model_control.controlled import ask, controlled_server, wait_for

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException
 
-from serve.engine.errors import InvalidArgumentError
-from serve.model_control.options import ControlMode
-from serve.model_control.uploads import check_name, write_upload
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.uploads import check_name, write_upload
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, controlled_server
 from tests.serve.running_server import RunningServer

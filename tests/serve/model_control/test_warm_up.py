@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Backend, DevicePlacement
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.execution.short_batches import LONE_S
-from serve.engine.repository.loaded_version import LoadedVersion, load_version
-from serve.engine.repository.model_repository import find_models
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
-from serve.model_control import loading as loader_module
-from serve.model_control import warm_up as module
-from serve.model_control.warm_up import short_sizes, warm_up
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import Backend, DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.engine.execution.short_batches import LONE_S
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.model_control import loading as loader_module
+from halfserve.serve.model_control import warm_up as module
+from halfserve.serve.model_control.warm_up import short_sizes, warm_up
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.model_control.controlled import loader
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import tritonclient.grpc as triton
 
-from serve.engine.errors import ModelLoadError
-from serve.engine.model import VersionState
-from serve.engine.repository.model_repository import find_model
-from serve.model_control.loading import LoaderThread
-from serve.model_control.options import ControlMode
-from serve.model_control.watch import RepositoryWatch, VersionFingerprint, fingerprint, version_fingerprint
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import VersionState
+from halfserve.serve.engine.repository.model_repository import find_model
+from halfserve.serve.model_control.loading import LoaderThread
+from halfserve.serve.model_control.options import ControlMode
+from halfserve.serve.model_control.watch import RepositoryWatch, VersionFingerprint, fingerprint, version_fingerprint
 from tests.models import save_mlp
 from tests.serve.model_control.controlled import ask, controlled_server, lines, wait_for
 from tests.serve.running_server import RunningServer
@@ -230,7 +230,7 @@ def test_a_repository_that_cannot_be_read_unloads_nothing(
     server: RunningServer, repository: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = repository.with_name(f"{repository.name}-away")
-    with caplog.at_level(logging.WARNING, "serve.model_control"):
+    with caplog.at_level(logging.WARNING, "halfserve.serve.model_control"):
         repository.rename(away)
         while not caplog.messages:
             server.call(lambda: None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client.metrics_core import Metric
 
-from serve.observability.metrics import MetricTexts
+from halfserve.serve.observability.metrics import MetricTexts
 
 
 def to_text(metrics: Iterable[Metric]) -> str:

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import InferenceServerException
 
-from protos import inference_pb2 as pb
-from serve.engine.errors import InvalidArgumentError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import Model
-from serve.engine.model_statistics import BatchTimes
-from serve.engine.requests import InferRequest
-from serve.observability.access_log import AccessLogger
-from serve.observability.observability import Observer
-from serve.observability.observed_request import Caller, ObservedRequest
-from serve.observability.outbox import Outbox
-from serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.observability.access_log import AccessLogger
+from halfserve.serve.observability.observability import Observer
+from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.observability.outbox import Outbox
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, SECRET, Serving, index, row
 

@@ -17,13 +17,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from serve.engine.errors import BackendError, QueueFullError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.model import VersionState
-from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
-from serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
-from serve.observability.metrics import number
-from serve.observability.settings import ObserveOptions
+from halfserve.serve.engine.errors import BackendError, QueueFullError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import VersionState
+from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
+from halfserve.serve.observability.exposition import STATES_TOGETHER, TOGETHER, CpuMetrics, exposition, find_nvml, gpu_metrics
+from halfserve.serve.observability.metrics import number
+from halfserve.serve.observability.settings import ObserveOptions
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving, index, row
 from tests.serve.observability.metric_text import to_text

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from serve.engine.errors import InvalidArgumentError
-from serve.engine.inference_core import InferenceCore
-from serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
-from serve.observability.exposition import READINGS, exposition, gpu_metrics
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.precision_guard.tally import DriftHistogram, GuardCounters, OutputCounters
+from halfserve.serve.observability.exposition import READINGS, exposition, gpu_metrics
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.metric_text import to_text
 from tests.serve.observability.test_exposition import TwoGpus
@@ -58,7 +58,9 @@ def told() -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(files("serve.observability").joinpath("grafana.json").read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = json.loads(
+        files("halfserve.serve.observability").joinpath("grafana.json").read_text(encoding="utf-8")
+    )
     return loaded
 
 

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from serve.engine.errors import FailedPreconditionError
-from serve.engine.inference_core import InferenceCore
-from serve.observability.access_log import AccessLogger
-from serve.observability.observability import Observability, Observer
-from serve.observability.observed_request import Caller, ObservedRequest
-from serve.observability.outbox import Outbox
-from serve.observability.settings import AccessLog, ObserveOptions, TraceControl, TraceSettings
-from serve.observability.tracing import Tracer, TraceRecord
-from serve.transports.grpc_framing import frame
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.observability.access_log import AccessLogger
+from halfserve.serve.observability.observability import Observability, Observer
+from halfserve.serve.observability.observed_request import Caller, ObservedRequest
+from halfserve.serve.observability.outbox import Outbox
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions, TraceControl, TraceSettings
+from halfserve.serve.observability.tracing import Tracer, TraceRecord
+from halfserve.serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.observability.conftest import CLIENT_TIMEOUT_S, Serving
 from tests.serve.observability.test_traces import attributes, named, spans_of
@@ -77,9 +77,8 @@ def test_an_unwritable_destination_fails_at_the_start(options: ObserveOptions, w
 
 
 def test_what_is_not_asked_for_is_not_imported() -> None:
-    program = (
-        "import sys, serve.server; print([m for m in ('prometheus_client', 'opentelemetry', 'pynvml') if m in sys.modules])"
-    )
+    optional = ("prometheus_client", "opentelemetry", "pynvml")
+    program = f"import sys, halfserve.serve.server; print([m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.engine.errors import FailedPreconditionError
-from serve.observability.outbox import MOST, LineFile, Outbox, check_writable
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.observability.outbox import MOST, LineFile, Outbox, check_writable
 
 WAIT_S = 20.0
 

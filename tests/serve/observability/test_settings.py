@@ -16,8 +16,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from serve.engine.errors import FailedPreconditionError, InvalidArgumentError
-from serve.observability.settings import (
+from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError
+from halfserve.serve.observability.settings import (
     AccessLog,
     LogFilter,
     LogFormat,

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from serve.engine.model_statistics import BatchTimes
-from serve.observability.observed_request import TraceContext
-from serve.observability.span_export import CHUNK, SCOPE, FileExporter, resource, to_line, to_sdk
-from serve.observability.tracing import TraceRecord, spans_of
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.observability.observed_request import TraceContext
+from halfserve.serve.observability.span_export import CHUNK, SCOPE, FileExporter, resource, to_line, to_sdk
+from halfserve.serve.observability.tracing import TraceRecord, spans_of
 
 IDS = {"traceId", "spanId", "parentSpanId"}
 TIMES = BatchTimes(started=2_000, assembled=3_000, computed=7_000, split=8_000)

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.datatypes import BY_WIRE
-from protos.inference_pb2 import ModelInferRequest
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import ModelInterface
-from serve.engine.errors import InvalidArgumentError, UnsupportedError
-from serve.engine.model import Model
-from serve.engine.queueing.pace import BatchLimits
-from serve.engine.requests import LateInputs
-from serve.engine.tensors import TensorSpec
-from serve.protocol.codec import decode_inputs, raw_layout
-from serve.protocol.requested_outputs import requested_names, special_outputs
-from serve.protocol.shared_memory import SharedMemory
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ModelInterface
+from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.requests import LateInputs
+from halfserve.serve.engine.tensors import TensorSpec
+from halfserve.serve.protocol.codec import decode_inputs, raw_layout
+from halfserve.serve.protocol.requested_outputs import requested_names, special_outputs
+from halfserve.serve.protocol.shared_memory import SharedMemory
 from tests.serve.engine.fakes import HeldBackend
 
 OFF = SharedMemory(enabled=False)

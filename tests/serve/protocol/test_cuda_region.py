@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from serve.engine.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError, SharedDeviceMemory
-from serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
-from serve.protocol import shared_memory_regions
-from serve.protocol.shared_memory_regions import CudaRegion, has_cuda, open_cuda_region
+from halfserve.serve.engine.cuda_driver import HANDLE_BYTES, CudaDriver, CudaError, SharedDeviceMemory
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError, UnsupportedError, is_device_lost
+from halfserve.serve.protocol import shared_memory_regions
+from halfserve.serve.protocol.shared_memory_regions import CudaRegion, has_cuda, open_cuda_region
 from tests.serve.cuda_emulator.library import driver_of, library_path
 from tests.serve.cuda_emulator.owner import owner
 

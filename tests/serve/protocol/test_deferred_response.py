@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from protos import inference_pb2 as pb
-from protos.datatypes import BY_WIRE
-from serve.engine.errors import InferenceError, InvalidArgumentError
-from serve.engine.inference_core import InferenceCore, RestrictedCore
-from serve.engine.tensors import Tensors
-from serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, DeferredResponse
-from serve.protocol.raw_tensors import to_raw
-from serve.protocol.service import INFER_PATH
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
+from halfserve.serve.engine.inference_core import InferenceCore, RestrictedCore
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.protocol.inference import LARGE_BYTES, MANY_TEXTS, DeferredResponse
+from halfserve.serve.protocol.raw_tensors import to_raw
+from halfserve.serve.protocol.service import INFER_PATH
 from tests.models import save_model
 from tests.serve.engine.model_folders import load
 from tests.serve.running_server import TRANSPORTS, running_server

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from protos.varint import encoded_varint
-from serve.engine.errors import InvalidArgumentError, MessageTooLargeError
-from serve.protocol.messages import (
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.protos.varint import encoded_varint
+from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
+from halfserve.serve.protocol.messages import (
     MAX_FIELDS,
     MAX_INNER_FIELDS,
     MAX_MEMBERS,

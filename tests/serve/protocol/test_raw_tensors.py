@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 from tritonclient.utils import serialize_byte_tensor
 
-from protos.datatypes import BY_WIRE, DATATYPES, Datatype
-from serve.protocol.raw_tensors import from_raw, to_raw
+from halfserve.protos.datatypes import BY_WIRE, DATATYPES, Datatype
+from halfserve.serve.protocol.raw_tensors import from_raw, to_raw
 
 NUMERIC = [row for row in DATATYPES if row.numpy is not None and row.wire != "BYTES"]
 shapes = st_np.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)

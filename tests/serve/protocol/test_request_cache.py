@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.engine.errors import InvalidArgumentError
-from serve.engine.requests import Answer, BatchOutputs, RawInputs, RemarkedAnswer
-from serve.engine.tensors import Array, Tensors
-from serve.protocol.codec import raw_layout
-from serve.protocol.messages import SplitRequest, split_request
-from serve.protocol.raw_tensors import to_raw
-from serve.protocol.request_cache import (
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.requests import Answer, BatchOutputs, RawInputs, RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.protocol.codec import raw_layout
+from halfserve.serve.protocol.messages import SplitRequest, split_request
+from halfserve.serve.protocol.raw_tensors import to_raw
+from halfserve.serve.protocol.request_cache import (
     MAX_CACHED,
     MAX_SHAPES,
     MAX_SKELETON_BYTES,
@@ -24,8 +24,8 @@ from serve.protocol.request_cache import (
     RequestCache,
     ResponseTemplates,
 )
-from serve.protocol.requested_outputs import RequestedOutput
-from serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
+from halfserve.serve.protocol.requested_outputs import RequestedOutput
+from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
 from tests.serve.protocol.test_codec import OFF, TWO, A, B, request
 
 halves = hnp.arrays(np.float16, hnp.array_shapes(min_dims=2, max_dims=3, max_side=4))

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
-from serve.engine.errors import InvalidArgumentError, UnsupportedError
-from serve.engine.requests import RemarkedAnswer
-from serve.protocol.request_cache import ResponseTemplates
-from serve.protocol.requested_outputs import (
+from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
+from halfserve.serve.engine.errors import InvalidArgumentError, UnsupportedError
+from halfserve.serve.engine.requests import RemarkedAnswer
+from halfserve.serve.protocol.request_cache import ResponseTemplates
+from halfserve.serve.protocol.requested_outputs import (
     MANY_CLASSES,
     MAX_NAMED,
     RequestedOutput,
@@ -21,7 +21,7 @@ from serve.protocol.requested_outputs import (
     requested_names,
     special_outputs,
 )
-from serve.protocol.shared_memory import SharedMemory
+from halfserve.serve.protocol.shared_memory import SharedMemory
 from tests.serve.protocol.test_codec import OFF, TWO, model
 
 Y = {"y": np.zeros((1, 2), np.float16)}

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.engine.errors import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import (
     DeadlineExceededError,
     InferenceError,
     NotFoundError,
@@ -13,10 +13,10 @@ from serve.engine.errors import (
     QueueFullError,
     UnavailableError,
 )
-from serve.engine.inference_core import InferenceCore
-from serve.protocol import service as module
-from serve.protocol.service import SERVICE, LimitedService, Service
-from serve.protocol.status import CUT, MAX_TEXT, RETRY_HINT, Status, status_of
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.protocol import service as module
+from halfserve.serve.protocol.service import SERVICE, LimitedService, Service
+from halfserve.serve.protocol.status import CUT, MAX_TEXT, RETRY_HINT, Status, status_of
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.test_inference_core import on_loop
 

@@ -15,8 +15,8 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from protos.inference_pb2 import InferParameter
-from serve.engine.errors import (
+from halfserve.protos.inference_pb2 import InferParameter
+from halfserve.serve.engine.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InferenceError,
@@ -24,8 +24,8 @@ from serve.engine.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
-from serve.protocol.shared_memory_regions import FOLDER, CudaRegion, SystemRegion
+from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
+from halfserve.serve.protocol.shared_memory_regions import FOLDER, CudaRegion, SystemRegion
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 

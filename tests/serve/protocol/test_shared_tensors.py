@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.datatypes import BY_WIRE
-from protos.inference_pb2 import ModelInferRequest
-from serve.engine.errors import InvalidArgumentError, NotFoundError
-from serve.engine.tensors import Array
-from serve.protocol.codec import decode_inputs
-from serve.protocol.raw_tensors import from_raw, to_raw
-from serve.protocol.shared_memory import MAX_BYTES, WINDOW_BYTES, RegionSlice, SharedMemory, check_size, read_tensor
-from serve.protocol.shared_memory_regions import FOLDER, SystemRegion
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.engine.errors import InvalidArgumentError, NotFoundError
+from halfserve.serve.engine.tensors import Array
+from halfserve.serve.protocol.codec import decode_inputs
+from halfserve.serve.protocol.raw_tensors import from_raw, to_raw
+from halfserve.serve.protocol.shared_memory import MAX_BYTES, WINDOW_BYTES, RegionSlice, SharedMemory, check_size, read_tensor
+from halfserve.serve.protocol.shared_memory_regions import FOLDER, SystemRegion
 from tests.serve.protocol.test_codec import model, spec
 
 GIB = 2**30

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.transports.transport import TransportName
+from halfserve.serve.transports.transport import TransportName
 from tests.serve.security.guarded import Certificates
 
 

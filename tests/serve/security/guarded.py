@@ -13,15 +13,15 @@ import grpc
 import numpy as np
 import trustme
 
-from protos import inference_pb2 as pb
-from serve.engine.model import Model
-from serve.observability.settings import ObserveOptions
-from serve.protocol.service import INFER_PATH, SERVICE, Service
-from serve.security.options import SecurityOptions, TlsOptions
-from serve.security.roles import Role
-from serve.security.security import PortSecurity, Security
-from serve.security.tokens import new_token
-from serve.transports.transport import Transport, TransportName, make_transport
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.model import Model
+from halfserve.serve.observability.settings import ObserveOptions
+from halfserve.serve.protocol.service import INFER_PATH, SERVICE, Service
+from halfserve.serve.security.options import SecurityOptions, TlsOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import PortSecurity, Security
+from halfserve.serve.security.tokens import new_token
+from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import grpc
 
-from protos import inference_pb2 as pb
-from serve.engine.model import Model
-from serve.protocol.service import INFER_PATH, SERVICE
-from serve.security.roles import Role
-from serve.security.tokens import new_token
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.model import Model
+from halfserve.serve.protocol.service import INFER_PATH, SERVICE
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.tokens import new_token
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import bearer, call, write_tokens

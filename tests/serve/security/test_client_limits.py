@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.inference_pb2 import ModelInferRequest
-from serve.engine.errors import InferenceError, PermissionDeniedError, RateLimitedError
-from serve.protocol.inference import Cancel, Reply, Watch
-from serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
-from serve.security.options import ClientLimits
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.engine.errors import InferenceError, PermissionDeniedError, RateLimitedError
+from halfserve.serve.protocol.inference import Cancel, Reply, Watch
+from halfserve.serve.security.client_limits import ClientAllowance, ClientAllowances, GatedInference, network_of
+from halfserve.serve.security.options import ClientLimits
 
 
 class Clock:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from serve.security.file_reload import FileWatch, Reloadable, Reminder
-from serve.security.options import SecurityError, SecurityOptions
-from serve.security.roles import Role
-from serve.security.security import Security
-from serve.security.tokens import new_token
+from halfserve.serve.security.file_reload import FileWatch, Reloadable, Reminder
+from halfserve.serve.security.options import SecurityError, SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.tokens import new_token
 from tests.serve.security.guarded import Certificates
 
 WAIT_S = 20.0

@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.observability.settings import AccessLog, ObserveOptions
-from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
-from serve.security.options import ClientLimits, SecurityOptions
-from serve.security.private_socket import private_socket
-from serve.security.roles import OPEN_METHODS, ROLES, Role
-from serve.transports.grpc_framing import frame
-from serve.transports.listening import BindError
-from serve.transports.transport import TransportName
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.observability.settings import AccessLog, ObserveOptions
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
+from halfserve.serve.security.options import ClientLimits, SecurityOptions
+from halfserve.serve.security.private_socket import private_socket
+from halfserve.serve.security.roles import OPEN_METHODS, ROLES, Role
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.listening import BindError
+from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, call, guarded_server, infer, infer_request, tokens_in

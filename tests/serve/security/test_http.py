@@ -18,17 +18,17 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from protos import inference_pb2 as pb
-from serve.http.options import HttpOptions
-from serve.http.rest_server import RestServer
-from serve.protocol.service import SERVICE
-from serve.security.file_reload import DAY_S
-from serve.security.memory_budget import MemoryBudget
-from serve.security.options import ClientLimits, SecurityOptions
-from serve.security.roles import Role, path_role
-from serve.security.security import Security
-from serve.security.tokens import new_token
-from serve.transports.transport import TransportName
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.protocol.service import SERVICE
+from halfserve.serve.security.file_reload import DAY_S
+from halfserve.serve.security.memory_budget import MemoryBudget
+from halfserve.serve.security.options import ClientLimits, SecurityOptions
+from halfserve.serve.security.roles import Role, path_role
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.tokens import new_token
+from halfserve.serve.transports.transport import TransportName
 from tests.serve.engine.fakes import HOLD_S, HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.security.guarded import (

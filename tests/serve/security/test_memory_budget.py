@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.security.memory_budget import MIN_PROGRESS_BYTES, STRANGERS_PART, MemoryBudget, MemoryShare
+from halfserve.serve.security.memory_budget import MIN_PROGRESS_BYTES, STRANGERS_PART, MemoryBudget, MemoryShare
 
 PATIENCE_S = 5.0
 LIMIT = 1600

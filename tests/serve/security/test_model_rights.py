@@ -10,13 +10,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from protos import inference_pb2 as pb
-from serve.protocol.service import INFER_STREAM_PATH
-from serve.security.options import SecurityOptions
-from serve.security.roles import Role
-from serve.security.security import Security
-from serve.security.tokens import new_token
-from serve.transports.transport import TransportName
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.protocol.service import INFER_STREAM_PATH
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.tokens import new_token
+from halfserve.serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WAIT_S, WATCH_S, bearer, guarded_server, infer_request, tokens_in, write_tokens
 from tests.serve.security.tenants import (

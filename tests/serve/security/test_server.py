@@ -16,20 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement, ModelInterface
-from serve.http.options import HttpOptions
-from serve.security.options import ClientLimits, SecurityError, SecurityOptions
-from serve.security.roles import Role
-from serve.security.security import Security
-from serve.security.tokens import new_token
-from serve.server import ServerOptions, serve
-from serve.startup_report import StartupReport
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.tokens import new_token
+from halfserve.serve.server import ServerOptions, serve
+from halfserve.serve.startup_report import StartupReport
 from tests.models import save_mlp
 from tests.serve.security.guarded import Certificates, guarded_server, tokens_in
 
 ROOT = Path(__file__).parents[3]
-NAMED = re.findall(r"^\|.*\| (tests/\S+\.py)::(\w+) \|$", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
+NAMED = re.findall(r"^\|.*\| (tests/\S+\.py)::(\w+) \|$", (ROOT / "docs" / "guides" / "security.md").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_the_image_tells_its_health_of_a_server_that_asks_for_tokens(tmp_path: P
 
 
 def test_every_threat_names_a_test() -> None:
-    text = (ROOT / "docs" / "security.md").read_text().partition("## Threats")[2].partition("## ")[0]
+    text = (ROOT / "docs" / "guides" / "security.md").read_text().partition("## Threats")[2].partition("## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("|")][2:]
     assert len(rows) == len(NAMED) > 30
 

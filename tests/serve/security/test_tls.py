@@ -14,10 +14,10 @@ import grpc
 import pytest
 import trustme
 
-from serve.security.options import SecurityError, SecurityOptions
-from serve.security.security import Security
-from serve.security.tls import ServerTls
-from serve.transports.transport import TransportName
+from halfserve.serve.security.options import SecurityError, SecurityOptions
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.tls import ServerTls
+from halfserve.serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import WATCH_S, Certificates, guarded_server, infer
 

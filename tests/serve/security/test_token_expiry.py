@@ -10,15 +10,15 @@ from queue import SimpleQueue
 import grpc
 import pytest
 
-from protos import inference_pb2 as pb
-from serve.engine.errors import UnauthenticatedError
-from serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
-from serve.security.file_reload import DAY_S
-from serve.security.options import SecurityOptions
-from serve.security.roles import Role
-from serve.security.tokens import Tokens, new_token
-from serve.transports.grpc_framing import frame
-from serve.transports.transport import TransportName
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.errors import UnauthenticatedError
+from halfserve.serve.protocol.service import INFER_PATH, INFER_STREAM_PATH, SERVICE
+from halfserve.serve.security.file_reload import DAY_S
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.tokens import Tokens, new_token
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.transport import TransportName
 from tests.serve.running_server import RunningServer
 from tests.serve.security.guarded import (
     WAIT_S,

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from serve.engine.errors import PermissionDeniedError, UnauthenticatedError
-from serve.security.cli import token
-from serve.security.file_reload import DAY_S, ends_in
-from serve.security.options import SecurityError
-from serve.security.roles import ModelRights, Role, model_rights
-from serve.security.tokens import (
+from halfserve.serve.engine.errors import PermissionDeniedError, UnauthenticatedError
+from halfserve.serve.security.cli import token
+from halfserve.serve.security.file_reload import DAY_S, ends_in
+from halfserve.serve.security.options import SecurityError
+from halfserve.serve.security.roles import ModelRights, Role, model_rights
+from halfserve.serve.security.tokens import (
     TokenHolder,
     Tokens,
     new_token,

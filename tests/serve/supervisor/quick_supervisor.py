@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from serve.supervisor import supervisor
-from serve.supervisor.__main__ import main
+from halfserve.serve.supervisor import supervisor
+from halfserve.serve.supervisor.__main__ import main
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a suite that was started under nohup has ignored

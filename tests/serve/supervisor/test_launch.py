@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.errors import FailedPreconditionError
-from serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
-from serve.supervisor.launch import take_over
+from halfserve.serve.engine.errors import FailedPreconditionError
+from halfserve.serve.supervisor.handover import VARIABLE, Handover, SupervisorPlan
+from halfserve.serve.supervisor.launch import take_over
 
 DESCRIPTORS = st.integers(0, 2**20)
 SOCKETS = st.dictionaries(st.sampled_from(["grpc", "http", "metrics", "admin"]), st.lists(DESCRIPTORS))

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.supervisor.handover import SupervisorPlan
-from serve.supervisor.supervisor import FIRST_S, FORGET_AFTER_S, GIVE_UP_AFTER, LONGEST_S, Backoff
+from halfserve.serve.supervisor.handover import SupervisorPlan
+from halfserve.serve.supervisor.supervisor import FIRST_S, FORGET_AFTER_S, GIVE_UP_AFTER, LONGEST_S, Backoff
 
 ROOT = Path(__file__).parents[3]
 WORKER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("scripted_worker.py"))]
@@ -211,7 +211,7 @@ def test_a_worker_is_started_once_there_are_files_again() -> None:
 
 
 def test_a_program_that_is_not_there_is_one_line() -> None:
-    command = [sys.executable, "-m", "serve.supervisor", SupervisorPlan({}, None).to_text(), "/no/such/python"]
+    command = [sys.executable, "-m", "halfserve.serve.supervisor", SupervisorPlan({}, None).to_text(), "/no/such/python"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (126, 1)
     assert "ERROR the worker cannot be started: /no/such/python: No such file or directory" in done.stderr

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import TRANSPORTS, MakeTransport, RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import Limited

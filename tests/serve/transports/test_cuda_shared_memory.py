@@ -13,8 +13,8 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from serve.engine.cuda_driver import HANDLE_BYTES
-from serve.protocol import shared_memory_regions
+from halfserve.serve.engine.cuda_driver import HANDLE_BYTES
+from halfserve.serve.protocol import shared_memory_regions
 from tests.serve.conftest import load_repository
 from tests.serve.cuda_emulator.library import LIBRARIES, driver_of, library_path
 from tests.serve.cuda_emulator.owner import Owner, owner

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.errors import InferenceError, InvalidArgumentError
-from serve.protocol.status import CUT, Status
-from serve.transports.grpc_framing import (
+from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError
+from halfserve.serve.protocol.status import CUT, Status
+from halfserve.serve.transports.grpc_framing import (
     ALIGNED_BYTES,
     MAX_DETAILS,
     MessageReader,

@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from protos import inference_pb2 as pb
+from halfserve.protos import inference_pb2 as pb
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 from tests.serve.transports.test_under_load import held_request, wait_until_waiting

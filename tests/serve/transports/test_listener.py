@@ -14,15 +14,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from serve.http.http_server import HttpServer
-from serve.http.options import HttpLimits
-from serve.protocol.service import Service
-from serve.security.security import PortSecurity
-from serve.security.tls import ServerTls
-from serve.transports import listener
-from serve.transports.listener import LOG_PERIOD_S, MAX_LOG_LINES, ConnectionLimit, LogThrottle
-from serve.transports.listening import Address, BindError, close, listen
-from serve.transports.transport import Transport, TransportName, make_transport
+from halfserve.serve.http.http_server import HttpServer
+from halfserve.serve.http.options import HttpLimits
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.security import PortSecurity
+from halfserve.serve.security.tls import ServerTls
+from halfserve.serve.transports import listener
+from halfserve.serve.transports.listener import LOG_PERIOD_S, MAX_LOG_LINES, ConnectionLimit, LogThrottle
+from halfserve.serve.transports.listening import Address, BindError, close, listen
+from halfserve.serve.transports.transport import Transport, TransportName, make_transport
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.security.guarded import Certificates, infer
@@ -255,5 +255,5 @@ def test_strangers_do_not_fill_the_log(limited: Limited, caplog: pytest.LogCaptu
 
 def test_opening_sockets_imports_no_event_loop() -> None:
     """The supervisor's process does no more than that, in 13 MB."""
-    program = "import sys, serve.transports.listening; print('asyncio' in sys.modules, 'ssl' in sys.modules)"
+    program = "import sys, halfserve.serve.transports.listening; print('asyncio' in sys.modules, 'ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False False\n"

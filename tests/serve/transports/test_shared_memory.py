@@ -14,7 +14,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from serve.protocol.shared_memory_regions import FOLDER
+from halfserve.serve.protocol.shared_memory_regions import FOLDER
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, running_server

@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from protos import inference_pb2 as pb
-from protos.datatypes import DATATYPES
-from serve.protocol.service import Service
-from serve.transports.listening import BindError
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.datatypes import DATATYPES
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports.listening import BindError
 from tests.models import mlp_weights
 from tests.serve.running_server import MakeTransport, RunningServer
 

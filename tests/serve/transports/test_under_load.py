@@ -14,10 +14,10 @@ import pytest
 from google.protobuf import text_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos import inference_pb2 as pb
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.queueing.pace import CONFIDENT
-from serve.transports.grpc_framing import frame
+from halfserve.protos import inference_pb2 as pb
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.queueing.pace import CONFIDENT
+from halfserve.serve.transports.grpc_framing import frame
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import call_headers, peer

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from export.dtype_check.dtype_inheritance import new_eye, new_tensor, new_zeros
-from export.dtype_check.inherit_dtype import inherit_dtype
+from halfserve.export.dtype_check.dtype_inheritance import new_eye, new_tensor, new_zeros
+from halfserve.export.dtype_check.inherit_dtype import inherit_dtype
 from tests.export.dtype_check.pairs.projected import Case, Projected
 
 

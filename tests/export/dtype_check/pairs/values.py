@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from export.dtype_check.dtype_inheritance import finfo, mask_value, new_arange, new_tensor
+from halfserve.export.dtype_check.dtype_inheritance import finfo, mask_value, new_arange, new_tensor
 from tests.export.dtype_check.pairs.projected import Case, Projected
 
 

@@ -10,11 +10,11 @@ import onnx
 import onnx_ir
 import onnxruntime
 
-from export.onnx_fp16.prepare import prepare
-from export.onnx_fp16.repair import run_passes
-from export.onnx_fp16.repair.edits import RepairPass
-from export.onnx_fp16.report import Repair
-from export.onnx_fp16.settings import Settings
+from halfserve.export.onnx_fp16.prepare import prepare
+from halfserve.export.onnx_fp16.repair import run_passes
+from halfserve.export.onnx_fp16.repair.edits import RepairPass
+from halfserve.export.onnx_fp16.report import Repair
+from halfserve.export.onnx_fp16.settings import Settings
 
 Array = np.ndarray[Any, Any]
 

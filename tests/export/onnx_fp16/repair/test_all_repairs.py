@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.onnx_fp16.prepare import prepare, repair_model
-from export.onnx_fp16.repair import REPAIRS, run_passes
-from export.onnx_fp16.settings import Settings
-from export.verification.simulation import round_every_node
+from halfserve.export.onnx_fp16.prepare import prepare, repair_model
+from halfserve.export.onnx_fp16.repair import REPAIRS, run_passes
+from halfserve.export.onnx_fp16.settings import Settings
+from halfserve.export.verification.simulation import round_every_node
 from tests.export.onnx_fp16.models import halve, parse
 from tests.export.onnx_fp16.repair.same import answers, compare
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
+from halfserve.export.onnx_fp16.repair.exponentials import FUSE_LOG_SOFTMAX, FUSE_SOFTMAX, FUSE_SOFTPLUS, LIMIT_GELU
 from tests.export.onnx_fp16.models import parse
 from tests.export.onnx_fp16.repair.same import answers, assert_untouched, operators, repaired, same
 

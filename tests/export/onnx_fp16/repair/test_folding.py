@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE
+from halfserve.export.onnx_fp16.repair.folding import FOLD_BATCH_NORM, FOLD_SCALE
 from tests.export.onnx_fp16.models import parse
 from tests.export.onnx_fp16.repair.same import assert_untouched, compare, operators, repaired, same
 

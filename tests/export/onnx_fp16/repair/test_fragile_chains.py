@@ -7,12 +7,12 @@ import onnx
 import onnx_ir
 import pytest
 
-from export.onnx_fp16.convert import convert
-from export.onnx_fp16.planning.plan import KEEP
-from export.onnx_fp16.prepare import prepare
-from export.onnx_fp16.repair import run_passes
-from export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
-from export.onnx_fp16.settings import Settings
+from halfserve.export.onnx_fp16.convert import convert
+from halfserve.export.onnx_fp16.planning.plan import KEEP
+from halfserve.export.onnx_fp16.prepare import prepare
+from halfserve.export.onnx_fp16.repair import run_passes
+from halfserve.export.onnx_fp16.repair.fragile_chains import KEEP_FRAGILE
+from halfserve.export.onnx_fp16.settings import Settings
 from tests.export.onnx_fp16.models import parse
 
 AXES = np.array([-1], np.int64)

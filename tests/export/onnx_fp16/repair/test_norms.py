@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
+from halfserve.export.onnx_fp16.repair.norms import FUSE_LAYER_NORM, FUSE_MOMENTS
 from tests.export.onnx_fp16.models import FLOAT16, parse
 from tests.export.onnx_fp16.repair.same import answers, assert_untouched, operators, repaired, same
 

@@ -9,13 +9,13 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.cuda import GraphReplays
-from serve.engine.backend import DevicePlacement
-from serve.engine.cuda_driver import device_count
-from serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
-from serve.engine.tensors import Array
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.cuda import GraphReplays
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.cuda_driver import device_count
+from halfserve.serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
+from halfserve.serve.engine.tensors import Array
 from tests.models import mlp_weights, save_echo_types, save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.backends.support import load_backend
 

@@ -14,15 +14,21 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashTrial, CrashVerdict, CrashVerdictCache, default_folder
-from serve.backends.onnx_runtime.probe_process import LOWEST, NICENESS, ProbeProcess
-from serve.backends.onnx_runtime.session import Providers
-from serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
-from serve.backends.runtimes import probing_runtimes
-from serve.engine.backend import DevicePlacement
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.crash_probe import (
+    CrashProbe,
+    CrashTrial,
+    CrashVerdict,
+    CrashVerdictCache,
+    default_folder,
+)
+from halfserve.serve.backends.onnx_runtime.probe_process import LOWEST, NICENESS, ProbeProcess
+from halfserve.serve.backends.onnx_runtime.session import Providers
+from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
+from halfserve.serve.backends.runtimes import probing_runtimes
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.errors import ModelLoadError
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.backends.support import save_crashing_always, save_crashing_when_folded
 

@@ -9,13 +9,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime import onnx_file
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.onnx_file import open_onnx
-from serve.backends.onnx_runtime.onnx_preparation import prepared
-from serve.engine.backend import DevicePlacement
-from serve.engine.errors import ModelLoadError
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime import onnx_file
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import prepared
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.errors import ModelLoadError
 from tests.models import save_mlp, save_model
 from tests.serve.hostile_files import READERS, SIZE, elsewhere, reading_model
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
-from serve.backends.onnx_runtime.onnx_interface import is_open_ended
+from halfserve.serve.backends.onnx_runtime.onnx_interface import is_open_ended
 from tests.models import save_model
 from tests.serve.engine.model_folders import load
 

@@ -10,11 +10,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from protos import onnx_outline
-from serve.backends.onnx_runtime import onnx_file, onnx_preparation
-from serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared, set_border
-from serve.engine.errors import ModelLoadError
-from serve.engine.tensors import Array
+from halfserve.protos import onnx_outline
+from halfserve.serve.backends.onnx_runtime import onnx_file, onnx_preparation
+from halfserve.serve.backends.onnx_runtime.onnx_preparation import PreparedModel, prepared, set_border
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.tensors import Array
 from tests.models import save_mlp, save_model
 
 X = np.random.default_rng(4).standard_normal((3, 64)).astype(np.float16)

@@ -13,17 +13,17 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime import session as onnxruntime_session
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.session import SessionOpener, is_quick, may_be_quick
-from serve.backends.onnx_runtime.session_settings import SessionSettings
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.model_config import Defaults
-from serve.engine.cuda_driver import device_count
-from serve.engine.errors import ModelLoadError
-from serve.engine.repository.loaded_version import load_version
-from serve.engine.repository.model_repository import find_models
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime import session as onnxruntime_session
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.session import SessionOpener, is_quick, may_be_quick
+from halfserve.serve.backends.onnx_runtime.session_settings import SessionSettings
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.cuda_driver import device_count
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.loaded_version import load_version
+from halfserve.serve.engine.repository.model_repository import find_models
 from tests.models import save_mlp, save_model, save_picky, save_unbatched
 from tests.serve.backends.support import load_backend, open_session
 
@@ -33,8 +33,8 @@ PROGRAM = """
 import sys, threading
 from pathlib import Path
 import numpy as np
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import DevicePlacement
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import DevicePlacement
 from tests.serve.backends.support import load_backend
 
 def keeps_subnormals():
@@ -101,7 +101,7 @@ def test_a_device_that_cannot_be_used_is_named_and_the_model_upcast(
     assert (opened.provider, opened.precision) == ("CPUExecutionProvider", "fp32 (the fp16 model, upcast)")
     np.testing.assert_array_equal(answer(opened), answer(open_session(path, ONE_THREAD)))
     assert "ONNX Runtime cannot use CUDA device 0" in caplog.text
-    assert "pip install 'halfserve[cuda]'" in caplog.text
+    assert "pip install '.[cuda]'" in caplog.text
     assert capfd.readouterr() == ("", ""), "the runtime's own lines stay out of the ready line"
 
 
@@ -180,7 +180,7 @@ def session(path: Path) -> ort.InferenceSession:
 def several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)), raising=False)
-    monkeypatch.setattr("serve.backends.onnx_runtime.session_settings.group_folders", lambda *_: [])
+    monkeypatch.setattr("halfserve.serve.backends.onnx_runtime.session_settings.group_folders", lambda *_: [])
 
 
 @pytest.mark.usefixtures("several_cores")

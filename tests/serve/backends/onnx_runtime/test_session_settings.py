@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 
-from protos.model_config_pb2 import ModelConfig
-from serve.backends.onnx_runtime.session_settings import (
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.onnx_runtime.session_settings import (
     CUDA_DEFAULTS,
     CUDA_PARAMETERS,
     SESSION_KEYS,
@@ -15,10 +15,10 @@ from serve.backends.onnx_runtime.session_settings import (
     fewer_cores,
     read_settings,
 )
-from serve.engine import resource_limits
-from serve.engine.backend import ONNX, DevicePlacement
-from serve.engine.config.parameters import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
-from serve.engine.errors import ModelLoadError
+from halfserve.serve.engine import resource_limits
+from halfserve.serve.engine.backend import ONNX, DevicePlacement
+from halfserve.serve.engine.config.parameters import ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES, ignored_settings
+from halfserve.serve.engine.errors import ModelLoadError
 from tests.models import save_mlp
 from tests.serve.backends.support import load_backend
 

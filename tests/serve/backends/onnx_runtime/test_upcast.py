@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnxruntime.capi._pybind_state import get_all_operator_schema
 
-from serve.backends.onnx_runtime.upcast import half_types, upcast_to_fp32
+from halfserve.serve.backends.onnx_runtime.upcast import half_types, upcast_to_fp32
 from tests.models import save_mlp
 
 FP16, FP32, BOOL, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BOOL, TensorProto.INT64

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from serve.benchmark.load import calls
-from serve.benchmark.load.calls import _streamed_status, _timeout, call_headers, framed
-from serve.benchmark.load.driver import ClosedLoop, Driver, OpenLoop, intended_times, pacer_of
-from serve.benchmark.load.spec import Arrivals, LoadEndpoint, LoadSpec, LoadStatistics, TlsPaths
-from serve.client import Client
-from serve.transports.grpc_framing import timeout_seconds
-from serve.transports.grpcio_server import GrpcioServer
+from halfserve import Client
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.benchmark.load import calls
+from halfserve.serve.benchmark.load.calls import _streamed_status, _timeout, call_headers, framed
+from halfserve.serve.benchmark.load.driver import ClosedLoop, Driver, OpenLoop, intended_times, pacer_of
+from halfserve.serve.benchmark.load.spec import Arrivals, LoadEndpoint, LoadSpec, LoadStatistics, TlsPaths
+from halfserve.serve.transports.grpc_framing import timeout_seconds
+from halfserve.serve.transports.grpcio_server import GrpcioServer
 from tests.serve.benchmark.load.scripted_peer import HEADERS, OK, Peer, peer
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server

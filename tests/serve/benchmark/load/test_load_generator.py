@@ -10,9 +10,9 @@ from collections import Counter
 
 import pytest
 
-from serve.benchmark import BenchmarkError
-from serve.benchmark.load.load_generator import LoadGenerator, OnWindow, _shares, undisturbed
-from serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadSpec, LoadStatistics
+from halfserve.serve.benchmark import BenchmarkError
+from halfserve.serve.benchmark.load.load_generator import LoadGenerator, OnWindow, _shares, undisturbed
+from halfserve.serve.benchmark.load.spec import INTERRUPTED, LoadEndpoint, LoadSpec, LoadStatistics
 from tests.serve.benchmark.load.test_driver import UNARY, message, place_of
 from tests.serve.running_server import RunningServer
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.benchmark.load.driver import StatisticsRecorder
-from serve.benchmark.load.spec import EMPTY, LatencyHistogram, LoadStatistics
+from halfserve.serve.benchmark.load.driver import StatisticsRecorder
+from halfserve.serve.benchmark.load.spec import EMPTY, LatencyHistogram, LoadStatistics
 
 LATENCIES = st.lists(st.integers(1, 10**13), min_size=1, max_size=200)
 

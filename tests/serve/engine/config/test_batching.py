@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from google.protobuf import text_format
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.config.batching import QueuePolicy, Turn, batch_limits, queue_policy
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import ModelLoadError
-from serve.engine.queueing.pace import BatchLimits
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.batching import QueuePolicy, Turn, batch_limits, queue_policy
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.queueing.pace import BatchLimits
 
 
 def limits(text: str, max_batch_size: int = 16) -> BatchLimits:

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protos.datatypes import BY_WIRE
-from protos.model_config_pb2 import ModelConfig
-from serve.engine.backend import ModelInterface
-from serve.engine.config.batching import batch_limits
-from serve.engine.config.model_config import Defaults, client_interface, complete_config, instances, read_config
-from serve.engine.errors import ModelLoadError
-from serve.engine.tensors import TensorSpec
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ModelInterface
+from halfserve.serve.engine.config.batching import batch_limits
+from halfserve.serve.engine.config.model_config import Defaults, client_interface, complete_config, instances, read_config
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.tensors import TensorSpec
 
 BATCHED = ModelInterface(
     inputs=(TensorSpec(name="x", datatype=BY_WIRE["FP16"], shape=(-1, 3, -1)),),

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
-from serve.engine.execution.batch import SCRATCH_BYTES, Answered, Failed, assemble, pad_rows, run_batch
-from serve.engine.execution.batch_invariance import BatchInvariance
-from serve.engine.requests import (
+from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
+from halfserve.serve.engine.execution.batch import SCRATCH_BYTES, Answered, Failed, assemble, pad_rows, run_batch
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.requests import (
     CUT_BYTES,
     Answer,
     BatchOutputs,
@@ -26,7 +26,7 @@ from serve.engine.requests import (
     RawInputs,
     RawLayout,
 )
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import Array, Tensors
 
 POISON = -1.0
 

@@ -16,22 +16,22 @@ import pytest
 import tritonclient.grpc as triton
 from onnx import TensorProto, helper
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import Backend, DevicePlacement
-from serve.engine.batcher import Batcher
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
-from serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
-from serve.engine.execution.batch_invariance import BatchInvariance
-from serve.engine.execution.instance import Instance, Supervision
-from serve.engine.model import Model
-from serve.engine.model_statistics import Statistics
-from serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
-from serve.engine.repository.loaded_version import LoadedVersion, load_version
-from serve.engine.repository.model_repository import find_models
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
-from serve.model_control.warm_up import warm_up
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import Backend, DevicePlacement
+from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
+from halfserve.serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
+from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
+from halfserve.serve.model_control.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.scene import Answers, run

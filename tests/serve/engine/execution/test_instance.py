@@ -10,13 +10,13 @@ import weakref
 import numpy as np
 import pytest
 
-from serve.engine.backend import Backend
-from serve.engine.background_threads import Worker
-from serve.engine.batcher import LOADING_S
-from serve.engine.errors import InferenceError, ModelLoadError, UnavailableError
-from serve.engine.execution.instance import LOOKS
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.background_threads import Worker
+from halfserve.serve.engine.batcher import LOADING_S
+from halfserve.serve.engine.errors import InferenceError, ModelLoadError, UnavailableError
+from halfserve.serve.engine.execution.instance import LOOKS
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.fragile_copies import DOWN, WAIT_S, Fragile, Scene, Slow, run
 
@@ -53,7 +53,7 @@ def test_a_copy_that_hangs_comes_back_once_a_thread_can_be_started(
     async def test() -> None:
         stuck, fresh = HeldBackend(held=True), HeldBackend()
         scene = Scene([stuck], lambda: fresh, max_compute_s=0.02)
-        monkeypatch.setattr("serve.engine.execution.instance.Worker", Scarce)
+        monkeypatch.setattr("halfserve.serve.engine.execution.instance.Worker", Scarce)
         assert await scene.ask(1) == ["the model did not answer within its 0.02 s and is being restarted; try again later"]
         await scene.up_again()
         assert scene.instances[0].fault == "can't start new thread"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.errors import BackendError, OutOfMemoryError, is_out_of_memory
-from serve.engine.execution.batch import FIRST_WAIT_S, LONGEST_WAIT_S, Answered, Failed, MemoryLimit, run_batch
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.errors import BackendError, OutOfMemoryError, is_out_of_memory
+from halfserve.serve.engine.execution.batch import FIRST_WAIT_S, LONGEST_WAIT_S, Answered, Failed, MemoryLimit, run_batch
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
 
 
 class Cramped:

@@ -13,11 +13,11 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.model_config_pb2 import ModelConfig
-from serve.engine import batcher as batcher_module
-from serve.engine.batcher import ALONE_AFTER_S, LoopOccupancy
-from serve.engine.errors import InferenceError
-from serve.engine.execution.short_batches import (
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine import batcher as batcher_module
+from halfserve.serve.engine.batcher import ALONE_AFTER_S, LoopOccupancy
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.execution.short_batches import (
     AFTER_STALL,
     FIRST,
     LONE_BYTES,
@@ -29,9 +29,9 @@ from serve.engine.execution.short_batches import (
     STANDSTILL_S,
     ShortBatches,
 )
-from serve.engine.model import Model
-from serve.engine.requests import Done
-from serve.engine.tensors import Tensors
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import Done
+from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, QuickBackend, run
 

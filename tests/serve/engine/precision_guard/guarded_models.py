@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.model_config import Defaults
-from serve.engine.errors import InferenceError
-from serve.engine.model import Model
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_models
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array, Tensors
 from tests.models import save_table, save_thousandfold
 
 TWIN = Path("1/fp32/model.onnx")

@@ -13,15 +13,15 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from protos.datatypes import BY_WIRE
-from serve.engine.execution.batch import Answered, Failed, run_batch
-from serve.engine.model import Model
-from serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
-from serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS, Degradation, Distance, GuardCounters, Tally
-from serve.engine.precision_guard.twin import Fallback, Fp32Twin
-from serve.engine.requests import InferRequest, RemarkedAnswer
-from serve.engine.tensors import Array, Tensors, TensorSpec
-from serve.http.options import HttpOptions
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from halfserve.serve.engine.precision_guard.tally import KEPT_EVENTS, LEAST_RUNS, Degradation, Distance, GuardCounters, Tally
+from halfserve.serve.engine.precision_guard.twin import Fallback, Fp32Twin
+from halfserve.serve.engine.requests import InferRequest, RemarkedAnswer
+from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+from halfserve.serve.http.options import HttpOptions
 from tests.serve.engine.precision_guard.guarded_models import ask_model, load, write_table, write_thousandfold
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer, running_server

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.tally import GuardCounters
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.precision_guard.tally import GuardCounters
 from tests.models import save_mlp, save_table
 from tests.serve.engine.precision_guard.guarded_models import TWIN, config_text, load, write_table
 

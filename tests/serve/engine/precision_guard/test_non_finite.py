@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from protos.datatypes import BY_WIRE
-from serve.engine.precision_guard.non_finite import (
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.engine.precision_guard.non_finite import (
     BYTES_ELEMENTS,
     FLAGS_ELEMENTS,
     VDOT_ELEMENTS,
@@ -18,7 +18,7 @@ from serve.engine.precision_guard.non_finite import (
     has_non_finite,
     non_finite_mask,
 )
-from serve.engine.tensors import Array
+from halfserve.serve.engine.tensors import Array
 
 BITS = hnp.arrays(np.uint16, hnp.array_shapes(max_dims=3, max_side=9))
 DTYPES = {"FP16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.backend import Backend
-from serve.engine.background_threads import Worker
-from serve.engine.errors import ModelLoadError
-from serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
-from serve.engine.precision_guard.tally import (
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.background_threads import Worker
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
+from halfserve.serve.engine.precision_guard.tally import (
     BOUNDS,
     LEAST_RUNS,
     WINDOW,
@@ -29,9 +29,9 @@ from serve.engine.precision_guard.tally import (
     Tally,
     compare,
 )
-from serve.engine.precision_guard.twin import MAX_WAITING, Fp32Twin, Shadow
-from serve.engine.requests import InferRequest
-from serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.precision_guard.twin import MAX_WAITING, Fp32Twin, Shadow
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Array, Tensors
 
 
 def test_equal_answers_have_no_distance() -> None:
@@ -267,7 +267,7 @@ def test_samples_are_dropped_while_no_thread_can_be_started(monkeypatch: pytest.
 
     scene = Scene(Doubling)
     with monkeypatch.context() as without:
-        without.setattr("serve.engine.precision_guard.twin.Worker", refused)
+        without.setattr("halfserve.serve.engine.precision_guard.twin.Worker", refused)
         for value in range(MAX_WAITING + 1):
             scene.sample(float(value))
     scene.sample(1.0)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.errors import DeadlineExceededError, OverloadedError, QueueFullError
-from serve.engine.model_statistics import BatchTimes, Statistics
-from serve.engine.queueing.admission_control import AdmissionControl, full_error
-from serve.engine.queueing.batch_queue import BatchQueue, FullError
-from serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.errors import DeadlineExceededError, OverloadedError, QueueFullError
+from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
+from halfserve.serve.engine.queueing.admission_control import AdmissionControl, full_error
+from halfserve.serve.engine.queueing.batch_queue import BatchQueue, FullError
+from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace
+from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.engine.scene import Answers, hold_first, run
 from tests.serve.engine.simulation import Client, Simulation, goodput, linear, percentile, poisson

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.queueing.batch_queue import Batch, FullError
-from serve.engine.queueing.pace import CONFIDENT, Pace
-from serve.engine.requests import InferRequest
+from halfserve.serve.engine.queueing.batch_queue import Batch, FullError
+from halfserve.serve.engine.queueing.pace import CONFIDENT, Pace
+from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.simulation import Request, offer, offer_all, queue, take
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
+from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
 
 
 class Competitor:

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.engine.execution.batch import pad_rows
-from serve.engine.queueing.pace import CONFIDENT, MAX_BUCKETS, OFF_IN_A_ROW, BatchLimits, LatencyModel, Pace, padded_rows
+from halfserve.serve.engine.execution.batch import pad_rows
+from halfserve.serve.engine.queueing.pace import (
+    CONFIDENT,
+    MAX_BUCKETS,
+    OFF_IN_A_ROW,
+    BatchLimits,
+    LatencyModel,
+    Pace,
+    padded_rows,
+)
 
 seconds = st.floats(1e-5, 0.1)
 

@@ -9,13 +9,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from serve.backends.onnx_runtime.backend import OnnxRuntime
-from serve.backends.onnx_runtime.upcast import upcast_to_fp32
-from serve.engine.backend import DevicePlacement
-from serve.engine.config.model_config import Defaults, config_from_json
-from serve.engine.errors import BackendError, ModelLoadError
-from serve.engine.repository.loaded_version import load_model
-from serve.engine.repository.model_repository import find_model, find_models
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.backends.onnx_runtime.upcast import upcast_to_fp32
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults, config_from_json
+from halfserve.serve.engine.errors import BackendError, ModelLoadError
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_model, find_models
 from tests.models import save_mlp, save_model
 from tests.serve.engine.model_folders import load, write_versions
 
@@ -43,7 +43,7 @@ def test_the_provider_and_the_precision_are_in_the_config(tmp_path: Path) -> Non
 
 
 def test_a_gpu_instance_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.backends.onnx_runtime.session.device_count", lambda: 0)
+    monkeypatch.setattr("halfserve.serve.backends.onnx_runtime.session.device_count", lambda: 0)
     root = write_versions(tmp_path, "1", config="instance_group [{ kind: KIND_GPU }]")
     (files,) = find_models(root)
     with pytest.raises(ModelLoadError, match="a GPU is required, but CUDA device 0 is not there"):

@@ -8,8 +8,8 @@ from pathlib import Path
 import onnx
 import pytest
 
-from serve.engine.errors import ModelLoadError
-from serve.engine.repository.model_repository import find_models, model_names
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import find_models, model_names
 from tests.models import save_mlp
 from tests.serve.engine.model_folders import found, load, write_versions
 

@@ -11,14 +11,14 @@ from typing import Any, ParamSpec
 from ngh2 import Connection, DataReceived, Event, Header, ResponseReceived, Role, StreamReset, TrailersReceived
 from ngh2.exceptions import NGH2Error
 
-from serve.engine.errors import InferenceError
-from serve.protocol.status import Status
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, MemoryShare
-from serve.transports.grpc_framing import MessageReader, frame
-from serve.transports.nghttp2.calls import RefusedCall, _OneMessageCall
-from serve.transports.nghttp2.connection import GrpcConnection
-from serve.transports.nghttp2.fairness import ReadScheduler, TransportLimits
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.protocol.status import Status
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, MemoryShare
+from halfserve.serve.transports.grpc_framing import MessageReader, frame
+from halfserve.serve.transports.nghttp2.calls import RefusedCall, _OneMessageCall
+from halfserve.serve.transports.nghttp2.connection import GrpcConnection
+from halfserve.serve.transports.nghttp2.fairness import ReadScheduler, TransportLimits
+from halfserve.serve.transports.nghttp2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -29,8 +29,8 @@ from serve.transports.nghttp2.frames import (
     head_of,
     literals,
 )
-from serve.transports.nghttp2.pending_requests import Call
-from serve.transports.nghttp2.session import GrpcSession, OpenCall
+from halfserve.serve.transports.nghttp2.pending_requests import Call
+from halfserve.serve.transports.nghttp2.session import GrpcSession, OpenCall
 from tests.serve.transports.nghttp2.http2_peer import WINDOW_BYTES, call_headers
 
 FIRST = 101  # a stream that the client does not know of

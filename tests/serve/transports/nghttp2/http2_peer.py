@@ -10,8 +10,8 @@ from typing import Self
 
 from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, StreamReset, TrailersReceived
 
-from protos import inference_pb2 as pb
-from serve.transports.grpc_framing import frame
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.transports.grpc_framing import frame
 from tests.serve.running_server import RunningServer
 
 INFER = b"/inference.GRPCInferenceService/ModelInfer"

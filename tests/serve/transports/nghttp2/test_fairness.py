@@ -10,11 +10,11 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos import inference_pb2 as pb
-from serve.protocol.service import Service
-from serve.transports.grpc_framing import MessageReader, frame
-from serve.transports.nghttp2 import fairness
-from serve.transports.nghttp2.fairness import (
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports.grpc_framing import MessageReader, frame
+from halfserve.serve.transports.nghttp2 import fairness
+from halfserve.serve.transports.nghttp2.fairness import (
     BUSY_POLL_S,
     COUNTS_AS_ONE_BYTES,
     FAILURE,
@@ -27,7 +27,7 @@ from serve.transports.nghttp2.fairness import (
     MessageQuota,
     ReadScheduler,
 )
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import (

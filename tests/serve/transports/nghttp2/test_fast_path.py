@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from ngh2 import GoAwayReceived
 
-from serve.protocol.status import Status
-from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.protocol.status import Status
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.nghttp2.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from ngh2 import Connection, DataReceived, Event, ResponseReceived, Role, SettingsAcknowledged, StreamReset
 
-from protos import inference_pb2 as pb
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, MessageReader, frame
-from serve.transports.nghttp2.fairness import MESSAGES_A_TURN, TransportLimits
-from serve.transports.nghttp2.flow_control import REFUSED_WINDOWS, ReceiveWindows, SendBuffer
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
+from halfserve.serve.transports.grpc_framing import OK_TRAILERS, RESPONSE, MessageReader, frame
+from halfserve.serve.transports.nghttp2.fairness import MESSAGES_A_TURN, TransportLimits
+from halfserve.serve.transports.nghttp2.flow_control import REFUSED_WINDOWS, ReceiveWindows, SendBuffer
 from tests.serve.running_server import RunningServer
 from tests.serve.transports.nghttp2.http2_peer import (
     INFER,

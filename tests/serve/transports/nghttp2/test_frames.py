@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ngh2 import Connection, NGH2Error, RequestReceived, Role
 
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.transports.nghttp2.frames import (
     AUTHORITY,
     END_HEADERS,
     END_STREAM,

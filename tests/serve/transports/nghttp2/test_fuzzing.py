@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from ngh2 import NGH2Error
 
-from protos import inference_pb2 as pb
-from serve.transports.grpc_framing import PREFIX_BYTES, frame
-from serve.transports.nghttp2.frames import HEADER_TABLE_SIZE, INITIAL_WINDOW_SIZE
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.transports.grpc_framing import PREFIX_BYTES, frame
+from halfserve.serve.transports.nghttp2.frames import HEADER_TABLE_SIZE, INITIAL_WINDOW_SIZE
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.transports.nghttp2.connection_scene import Scene, begun, on_a_loop

@@ -11,13 +11,13 @@ import grpc
 import pytest
 from ngh2 import GoAwayReceived
 
-from serve.protocol.service import Service
-from serve.transports.grpc_framing import PREFIX, frame
-from serve.transports.nghttp2 import fairness
-from serve.transports.nghttp2.connection import GrpcConnection
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.frames import CONTINUATION, ENHANCE_YOUR_CALM, HEADERS, head_of, literal, literals
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports.grpc_framing import PREFIX, frame
+from halfserve.serve.transports.nghttp2 import fairness
+from halfserve.serve.transports.nghttp2.connection import GrpcConnection
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.frames import CONTINUATION, ENHANCE_YOUR_CALM, HEADERS, head_of, literal, literals
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.standing_still import StandingLoop

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 from ngh2 import GoAwayReceived, PingAcknowledged, ResponseReceived
 
-from serve.protocol.service import Service
-from serve.security.memory_budget import STRANGERS_PART, MemoryBudget
-from serve.security.options import SecurityOptions
-from serve.security.roles import Role
-from serve.security.security import Security
-from serve.security.tokens import new_token
-from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
-from serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.security.memory_budget import STRANGERS_PART, MemoryBudget
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
+from halfserve.serve.security.tokens import new_token
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.frames import ENHANCE_YOUR_CALM
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.conftest import load_repository
 from tests.serve.running_server import RunningServer, running_server
 from tests.serve.transports.nghttp2.http2_peer import INITIAL_WINDOW_SIZE, Http2Peer, call_headers, mlp_request, peer

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.protocol.status import Status
-from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2.frames import (
+from halfserve.serve.protocol.status import Status
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.nghttp2.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES,

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.engine.errors import UnavailableError
-from serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
-from serve.transports.grpc_framing import PREFIX_BYTES, frame
-from serve.transports.nghttp2.fairness import TransportLimits
-from serve.transports.nghttp2.frames import HEADER_TABLE_SIZE
-from serve.transports.nghttp2.pending_requests import PendingRequests
+from halfserve.serve.engine.errors import UnavailableError
+from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
+from halfserve.serve.transports.grpc_framing import PREFIX_BYTES, frame
+from halfserve.serve.transports.nghttp2.fairness import TransportLimits
+from halfserve.serve.transports.nghttp2.frames import HEADER_TABLE_SIZE
+from halfserve.serve.transports.nghttp2.pending_requests import PendingRequests
 from tests.serve.transports.nghttp2.connection_scene import FIRST, Scene, begin, begun, data, ends, on_a_loop
 
 STREAM, LIMITS = 1, TransportLimits(max_held_bytes=1000)

@@ -18,14 +18,14 @@ import pytest
 import trustme
 from ngh2 import ResponseReceived
 
-from protos import inference_pb2 as pb
-from serve.engine.requests import InferRequest
-from serve.protocol.inference_stream import InferenceStream
-from serve.protocol.service import Service
-from serve.transports.grpc_framing import frame
-from serve.transports.nghttp2.calls import InferCall
-from serve.transports.nghttp2.server import Nghttp2Server
-from serve.transports.nghttp2.streams import InferStreamCall
+from halfserve.protos import inference_pb2 as pb
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.protocol.inference_stream import InferenceStream
+from halfserve.serve.protocol.service import Service
+from halfserve.serve.transports.grpc_framing import frame
+from halfserve.serve.transports.nghttp2.calls import InferCall
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
+from halfserve.serve.transports.nghttp2.streams import InferStreamCall
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HeldBackend, held_model
 from tests.serve.running_server import RunningServer, running_server

@@ -45,34 +45,43 @@ class Stage:
 
 
 STAGES = {
-    "train": Stage(module="amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"),
+    "train": Stage(
+        module="halfserve.amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"
+    ),
     "export": Stage(
-        module="export.cli.convert", function="export", help="Turn a checkpoint into a proven fp16 model.", extra="export"
+        module="halfserve.export.cli.convert",
+        function="export",
+        help="Turn a checkpoint into a proven fp16 model.",
+        extra="export",
     ),
     "convert": Stage(
-        module="export.cli.convert",
+        module="halfserve.export.cli.convert",
         function="convert",
         help="Turn an ONNX model into a proven fp16 one.",
         extra="export",
     ),
     "verify": Stage(
-        module="export.cli.verify",
+        module="halfserve.export.cli.verify",
         function="verify",
         help="Compare an fp16 ONNX model with its float32 one.",
         extra="export",
     ),
     "check": Stage(
-        module="export.cli.check",
+        module="halfserve.export.cli.check",
         function="check",
         help="Find where a PyTorch model leaves its dtype.",
         extra="export",
     ),
-    "serve": Stage(module="serve.cli", function="serve", help="Serve models over gRPC in batches."),
-    "token": Stage(module="serve.security.cli", function="token", help="Make a bearer token for a server."),
-    "models": Stage(module="serve.client.cli", function="models", help="List the models of a running server."),
-    "infer": Stage(module="serve.client.cli", function="infer", help="Ask a running server for a prediction."),
-    "bench": Stage(module="serve.benchmark.cli", function="bench", help="Measure throughput and latency.", extra="bench"),
-    "demo": Stage(module="examples.digits.demo", function="demo", help="The whole way on handwritten digits.", extra="demo"),
+    "serve": Stage(module="halfserve.serve.cli", function="serve", help="Serve models over gRPC in batches."),
+    "token": Stage(module="halfserve.serve.security.cli", function="token", help="Make a bearer token for a server."),
+    "models": Stage(module="halfserve.serve.client.cli", function="models", help="List the models of a running server."),
+    "infer": Stage(module="halfserve.serve.client.cli", function="infer", help="Ask a running server for a prediction."),
+    "bench": Stage(
+        module="halfserve.serve.benchmark.cli", function="bench", help="Measure throughput and latency.", extra="bench"
+    ),
+    "demo": Stage(
+        module="halfserve.examples.digits.demo", function="demo", help="The whole way on handwritten digits.", extra="demo"
+    ),
 }
 
 
@@ -194,8 +203,8 @@ def _trains_with_others() -> bool:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
-    # torch's CPU threads spin while they wait for each other. On cores that others use too, whoever is waited for gets no core:
-    # training took more than 15 times as long as with threads that sleep. OpenMP reads this when torch is loaded.
+    # torch's CPU threads spin while they wait for each other. On cores that other programs use, training took
+    # more than 15 times as long as with sleeping threads. OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # grpcio's core writes to stderr on its own, with file names of its sources. It reads this when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -209,7 +218,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     except ModuleNotFoundError as error:
         if stage is None or stage.extra is None or not error.name:
             raise
-        typer.echo(f"{prefix}: needs the package {error.name!r}; run: pip install 'halfserve[{stage.extra}]'", err=True)
+        typer.echo(
+            f"{prefix}: needs the package {error.name!r}; in a checkout of halfserve, run: pip install '.[{stage.extra}]'",
+            err=True,
+        )
         sys.exit(MISSING_EXTRA_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.soaking.broken_clients import hang_up_in_a_message, talk_nonsense
 from benchmarks.soaking.models import LARGE_ROWS, PICKY, STEPS
 from benchmarks.soaking.tally import Tally
-from protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from serve.client import Client, ClientError, InvalidRequest, ModelNotFound, ServerUnavailable
+from halfserve import Client, ClientError, InvalidRequest, ModelNotFound, ServerUnavailable
+from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 WAIT_S = 30.0
@@ -27,7 +27,7 @@ STOPPED_S = 0.1
 
 @dataclass
 class Scene:
-    """What mischief is done with.
+    """What faults are injected with.
 
     Attributes:
         address: of the server.
@@ -54,7 +54,7 @@ Act = Callable[[Scene], None]
 
 
 def reload(scene: Scene) -> None:
-    """A model that is in use is loaded anew, in another way each time."""
+    """A model that is in use is loaded again, in another way each time."""
     name, most = (("affine", 32), ("flip", 32), ("large", LARGE_ROWS))[scene.number % 3]
     rows = int(scene.random.integers(most // 2, most + 1))
     scene.client.load_model(name, config={"max_batch_size": rows}, timeout_s=WAIT_S)
