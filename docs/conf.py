@@ -1,0 +1,35 @@
+"""The documentation site: `make docs` builds it into build/docs; every warning is an error there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parent))  # for generated_pages, beside this file
+
+import generated_pages
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "halfserve"
+copyright = "The halfserve authors"  # noqa: A001  (the name is Sphinx's)
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "halfserve"
+html_show_sphinx = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+
+
+def setup(app: Sphinx) -> None:
+    """Write the pages that come from the code before Sphinx reads the folder."""
+    app.connect("builder-inited", lambda _: generated_pages.write(Path(__file__).parent / "reference"))
