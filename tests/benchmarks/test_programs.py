@@ -12,6 +12,8 @@ from benchmarks import convert, real_models
 from benchmarks.converters.speed_models import convolutions
 from tests.benchmarks.converters.test_models import pictures
 
+pytestmark = pytest.mark.long
+
 PEER = "onnxconverter-common"
 
 
@@ -40,6 +42,7 @@ def wheel(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_packaged_models_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real_models.main(wheel(tmp_path), converters=f"{PEER},ours,modelopt autocast", workers=1, as_json=True)
     out, err = capsys.readouterr()

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import request_cost
 from tests.models import save_mlp
 
+pytestmark = pytest.mark.long
+
 
 def test_the_places_that_it_names_are_there() -> None:
     assert [place for place in request_cost.ROOMS if not Path(request_cost.SERVE, place).exists()] == []

@@ -30,6 +30,8 @@ from halfserve.examples.checkerboard.training import (
     train,
 )
 
+pytestmark = pytest.mark.long
+
 SMALL = CheckerboardSettings(device=torch.device("cpu"), steps=40, size=16, squares=2, width=48)
 
 

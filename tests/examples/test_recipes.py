@@ -24,6 +24,8 @@ from halfserve.examples.recipes.several_optimizers import HIDDEN, Learner, train
 from halfserve.examples.recipes.several_optimizers import train as train_both
 from tests.examples.running import run_example
 
+pytestmark = pytest.mark.long
+
 
 def after_one_step(dtype: torch.dtype, cuts: list[int], clip: float = 1.0) -> tuple[list[Tensor], float]:
     """The weights after a step over 64 samples that are cut into batches at these places, and the loss before it."""

@@ -24,6 +24,8 @@ from halfserve.examples.stable_softmax.__main__ import (
     textbook_softmax,
 )
 
+pytestmark = pytest.mark.long
+
 untimed = settings(deadline=None)  # the first example pays for what torch loads late
 LARGEST = torch.finfo(torch.float16).max
 finite = st.floats(-LARGEST, LARGEST, width=16)

@@ -21,6 +21,8 @@ from halfserve.examples.transformer.data import LENGTH, NO_TARGET, PADDING, SHOR
 from halfserve.examples.transformer.model import SelfAttention, Sorter, model
 from tests.examples.running import run_example
 
+pytestmark = pytest.mark.long
+
 
 def test_the_data_is_always_the_same_and_the_parts_differ() -> None:
     parts, again = data(), data()

@@ -146,6 +146,7 @@ class Deadly(Numbers):
         return super().__getitem__(item)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_reported_where_its_batch_is_awaited() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     with pytest.raises(DataError, match=r"a worker process that read the data set Deadly died; .* take fewer workers"):

@@ -58,12 +58,13 @@ def whole(folder: Path, *more: str, model: str = "announcing") -> Path:
     return folder / "out"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("passes_and_seed", "more"),
     [
         ((range(8, 16), 3), ("--workers", "2")),
-        pytest.param((range(1, 9), 1), (), marks=pytest.mark.long),
-        pytest.param((range(3, 14), 2), ("--tensorboard",), marks=pytest.mark.long),
+        ((range(1, 9), 1), ()),
+        ((range(3, 14), 2), ("--tensorboard",)),
     ],
 )
 def test_killed_again_and_again_at_random_moments(

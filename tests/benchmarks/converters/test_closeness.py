@@ -5,6 +5,8 @@ import pytest
 
 from benchmarks.converters.closeness import difference, right_elements
 
+pytestmark = pytest.mark.long
+
 
 def test_what_float16_rounds_is_right_and_what_it_does_not_is_wrong() -> None:
     reference = np.linspace(-3, 3, 101, dtype=np.float32)

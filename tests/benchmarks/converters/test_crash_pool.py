@@ -4,7 +4,11 @@ import os
 import signal
 import threading
 
+import pytest
+
 from benchmarks.converters.crash_pool import Crash, CrashPool
+
+pytestmark = pytest.mark.long
 
 
 def work(what: str) -> str:

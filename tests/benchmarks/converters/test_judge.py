@@ -8,6 +8,8 @@ from onnx import TensorProto, helper
 from benchmarks.converters.cases import KINDS, Case, cases, holds_float32
 from benchmarks.converters.judge import judge, judgeable
 
+pytestmark = pytest.mark.long
+
 
 def model(dtype: int, op: str = "Sigmoid", opset: int = 17, body: int | None = None) -> onnx.ModelProto:
     """x -> y = op(x), both of this type; the node itself in another type where asked for."""

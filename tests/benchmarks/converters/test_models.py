@@ -15,6 +15,8 @@ from benchmarks.converters.synthetic_inputs import trials
 from benchmarks.converters.timing import timings
 from benchmarks.converters.wheels import packaged_models
 
+pytestmark = pytest.mark.long
+
 KERNEL = ", ".join(str(i % 7 / 20) for i in range(81))
 PICTURES = f"""<ir_version: 8, opset_import: ["": 17]>
 g (float[batch, 3, height, width] x) => (float[batch, 3, h, w] y)

@@ -91,6 +91,7 @@ def x_btd() -> Tensor:
     return torch.randn(4, 8, DIM, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.long
 def test_the_poisoned_norm_is_found_with_its_module_and_line(x_btd: Tensor) -> None:
     torch.manual_seed(0)
     model = export_onnx(Transformer(3, 1).eval(), (x_btd,))

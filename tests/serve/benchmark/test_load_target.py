@@ -125,6 +125,7 @@ def test_shapes_take_turns(server: RunningServer) -> None:
         assert target.versions == {"echo_types": "1"}
 
 
+@pytest.mark.long
 def test_until_stable_measures_windows_and_reads_the_counters_between_them(server: RunningServer) -> None:
     how = Measurement(seconds=0.25, until_stable=True, warmup_s=0)
     shown: list[float] = []

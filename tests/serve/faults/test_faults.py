@@ -49,6 +49,7 @@ def test_a_model_that_hangs_is_given_up_and_comes_back(faulty_server: ServerProc
     assert "counter/1 instance 0: is up again" in faulty_server.error_text()
 
 
+@pytest.mark.long
 def test_a_hung_model_without_its_file_comes_back_with_the_file(
     faulty_server: ServerProcess, load: Load, client: Client
 ) -> None:
@@ -78,6 +79,7 @@ def test_only_the_poisoned_requests_of_a_batch_fail(load: Load, client: Client) 
         assert list(pool.map(pick, indices)) == [{0: 10.0, 1: 20.0}.get(index, "INTERNAL") for index in indices]
 
 
+@pytest.mark.long
 def test_a_copy_with_a_lost_device_is_reloaded_and_costs_others_nothing(
     faulty_server: ServerProcess, load: Load, client: Client
 ) -> None:
@@ -244,6 +246,7 @@ def test_sigterm_under_load_answers_all_accepted_requests(tmp_path: Path) -> Non
     assert {type(error) for error in load.refused} == {ServerUnavailable}
 
 
+@pytest.mark.long
 def test_a_restart_after_a_kill_costs_retrying_clients_nothing(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     patient = RetryPolicy(initial_backoff_s=0.05, max_backoff_s=0.2, wait_for_server=True)

@@ -214,6 +214,7 @@ def test_a_request_that_came_meanwhile_is_answered(scene: Scene, sent: int) -> N
     assert scene.peer.recv(12) == b"HTTP/1.1 200"
 
 
+@pytest.mark.long
 def test_a_client_that_reads_gets_its_other_answers(scene: Scene) -> None:
     wanted, came = 0, bytearray()
     while not scene.unread():

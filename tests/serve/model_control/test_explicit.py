@@ -361,6 +361,7 @@ async def longest_turn_s(folder: Path, config: str) -> float:
     return longest_s
 
 
+@pytest.mark.long
 def test_a_large_configuration_does_not_keep_the_loop(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     config = json.dumps({"parameters": {f"key{number}": {"string_value": "value"} for number in range(20_000)}})

@@ -138,6 +138,7 @@ def under_load(address: str) -> Iterator[Load]:
         client.result()  # raises what the client met
 
 
+@pytest.mark.long
 def test_twenty_reloads_fail_no_request(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
     with (

@@ -167,6 +167,7 @@ def collecting() -> Iterator[tuple[str, Collector]]:
         server.stop(0).wait()
 
 
+@pytest.mark.long
 def test_a_collector_gets_traces_that_were_turned_on_at_run_time(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting() as (endpoint, collector):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
