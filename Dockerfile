@@ -2,20 +2,29 @@
 #   docker build --target serve  -t halfserve:serve .                     serves models; no torch inside
 #   docker build --target serve  --build-arg EXTRAS='[cuda]' -t ... .     the same with the CUDA libraries
 #   docker build --target export -t halfserve:export .                    trains and exports
-FROM python:3.12-slim AS base
-ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH
-WORKDIR /opt/halfserve
-RUN python -m venv .venv && useradd --create-home --uid 10001 halfserve
-COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+
+# The same Python as below, with a C compiler: the server's hot path is compiled here, and no compiler is in the images.
+FROM python:3.12 AS wheel
+WORKDIR /src
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY halfserve halfserve
 COPY protos protos
 COPY serve serve
 COPY amp_core amp_core
 COPY export export
 COPY examples examples
+RUN python -m pip wheel --quiet --no-cache-dir --disable-pip-version-check --no-deps --wheel-dir /wheels .
+
+FROM python:3.12-slim AS base
+ENV PYTHONUNBUFFERED=1 PATH=/opt/halfserve/.venv/bin:$PATH
+WORKDIR /opt/halfserve
+RUN python -m venv .venv && useradd --create-home --uid 10001 halfserve
+COPY constraints.txt ./
+COPY --from=wheel /wheels wheels
 
 FROM base AS export
-RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".[train,export]"
+RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
+    "$(echo wheels/*.whl)[train,export]" && halfserve --version
 USER 10001
 WORKDIR /work
 ENTRYPOINT ["halfserve"]
@@ -23,7 +32,8 @@ CMD ["--help"]
 
 FROM base AS serve
 ARG EXTRAS=""
-RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt ".${EXTRAS}"
+RUN .venv/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
+    "$(echo wheels/*.whl)${EXTRAS}" && halfserve --version
 USER 10001
 WORKDIR /models
 EXPOSE 8000 8001 8002

@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs everything in it, so any of them works on a fresh clone.
-.PHONY: help install demo test test-long test-all docs lint types format proto clean
+.PHONY: help install compile demo test test-long test-all test-plain docs lint types format proto clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -13,6 +13,8 @@ help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
+	@echo "make test-plain  what starts a server, without the compiled hot path"
+	@echo "make compile compile the hot path again, after an edit"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile)"
 	@echo "make types   mypy, strict"
@@ -24,9 +26,19 @@ $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 with the venv module was found; install one or run: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+# Models whose export is tested. Both need a torchvision built against this torch: only their Python half is used, from a folder
+# that no other test sees. See tests/torchvision_on_cpu.py.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade \
+		--target $(VENV)/without-dependencies timm torchvision
+	@$(BIN)/halfserve --version
 	@touch $(READY)
 
 install: $(READY)
+
+# The installation compiles too. After an edit of the hot path its sources run, until this is called.
+compile: $(READY)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@$(BIN)/halfserve --version
 
 demo: $(READY)
 	$(BIN)/halfserve demo
@@ -46,6 +58,13 @@ test-long: $(READY)
 
 test-all: test test-long
 
+# Both lanes again, of what starts a server, on the sources: the other tests import nothing that is compiled.
+test-plain: export HALFSERVE_COMPILED = 0
+test-plain: export PYTHONDONTWRITEBYTECODE =
+test-plain: $(READY)
+	$(PYTEST) tests/test_compiled_build.py tests/test_halfserve.py tests/test_readme.py tests/test_documents.py tests/examples tests/benchmarks
+	$(PYTEST) $(SERVER_TESTS)
+
 docs: $(READY)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html"
@@ -57,7 +76,7 @@ lint: $(READY)
 
 types: $(READY)
 	@mkdir -p build/types/halfserve
-	@ln -sfn $(addprefix $(CURDIR)/,halfserve/__init__.py halfserve/__main__.py halfserve/cli.py amp_core examples export protos serve) build/types/halfserve/
+	@ln -sfn $(addprefix $(CURDIR)/,halfserve/__init__.py halfserve/__main__.py halfserve/cli.py halfserve/compiled_build.py amp_core examples export protos serve) build/types/halfserve/
 	$(BIN)/mypy
 
 format: $(READY)
@@ -68,4 +87,6 @@ proto: $(READY)
 	$(BIN)/python -m halfserve.protos.generate
 
 clean:
+	find serve -name "*.so" -delete
+	rm -f serve/compiled_build.stamp
 	rm -rf $(VENV) runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,156 @@
-"""The packages: each top-level folder of code is installed as a part of `halfserve`, so that no user's module hides it."""
+"""The packages, and the compiled hot path.
 
-from setuptools import find_namespace_packages, setup
+Each top-level folder of code is installed as a part of `halfserve`, so that no user's module hides it. Where mypyc and a C
+compiler are there, the modules of halfserve/compiled_build.py are compiled; where not, the installation is complete without.
+"""
 
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from runpy import run_path
+from subprocess import CalledProcessError
+from typing import ClassVar
+
+from setuptools import Extension, find_namespace_packages, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).resolve().parent
 FOLDERS = ("amp_core", "examples", "export", "protos", "serve")
+COMPILED = run_path(str(HERE / "halfserve" / "compiled_build.py"))
+LIBRARY = f"halfserve.serve.{COMPILED['LIBRARY']}"
+SUFFIX = EXTENSION_SUFFIXES[0]
+# Types are checked by `make types`; here they only tell mypyc what is what. What is not ours is not read, wherever it is
+# installed, so that a build in isolation gives the same code.
+MYPY_SETTINGS = """[mypy]
+python_version = {version}
+explicit_package_bases = true
+namespace_packages = true
+ignore_missing_imports = true
+follow_imports = skip
+disable_error_code = var-annotated
+cache_dir = {cache}
+[mypy-halfserve.serve.*,halfserve.protos.*]
+follow_imports = silent
+"""
+
+
+class CompileHotPath(build_ext):
+    """Compiles all of the modules or none: the sources do the same."""
+
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = [
+        *build_ext.user_options,
+        ("modules=", None, "compile these alone, separated by commas"),
+    ]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.modules = ",".join(COMPILED["MODULES"])
+
+    def run(self) -> None:
+        serve = Path(self.get_ext_fullpath(LIBRARY)).parent
+        stamp = serve.parent / COMPILED["STAMP"]
+        stamp.unlink(missing_ok=True)  # first: an interrupted build must not look like a whole one
+        modules = self.modules.split(",")
+        try:
+            self._compile(modules)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a missing mypyc or compiler, or any error of theirs)
+            _remove_libraries(serve, keep=set())
+            _say(f"the hot path is not compiled, the sources run instead: {_reason(error)}")
+            return
+        places = [serve / f"{name.replace('.', '/')}{SUFFIX}" for name in (*modules, COMPILED["LIBRARY"])]
+        _remove_libraries(serve, keep=set(places))
+        sizes = {path.relative_to(serve.parent).as_posix(): path.stat().st_size for path in places}
+        sums = {path: COMPILED["checksum"](str(HERE / path)) for path in sorted(_sources(modules))}
+        stamp.write_text(json.dumps({"suffix": SUFFIX, "libraries": sizes, "sources": sums}), encoding="ascii")
+        _say(f"the hot path is compiled ({len(modules)} modules)")
+
+    def _compile(self, modules: list[str]) -> None:
+        if os.environ.get(COMPILED["SWITCH"], "1") != "1":
+            raise RuntimeError(f"{COMPILED['SWITCH']} is {os.environ[COMPILED['SWITCH']]}")
+        self.distribution.ext_modules = self._translated(modules)
+        compiler = build_ext(self.distribution)  # a new command, as this one has taken note of other extensions
+        for option in ("inplace", "editable_mode", "build_lib", "build_temp", "force"):
+            setattr(compiler, option, getattr(self, option))
+        compiler.parallel = True  # one large file, and beside it a small one for each module
+        compiler.ensure_finalized()
+        compiler.run()
+
+    def _translated(self, modules: list[str]) -> list[Extension]:
+        from mypyc.build import mypycify  # noqa: PLC0415  (it may be missing)
+
+        folder = Path(self.build_temp).resolve() / "mypyc"
+        links = folder / "halfserve"  # the installed names, as mypy sees them
+        links.mkdir(parents=True, exist_ok=True)
+        for name in FOLDERS:
+            link = links / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(HERE / name, target_is_directory=True)
+        settings = folder / "mypy.ini"
+        settings.write_text(MYPY_SETTINGS.format(version="{}.{}".format(*sys.version_info), cache=folder / "cache"))
+        os.environ["MYPYPATH"] = str(folder)
+        paths = [str(links / "serve" / f"{name.replace('.', '/')}.py") for name in modules]
+        notes = io.StringIO()
+        try:
+            with redirect_stdout(notes):
+                extensions: list[Extension] = mypycify(
+                    [f"--config-file={settings}", *paths],
+                    opt_level="2",
+                    debug_level="0",
+                    group_name=LIBRARY.removesuffix("__mypyc"),
+                    target_dir=str(folder / "c"),
+                )
+        except SystemExit as end:
+            errors = [line for line in notes.getvalue().splitlines() if ": error: " in line]
+            raise RuntimeError(errors[0] if errors else f"mypyc: {end}") from end
+        for extension in extensions:
+            extension.extra_compile_args = [*extension.extra_compile_args, "-Wno-error"]
+        return extensions
+
+
+def _sources(modules: list[str]) -> Iterator[str]:
+    """The files whose change makes the compiled modules stale: their own sources, and what these import of ours.
+
+    Constants of modules that are not compiled end up in the compiled code too.
+    """
+    for name in modules:
+        path = f"serve/{name.replace('.', '/')}.py"
+        yield path
+        for node in ast.walk(ast.parse((HERE / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for imported in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    file = f"{imported.removeprefix('halfserve.').replace('.', '/')}.py"
+                    if imported.startswith("halfserve.") and (HERE / file).is_file():
+                        yield file
+
+
+def _remove_libraries(serve: Path, keep: set[Path]) -> None:
+    for path in serve.rglob(f"*{Path(SUFFIX).suffix}"):
+        if path not in keep:
+            path.unlink()
+
+
+def _reason(error: BaseException | None) -> str:
+    """One short line; a compiler's own lines stand above it."""
+    cause = error
+    while cause is not None:
+        if isinstance(cause, CalledProcessError):
+            return f"{cause.cmd[0]} failed with exit code {cause.returncode}"
+        cause = cause.__cause__ or cause.__context__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"halfserve: {text}\n")
+
+
 inside = find_namespace_packages(
     include=[pattern for folder in FOLDERS for pattern in (folder, f"{folder}.*")], exclude=["*.static", "*.__pycache__"]
 )
@@ -10,4 +158,6 @@ inside = find_namespace_packages(
 setup(
     packages=["halfserve", *(f"halfserve.{name}" for name in inside)],
     package_dir={"halfserve": "halfserve", **{f"halfserve.{folder}": folder for folder in FOLDERS}},
+    ext_modules=[Extension(LIBRARY, [])],  # stands for the modules until they are translated
+    cmdclass={"build_ext": CompileHotPath},
 )

@@ -3,7 +3,8 @@
 python -m benchmarks.request_cost mlp.onnx --in-flight 16
 
 The total is measured first, without a profiler. The shares are cProfile's, which makes every call of Python more expensive:
-places with many small calls look somewhat larger than they are.
+places with many small calls look somewhat larger than they are. It does not see compiled calls, so shares are the sources':
+HALFSERVE_COMPILED=0 python -m benchmarks.request_cost mlp.onnx
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import typer
 from ngh2 import Connection, Role, StreamClosed
 
+from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
@@ -180,7 +182,11 @@ def main(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, infrequent_collection():  # as in a server
         seconds, by_room = runner.run(_measure(model, in_flight, rounds))
-    print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds)")
+    build = build_in_use().name
+    print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds, {build} build)")
+    if build == "compiled":
+        print(f"The parts of the sources, as the profiler does not see compiled calls: set {SWITCH}=0.")
+        return
     for room, part in by_room.most_common():
         share = part / by_room.total()
         print(f"{share * seconds * 1e6:6.1f} us  {share:4.0%}  {room}")

@@ -49,7 +49,7 @@ STAGES = {
         module="halfserve.amp_core.cli", function="train", help="Train a PyTorch model in mixed precision.", extra="train"
     ),
     "export": Stage(
-        module="halfserve.export.cli.convert",
+        module="halfserve.export.cli.export",
         function="export",
         help="Turn a checkpoint into a proven fp16 model.",
         extra="export",
@@ -146,11 +146,17 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(ctx: typer.Context, *, version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def _root(
+    ctx: typer.Context,
+    *,
+    version: bool = typer.Option(False, "--version", help="Print the version, and whether the server is compiled."),
+) -> None:
     if version:
         from importlib.metadata import version as installed_version  # noqa: PLC0415  (only this branch needs it)
 
-        typer.echo(f"halfserve {installed_version('halfserve')}")
+        from halfserve.compiled_build import build_in_use  # noqa: PLC0415  (see above)
+
+        typer.echo(f"halfserve {installed_version('halfserve')}, {build_in_use()}")
     elif ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import typer
 
+from halfserve.compiled_build import build_in_use
 from halfserve.serve.engine.model import Model
 from halfserve.serve.transports.listening import address_of
 
@@ -60,6 +61,7 @@ def print_text(report: StartupReport, scheme: str) -> None:
         typer.echo(f"REST and a page on {scheme}://{address_of(report.host, report.http_port)}/{metrics}")
     if report.admin_port is not None:
         typer.echo(f"administration on {address_of(report.host, report.admin_port)}")
+    typer.echo(f"hot path {build_in_use()}")
     typer.echo(f"gRPC on {address_of(report.host, report.grpc_port)}, ready in {report.seconds:.2f} s; Ctrl-C stops")
 
 
@@ -71,7 +73,10 @@ def log_restart(report: StartupReport, restarts: int) -> None:
 def print_json(report: StartupReport) -> None:
     """Print one JSON object on one line."""
     fields = ("name", "version", "provider", "precision", "max_batch_size")
+    build = build_in_use()
     content = {
+        "build": build.name,
+        "build_reason": build.reason,
         "host": report.host,
         "grpc_port": report.grpc_port,
         "http_port": report.http_port,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from halfserve.compiled_build import SWITCH, build_in_use
 from tests.longest_first import spread
 
 # As `halfserve` itself does, and before any test loads torch: see halfserve/cli.py.
@@ -19,6 +20,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What a shell without job control starts in the background has SIGINT ignored, and all that it starts inherits that.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# After an edit of the hot path its sources run. The programs that tests start need not say so again, each by a line.
+BUILD = build_in_use()
+if BUILD.name == "plain" and BUILD.reason != "not compiled":
+    os.environ[SWITCH] = "0"
+
+
+def pytest_report_header() -> str:
+    return f"hot path: {BUILD}"
 
 
 # A shared machine may stall for a second at any place: how long an example takes proves nothing about the code.

@@ -32,18 +32,18 @@ def blocks_of(document: str) -> list[Block]:
     return [Block(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
-def run_in_order(blocks: list[Block], folder: Path, port: int) -> int:
+def run_in_order(blocks: list[Block], folder: Path, port: int, *modules: Path) -> int:
     """Run the blocks of shell and Python, as their reader would who stands in `folder`.
 
-    Servers run on this port, each until the next one or the last block. Fails when a block
-    fails, or a server ends badly.
+    They can import what lies in `modules`. Servers run on this port, each until the next one or the
+    last block. Fails when a block fails, or a server ends badly.
 
     Returns:
         How many blocks were run beside the servers.
     """
     # `halfserve` and `python` of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *modules])), "COLUMNS": "120"}
     ran = 0
     with ExitStack() as servers:
         for text, command in _commands(blocks, port):

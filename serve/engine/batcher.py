@@ -9,7 +9,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from halfserve.serve.engine.errors import InferenceError, UnavailableError
 from halfserve.serve.engine.execution.batch import Answered, Failed
@@ -23,14 +24,15 @@ from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeS
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.requests import InferRequest
 
-ALONE_AFTER_S = 1.0  # since another model has computed
+ALONE_AFTER_S: Final = 1.0  # since another model has computed
 # A turn of the event loop computes short batches for TURN_S, or for as long as the loop has handled other events since the last
 # turn, up to LONGEST_TURN_S: otherwise a flood of requests would leave no time to answer.
-TURN_S, LONGEST_TURN_S = 0.002, 0.02
+TURN_S = 0.002
+LONGEST_TURN_S = 0.02
 # Fewer requests wait for one more turn of the loop, which costs less than an extra batch.
-FEW = 8
-LOADING_S = 0.1  # retry delay while a copy is being loaded again
-SHUTTING_DOWN = "the model is shutting down; send the request to another replica"
+FEW: Final = 8
+LOADING_S: Final = 0.1  # retry delay while a copy is being loaded again
+SHUTTING_DOWN: Final = "the model is shutting down; send the request to another replica"
 
 
 class LoopOccupancy:
@@ -134,6 +136,7 @@ class Batcher:
         for instance in instances:
             instance.on_change = self._instance_changed
         self._delivery = Delivery(self._queue, statistics)
+        self._loop: asyncio.AbstractEventLoop | None = None  # kept: get_running_loop() makes a system call
         self._running = 0
         self._away_since = 0.0  # when the last turn on the loop ended
         self._soon: asyncio.Handle | None = None  # dispatch in this turn of the loop, or the next
@@ -206,7 +209,7 @@ class Batcher:
     def _dispatch_soon(self) -> None:
         """Later in this turn of the loop: requests that arrive in one turn share a batch."""
         if self._soon is None:
-            self._soon = asyncio.get_running_loop().call_soon(self._gather)
+            self._soon = self._call_soon(self._gather)
 
     def _gather(self) -> None:
         """Dispatch a single request or many at once; let a few wait one turn for more."""
@@ -214,7 +217,12 @@ class Batcher:
         if waiting >= FEW or waiting == self._latest_size == 1:
             self._dispatch()
         else:
-            self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
+            self._soon = self._call_soon(self._dispatch)
+
+    def _call_soon(self, step: Callable[[], None]) -> asyncio.Handle:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop.call_soon(step)
 
     def _dispatch(self) -> None:
         if self._soon is not None:
@@ -285,6 +293,7 @@ class Batcher:
             self._free.sort_in(instance)
             if (seconds := seconds_of(results)) is not None:
                 self._free.latest_s = seconds
+                self._queue.observe(batch.bucket, batch.rows, seconds)
                 if self._short is not None:
                     self._short.ran_on_thread(batch.bucket, batch.rows, seconds)
             if running is not None or self._share is not None:
@@ -318,7 +327,9 @@ class Batcher:
         spent_s = time.thread_time() - spent_s
         if instance.is_up:
             self._free.idle.append(instance)
-        short.ran_on_loop(batch.bucket, batch.rows, spent_s, time.monotonic() - now)
+        clock_s = time.monotonic() - now
+        short.ran_on_loop(batch.bucket, batch.rows, spent_s, clock_s)
+        self._queue.observe(batch.bucket, batch.rows, clock_s)
         if running is not None:
             self._account(running, results, now)
         self._delivery.add(results, batch.rows)
@@ -396,4 +407,7 @@ class Batcher:
 
 
 def _loop_limit_s(batch: Batch, *, alone: bool) -> float:
-    return limit_s(len(batch.requests), sum([request.size for request in batch.requests]), alone=alone)
+    size = 0
+    for request in batch.requests:
+        size += request.size
+    return limit_s(len(batch.requests), size, alone=alone)

@@ -258,6 +258,13 @@ def locked_buffer(size: int, device_id: int) -> Buffer | None:
     return buffer
 
 
+def batch_buffer(size: int, device_id: int) -> Buffer:
+    """A buffer of `size` bytes for batches on a device: locked where that is possible."""
+    # Here, as this module is not compiled: mypyc reads no types of numpy, and takes a returned `Buffer | None` for None alone.
+    locked = locked_buffer(size, device_id)
+    return np.empty(size, np.uint8) if locked is None else locked
+
+
 @cache
 def _say_once(reason: str) -> None:
     logger.warning("memory for batches cannot be locked (%s); copies to the device take a little longer", reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.batcher import LoopOccupancy
@@ -18,7 +18,7 @@ from halfserve.serve.engine.requests import InferRequest
 logger = logging.getLogger(__name__)
 
 
-NOT_LOADED = "not loaded; RepositoryModelLoad loads it"
+NOT_LOADED: Final = "not loaded; RepositoryModelLoad loads it"
 
 
 class Control(Protocol):
@@ -144,7 +144,7 @@ class InferenceCore:
         """Every version that is served, being loaded or unloaded, or was refused, with the reason; and the loadable models."""
         statuses = [
             VersionStatus(name=name, version="", state=VersionState.UNAVAILABLE, reason=NOT_LOADED)
-            for name in self.loadable - self._models.keys() - self.states.names()
+            for name in self.loadable.difference(self._models, self.states.names())
         ]
         for name in self._models.keys() | self.states.names():
             known = self.states.of(name)

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,16 +16,16 @@ from halfserve.serve.engine.errors import InferenceError
 # Upper bounds, in nanoseconds: 1, 2 and 5 of every decade from 10 us to 10 s; one more bucket holds what is longer.
 EDGES_NS: tuple[int, ...] = (*(step * 10**power for power in range(4, 10) for step in (1, 2, 5)), 10**10)
 EDGES = np.array(EDGES_NS, np.int64)
-FOLD_REQUESTS = 4096  # counting these takes 0.2 ms of the event loop; smaller chunks cost more per request
-BUCKETS = len(EDGES_NS) + 1
+FOLD_REQUESTS: Final = 4096  # counting these takes 0.2 ms of the event loop; smaller chunks cost more per request
+BUCKETS: Final = len(EDGES_NS) + 1
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output", "total")
 QUEUE, COMPUTE, TOTAL = 0, [1, 2, 3], 4
-TOGETHER = 64  # batches
-CANCELLED = "cancelled"
+TOGETHER: Final = 64  # batches
+CANCELLED: Final = "cancelled"
 CAPITALS = re.compile(r"(?<!^)(?=[A-Z])")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Histogram:
     """Requests by latency.
 
@@ -42,7 +42,7 @@ class Histogram:
         return sum(self.counts)
 
 
-@dataclass(slots=True)
+@dataclass
 class StageHistograms:
     """One histogram per stage; every request counts once in each. Used on one thread.
 
@@ -94,7 +94,7 @@ class StageHistograms:
             self._ns[stage] += spent
 
 
-@dataclass(slots=True)
+@dataclass
 class Duration:
     """A number of events and their total nanoseconds."""
 
@@ -106,7 +106,6 @@ class Duration:
         self.ns += ns
 
 
-@dataclass(kw_only=True, slots=True)  # frozen ones take twice as long to make
 class BatchTimes:
     """When one batch passed each stage, on time.monotonic_ns()'s clock.
 
@@ -117,13 +116,16 @@ class BatchTimes:
         split: the answers were cut apart.
     """
 
-    started: int
-    assembled: int
-    computed: int
-    split: int
+    __slots__ = ("assembled", "computed", "split", "started")
+
+    def __init__(self, *, started: int, assembled: int, computed: int, split: int) -> None:
+        self.started = started
+        self.assembled = assembled
+        self.computed = computed
+        self.split = split
 
 
-@dataclass(slots=True)
+@dataclass
 class BatchSizeStatistics:
     """Where the time of all batches of one size went; `count` is the number of such batches."""
 
@@ -132,7 +134,7 @@ class BatchSizeStatistics:
     compute_output: Duration = field(default_factory=Duration)
 
 
-@dataclass(slots=True)
+@dataclass
 class Totals:
     """Totals since the model was loaded. Every successful request counts once in each of the four stages."""
 
@@ -243,7 +245,7 @@ def _label(error: type[InferenceError]) -> str:
     return CAPITALS.sub("_", error.__name__.removesuffix("Error")).lower()
 
 
-@dataclass(slots=True)
+@dataclass
 class ServerFigures:
     """Counters since the start, and gauges that others provide.
 

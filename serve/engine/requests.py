@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from time import monotonic_ns
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 # Up to this size the whole batch is converted to bytes at once, and each answer is a slice of them.
-CUT_BYTES = 65_536
+CUT_BYTES: Final = 65_536
 
 
 class BatchOutputs:
@@ -28,13 +28,14 @@ class BatchOutputs:
     def __init__(self, arrays: Tensors) -> None:
         self.arrays = arrays
         self.row_shapes = tuple(array.shape[1:] for array in arrays.values())
-        self._raw: dict[str, bytes] = {}
+        self._raw: dict[str, bytes | None] = {}
 
-    def raw(self, name: str) -> bytes:
-        """All elements of one output as bytes, row-major."""
-        raw = self._raw.get(name)
-        if raw is None:
-            raw = self._raw[name] = self.arrays[name].tobytes()
+    def raw(self, name: str) -> bytes | None:
+        """All elements of one output as bytes, row-major; None for a large one."""
+        if name in self._raw:
+            return self._raw[name]
+        array = self.arrays[name]
+        raw = self._raw[name] = array.tobytes() if array.nbytes <= CUT_BYTES else None
         return raw
 
 
@@ -63,10 +64,10 @@ class Answer(Mapping[str, Array]):
 
     def raw(self, name: str, row_bytes: int) -> bytes:
         """One output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
-        array = self.batch.arrays[name]
-        if array.nbytes > CUT_BYTES:
-            return np.ascontiguousarray(array[self._start : self._end]).tobytes()
-        return self.batch.raw(name)[self._start * row_bytes : self._end * row_bytes]
+        raw = self.batch.raw(name)
+        if raw is not None:
+            return raw[self._start * row_bytes : self._end * row_bytes]
+        return np.ascontiguousarray(self.batch.arrays[name][self._start : self._end]).tobytes()
 
 
 class RemarkedAnswer(dict[str, Array]):
@@ -86,7 +87,7 @@ Reader = Callable[[memoryview], None]
 Readers = tuple[Reader | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RawInput:
     """How to read the bytes of one input.
 
@@ -191,7 +192,7 @@ class RawInputs(Mapping[str, Array]):
             target[:] = memoryview(self._data)[start : start + len(target)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LateArray:
     """An input that is still to be parsed.
 
@@ -233,7 +234,6 @@ class LateInputs(Mapping[str, Array]):
 Done = Callable[[Tensors | InferenceError], None]
 
 
-@dataclass(slots=True, eq=False)
 class InferRequest:
     """A checked request. It carries its callback, so that no table of pending futures is needed.
 
@@ -255,21 +255,41 @@ class InferRequest:
         response_parameters: of the answer; None for none.
     """
 
-    inputs: Tensors
-    outputs: tuple[str, ...]
-    rows: int
-    bucket: Hashable
-    deadline: float | None
-    done: Done
-    priority: int = 0
-    patience: float | None = None
-    leave_by: float | None = None
-    size: int = 0
-    arrived_ns: int = field(default_factory=time.monotonic_ns)
-    cancelled: bool = False
-    replayed: bool = False
-    line: object = None
-    response_parameters: dict[str, str] | None = None
+    __slots__ = (
+        "arrived_ns", "bucket", "cancelled", "deadline", "done", "inputs", "leave_by", "line", "outputs", "patience",
+        "priority", "replayed", "response_parameters", "rows", "size",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        inputs: Tensors,
+        outputs: tuple[str, ...],
+        rows: int,
+        bucket: Hashable,
+        deadline: float | None,
+        done: Done,
+        priority: int = 0,
+        patience: float | None = None,
+        leave_by: float | None = None,
+        size: int = 0,
+        arrived_ns: int | None = None,
+    ) -> None:
+        """It arrives now, unless `arrived_ns` says when."""
+        self.inputs = inputs
+        self.outputs = outputs
+        self.rows = rows
+        self.bucket = bucket
+        self.deadline = deadline
+        self.done = done
+        self.priority = priority
+        self.patience = patience
+        self.leave_by = leave_by
+        self.size = size
+        self.arrived_ns = monotonic_ns() if arrived_ns is None else arrived_ns
+        self.cancelled = False
+        self.replayed = False
+        self.line: object = None
+        self.response_parameters: dict[str, str] | None = None
 
     def finish(self, result: Tensors | InferenceError) -> None:
         """Deliver the result, unless cancelled. An error in the callback is logged: it must not affect batch-mates."""

@@ -6,12 +6,12 @@ import asyncio
 import json
 import math
 import time
+import weakref
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -190,15 +190,17 @@ class Certificates:
     """Reads each model's certificate once, on a thread."""
 
     def __init__(self) -> None:
-        self._read: WeakKeyDictionary[Model, Certificate | None] = WeakKeyDictionary()
+        self._read: dict[int, Certificate | None] = {}  # by the id() of a model's first copy, while that lives
 
     async def of(self, model: Model) -> Certificate | None:
         """A model version's certificate; None without a readable one."""
-        if model not in self._read:
-            self._read[model] = (
-                None if model.path is None else await asyncio.to_thread(read_certificate, model.path.parent / FILE)
-            )
-        return self._read[model]
+        copy = model.backends[0]  # not the model: a compiled class has no weak references
+        if id(copy) not in self._read:
+            path = model.path
+            certificate = None if path is None else await asyncio.to_thread(read_certificate, path.parent / FILE)
+            self._read[id(copy)] = certificate
+            weakref.finalize(copy, self._read.pop, id(copy), None).atexit = False
+        return self._read[id(copy)]
 
     async def full(self, model: Model) -> Certificate:
         """A model version's certificate.

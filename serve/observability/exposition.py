@@ -19,6 +19,7 @@ from typing import Any
 from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from halfserve.compiled_build import build_in_use
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -112,7 +113,7 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
         metric = Metric(name, text, kind)
         metric.add_sample(name, {}, read())
         yield metric
-    build = Metric("halfserve_build_info", "Versions", "gauge")
+    build = Metric("halfserve_build_info", "Versions, and whether the hot path is compiled or plain", "gauge")
     build.add_sample(build.name, _versions(), 1)
     yield build
     yield from _process().collect()
@@ -120,7 +121,7 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "build": build_in_use().name}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found["version" if package == "halfserve" else "onnxruntime"] = version(package)

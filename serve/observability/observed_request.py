@@ -8,17 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from halfserve.serve.engine.errors import BackendError, InferenceError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import InferRequest
 
 Result = bytes | InferenceError
-MAX_ERROR = 512  # characters
-MAX_TEXT = 256  # characters of a text from a client, in a line or a span: many of them may wait for a disk
+MAX_ERROR: Final = 512  # characters
+MAX_TEXT: Final = 256  # characters of a text from a client, in a line or a span: many of them may wait for a disk
 PARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-SAMPLED = 0x01
+SAMPLED: Final = 0x01
 
 
 def loggable(error: Exception | None) -> str:
@@ -26,7 +26,7 @@ def loggable(error: Exception | None) -> str:
     return "" if not isinstance(error, InferenceError) or isinstance(error, BackendError) else str(error)[:MAX_ERROR]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TraceContext:
     """A trace, and the caller's span in it.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,8 +24,9 @@ from halfserve.serve.protocol.shared_memory import MAX_BYTES, RegionSlice, Share
 LIKE_RAW = frozenset({"bool_contents", "fp32_contents", "fp64_contents"})
 # From this many bytes of a BYTES input, or elements of typed contents, on, decoding (0.05 to 0.25 us each) is left to the
 # thread that runs the model.
-LATE_BYTES, LATE_ELEMENTS = 2**14, 2**12
-PIECE = 4096  # elements per assignment, which holds the GIL
+LATE_BYTES: Final = 2**14
+LATE_ELEMENTS: Final = 2**12
+PIECE: Final = 4096  # elements per assignment, which holds the GIL
 
 
 @dataclass(frozen=True)

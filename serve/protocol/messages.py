@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -22,23 +22,23 @@ NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
 FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
 # Of one message. Two bytes can be an input that takes microseconds and, parsed, a hundred bytes. A request with ten thousand
 # inputs and ten thousand outputs stays below the limit.
-MAX_FIELDS = 2**15
+MAX_FIELDS: Final = 2**15
 # Of its inputs and outputs together, shape sizes included: a parameter takes 0.5 us and 150 bytes.
-MAX_INNER_FIELDS = 2**16
+MAX_INNER_FIELDS: Final = 2**16
 REQUEST_TENSORS = {5 << 3 | WITH_LENGTH, 6 << 3 | WITH_LENGTH}
-TENSOR_SHAPE = 3 << 3 | WITH_LENGTH
-REQUEST_ID = 3 << 3 | WITH_LENGTH
-REQUEST_RAW = 7 << 3 | WITH_LENGTH
-RESPONSE_ID = b"\x1a"
-RESPONSE_RAW = b"\x32"
+TENSOR_SHAPE: Final = 3 << 3 | WITH_LENGTH
+REQUEST_ID: Final = 3 << 3 | WITH_LENGTH
+REQUEST_RAW: Final = 7 << 3 | WITH_LENGTH
+RESPONSE_ID: Final = b"\x1a"
+RESPONSE_RAW: Final = b"\x32"
 M = TypeVar("M", bound=Message)
 # zlib's wbits by coding: "deflate" means zlib's format in HTTP and gRPC, not raw deflate.
 WINDOW_BITS = {"gzip": 31, "deflate": 15}
-PIECE_BYTES = 2**16  # of input at a time: zlib copies the rest behind a member's end
-MAX_MEMBERS = 1024  # concatenated gzip members: an empty one takes 20 bytes and some microseconds
+PIECE_BYTES: Final = 2**16  # of input at a time: zlib copies the rest behind a member's end
+MAX_MEMBERS: Final = 1024  # concatenated gzip members: an empty one takes 20 bytes and some microseconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SplitRequest:
     """A request, split into its fixed and its varying bytes."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.config.batching import Turn
@@ -20,13 +21,13 @@ from halfserve.serve.protocol.requested_outputs import BYTES, RequestedOutput, c
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
 
 # Over all clients; requests beyond are parsed.
-MAX_CACHED = 1024
-MAX_SKELETON_BYTES = 4096
-MAX_PATTERNS_OF_A_LENGTH = 4
-MAX_SHAPES = 1024  # output shapes with a template
+MAX_CACHED: Final = 1024
+MAX_SKELETON_BYTES: Final = 4096
+MAX_PATTERNS_OF_A_LENGTH: Final = 4
+MAX_SHAPES: Final = 1024  # output shapes with a template
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CachedRequest:
     """The checked properties that all requests with one skeleton share."""
 
@@ -68,7 +69,7 @@ class CachedRequest:
         return tuple(offsets)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestPattern:
     """A request with holes for id and tensors; bytes that match outside the holes need no parsing."""
 
@@ -81,8 +82,13 @@ class RequestPattern:
 
     def is_like(self, data: bytes | memoryview) -> bool:
         """Whether `data`, of the pattern's length, matches."""
-        for offset, segment in self.segments:  # noqa: SIM110  (hot: a generator doubles the cost)
-            if data[offset : offset + len(segment)] != segment:
+        for offset, segment in self.segments:
+            end = offset + len(segment)
+            # The same twice: a slice of bytes alone is compiled to one call.
+            if isinstance(data, bytes):
+                if data[offset:end] != segment:
+                    return False
+            elif data[offset:end] != segment:
                 return False
         return True
 
@@ -143,7 +149,7 @@ class RequestCache:
         self._pattern_count = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _RowsTemplate:
     """The fixed bytes of a response that is a slice of its batch."""
 
@@ -162,6 +168,8 @@ class ResponseTemplates:
         self._head = ModelInferResponse(model_name=model.name, model_version=str(model.version)).SerializeToString()
         self._entries: dict[tuple[tuple[tuple[int, ...], int], ...], bytes] = {}  # by shape and shared bytes of each output
         self._of_rows: dict[tuple[tuple[int, ...], ...], _RowsTemplate | None] = {}
+        self._latest_shapes: tuple[tuple[int, ...], ...] | None = None  # of the latest batch, and the template for it
+        self._latest: _RowsTemplate | None = None
 
     def response(self, request_id: bytes, outputs: Tensors, memory: SharedMemory, since: int) -> bytes:
         """Serialize a response; an output in shared memory has an empty raw entry, and parameters with its slice.
@@ -176,16 +184,13 @@ class ResponseTemplates:
             InferenceError: an output does not fit its slice, or its region is gone.
         """
         if isinstance(outputs, Answer) and not self._special:
-            shapes = outputs.batch.row_shapes
-            template = self._of_rows.get(shapes)
+            template = self._template_of(outputs)
             if template is not None:
                 parts = [template.head, put_id(request_id)] if request_id else [template.head]
                 for tag, name, row_bytes in template.outputs:
                     parts.append(tag)
                     parts.append(outputs.raw(name, row_bytes))
                 return b"".join(parts)
-            if shapes not in self._of_rows and len(self._of_rows) < MAX_SHAPES:
-                self._of_rows[shapes] = self._learn_rows(outputs)
         raw: list[bytes] = []
         key: list[tuple[tuple[int, ...], int]] = []
         for name, array in outputs.items():
@@ -220,6 +225,15 @@ class ResponseTemplates:
         if len(self._entries) < MAX_SHAPES:
             self._entries[key] = entries
         return entries
+
+    def _template_of(self, outputs: Answer) -> _RowsTemplate | None:
+        """None where `_learn_rows` finds none, or too many combinations of shapes have come."""
+        shapes = outputs.batch.row_shapes
+        if shapes is not self._latest_shapes:
+            if shapes not in self._of_rows and len(self._of_rows) < MAX_SHAPES:
+                self._of_rows[shapes] = self._learn_rows(outputs)
+            self._latest_shapes, self._latest = shapes, self._of_rows.get(shapes)
+        return self._latest
 
     def _learn_rows(self, outputs: Answer) -> _RowsTemplate | None:
         """None if elements have no fixed size or the client's shape differs from the model's."""

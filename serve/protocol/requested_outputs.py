@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from halfserve.serve.engine.requests import RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
 
-CLASSIFICATION = "classification"
+CLASSIFICATION: Final = "classification"
 BYTES = BY_WIRE["BYTES"]
 # Classes in one response. Each takes 0.7 us and a hundred bytes, and a request of a hundred bytes can ask for millions.
-MAX_NAMED = 2**16
-MANY_CLASSES = 4096  # from here on partitioning is faster than sorting all
+MAX_NAMED: Final = 2**16
+MANY_CLASSES: Final = 4096  # from here on partitioning is faster than sorting all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,9 @@ def classify(scores: Array, count: int, labels: Sequence[str], *, batched: bool)
         falling = ~rows if rows.dtype.kind in "iu" else -values.astype(np.float64, copy=False)
     places = _smallest(falling, count)
     found = np.take_along_axis(values, places, axis=1).ravel().tolist()
+    write = "{:.6f}".format if values.dtype.kind == "f" else str
     best = np.empty(places.size, object)
-    best[:] = [_text(value, index, labels) for value, index in zip(found, places.ravel().tolist(), strict=True)]
+    best[:] = [_text(write(value), index, labels) for value, index in zip(found, places.ravel().tolist(), strict=True)]
     return best.reshape(places.shape) if batched else best
 
 
@@ -137,10 +138,9 @@ def _smallest_of_many(row: Array, count: int) -> Array:
     return places[np.argsort(row[places], kind="stable")][:count]
 
 
-def _text(score: float, index: int, labels: Sequence[str]) -> bytes:
-    value = str(score) if isinstance(score, int) else f"{score:.6f}"
+def _text(score: str, index: int, labels: Sequence[str]) -> bytes:
     label = f":{labels[index]}" if index < len(labels) else ""
-    return f"{value}:{index}{label}".encode()
+    return f"{score}:{index}{label}".encode()
 
 
 def parameters_of(outputs: Tensors) -> bytes:

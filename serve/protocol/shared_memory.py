@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,9 +26,9 @@ from halfserve.serve.protocol.open_files import most_regions
 from halfserve.serve.protocol.raw_tensors import LENGTH_PREFIX, LENGTH_PREFIX_BYTES, from_raw
 from halfserve.serve.protocol.shared_memory_regions import CudaRegion, SystemRegion, open_cuda_region, open_system_region
 
-OFF = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
-MAX_BYTES = 2**31 - 1  # of one request's inputs, as in one message
-WINDOW_BYTES = 2**16  # read ahead in a BYTES tensor
+OFF: Final = "shared memory is off on this server; start it with --shared-memory, or send the bytes"
+MAX_BYTES: Final = 2**31 - 1  # of one request's inputs, as in one message
+WINDOW_BYTES: Final = 2**16  # read ahead in a BYTES tensor
 
 
 class Region(Protocol):

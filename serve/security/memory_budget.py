@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
-DEFAULT_BYTES = 256 * 2**20
-STRANGERS_PART = 16  # of the budget, for connections without an accepted token
-FREE_PART = 4  # of the budget, kept for what flow control already allows clients to send
-MIN_WINDOW_BYTES = 65_535  # the initial window of HTTP/2
-MIN_PROGRESS_BYTES = 2**18  # of the share with priority, in each `patience_s`
-PRESS_STEPS = 64  # shares are pressed again when an exceeded budget has grown by this part
-LAST_RESORT_PART, LAST_RESORT_S = 8, 0.5  # exceeded by this part of the budget, clients have this time to read
-BUCKETS = 64  # of sizes, by powers of two
+DEFAULT_BYTES: Final = 256 * 2**20
+STRANGERS_PART: Final = 16  # of the budget, for connections without an accepted token
+FREE_PART: Final = 4  # of the budget, kept for what flow control already allows clients to send
+MIN_WINDOW_BYTES: Final = 65_535  # the initial window of HTTP/2
+MIN_PROGRESS_BYTES: Final = 2**18  # of the share with priority, in each `patience_s`
+PRESS_STEPS: Final = 64  # shares are pressed again when an exceeded budget has grown by this part
+LAST_RESORT_PART: Final = 8  # exceeded by this part of the budget, clients have this time to read
+LAST_RESORT_S: Final = 0.5
+BUCKETS: Final = 64  # of sizes, by powers of two
 
 Soon = Callable[[Callable[[], None]], object]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from struct import Struct
+from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
@@ -16,16 +17,16 @@ from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeE
 from halfserve.serve.protocol.messages import WINDOW_BITS, inflate
 from halfserve.serve.protocol.status import CUT, Code, Status
 
-PREFIX = Struct(">BI")  # flag, then the length
-PREFIX_BYTES = PREFIX.size
-COMPRESSED = 1
-ACCEPTED_ENCODINGS = b"identity,deflate,gzip"
+PREFIX: Final = Struct(">BI")  # flag, then the length
+PREFIX_BYTES: Final = 5
+COMPRESSED: Final = 1
+ACCEPTED_ENCODINGS: Final = b"identity,deflate,gzip"
 # Messages mostly end with a tensor: a buffer that ends at such an address aligns the tensor's elements.
-ALIGNED_BYTES = 16
+ALIGNED_BYTES: Final = 16
 Headers = list[tuple[bytes, bytes]]
 
-RESPONSE: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
-OK_TRAILERS: Headers = [(b"grpc-status", b"0")]
+RESPONSE: Final[Headers] = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+OK_TRAILERS: Final[Headers] = [(b"grpc-status", b"0")]
 
 # An optional "+proto", and optional parameters.
 CONTENT_TYPE = re.compile(rb"application/grpc(\+[\w.-]+)?[ \t]*(;.*)?", re.IGNORECASE)
@@ -34,8 +35,8 @@ UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n
 # Printable ASCII but for the percent sign: what grpc-message may hold as it is.
 PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 # Bytes on the wire. Clients refuse header lists over 8 KiB, and would lose the status of the call.
-MAX_DETAILS = 4096
-FIELD_BYTES = 32  # overhead that HTTP/2 counts per header field
+MAX_DETAILS: Final = 4096
+FIELD_BYTES: Final = 32  # overhead that HTTP/2 counts per header field
 
 
 def frame(message: bytes) -> bytes:
@@ -164,8 +165,13 @@ class PartialMessage:
         return len(self._message)
 
     @property
+    def missing(self) -> int:
+        """Bytes that have not come."""
+        return len(self._message) + PREFIX_BYTES - self.came
+
+    @property
     def is_whole(self) -> bool:
-        return self.came - PREFIX_BYTES == len(self._message)
+        return not self.missing
 
     @property
     def message(self) -> memoryview:
@@ -180,6 +186,25 @@ class PartialMessage:
         self._message[start:end] = piece
         self.came += len(piece)
         return True
+
+    def add_run(self, data: bytes | memoryview, at: int, head: bytes, length: int, max_bytes: int) -> int:
+        """Append what follows each `head` in `data`, from `at` on: pieces of `length` bytes, whole ones, up to `max_bytes`.
+
+        Returns:
+            The bytes appended.
+        """
+        message, before, start = self._message, len(head), self.came - PREFIX_BYTES
+        place, last, size = start, start + max_bytes - length, len(data)
+        while place <= last:
+            body = at + before
+            end = body + length
+            if end > size or data[at:body] != head:
+                break
+            message[place : place + length] = data[body:end]
+            place += length
+            at = end
+        self.came += place - start
+        return place - start
 
     def so_far(self) -> bytes:
         """The received bytes, prefix included."""

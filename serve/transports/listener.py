@@ -78,7 +78,7 @@ class Listener:
         self._limit = shared or ConnectionLimit()
         self._tls = tls
         self._handshake_s = None if tls is None else handshake_s
-        self._open: set[asyncio.BaseProtocol] = set()
+        self._open: set[object] = set()
         self._tasks: set[asyncio.Task[object]] = set()
         self._sockets: list[socket.socket] = []
         self._leaving: set[socket.socket] = set()
@@ -111,7 +111,7 @@ class Listener:
         for refused in list(self._leaving):
             self._let_go(refused)
 
-    def left(self, connection: asyncio.BaseProtocol) -> None:
+    def left(self, connection: object) -> None:
         """Release the place of a closed connection."""
         if connection in self._open:
             self._open.remove(connection)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ import trustme
 from typer.testing import CliRunner
 
 from halfserve import Client, ClientError, RetryPolicy, cli
+from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.client.connection import Tls, parse_address
 from halfserve.serve.http.options import HttpOptions
@@ -63,6 +65,24 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_server_says_which_build_runs(mlp: Path, switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    expected = (
+        "plain"
+        if switch == "0"
+        else subprocess.run([*HALFSERVE[:-1], "--version"], capture_output=True, text=True, check=True)
+        .stdout.split()[2]
+        .strip(":")
+    )
+    with serving(mlp) as (_, ready):
+        assert ready["build"] == expected
+        assert ("0" in ready["build_reason"]) == (switch == "0")
+        with urllib.request.urlopen(f"http://{HOST}:{ready['metrics_port']}/metrics", timeout=10) as answer:
+            (line,) = (line for line in answer.read().decode().splitlines() if line.startswith("halfserve_build_info{"))
+        assert f'build="{expected}"' in line
 
 
 def test_the_runtime_counts_nothing_for_its_makers(mlp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +383,7 @@ def test_addresses_are_printed_as_clients_accept_them(host: str, shown: str, cap
     assert capsys.readouterr().out.splitlines() == [
         f"REST and a page on http://{shown}:2/, metrics on {shown}:3",
         f"administration on {shown}:4",
+        f"hot path {build_in_use()}",
         f"gRPC on {shown}:1, ready in 0.50 s; Ctrl-C stops",
     ]
     assert parse_address(f"{shown}:1").is_local

@@ -192,6 +192,12 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         values="above 0, at most 1",
         meaning="Share of one thread's time for these comparisons.",
     ),
+    "halfserve.task": OwnParameter(
+        parse=str,
+        default="none",
+        values="a task's name",
+        meaning="What the model is for, such as `embeddings`, for clients to read. `halfserve export` writes it.",
+    ),
     "halfserve.warm_up": OwnParameter(
         parse=switch, default="on", values="`on`, `off`", meaning="Run the model before it serves."
     ),
@@ -234,8 +240,9 @@ def own_parameter(config: ModelConfig, key: str, source: Path | str = "config.pb
 
 
 def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, OWN_PARAMETERS, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(OWN_PARAMETERS)}"
+    # Without the prefix, which every key shares.
+    near = difflib.get_close_matches(key.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in OWN_PARAMETERS], n=1)
+    return f"did you mean {PREFIX + near[0]!r}?" if near else f"known are {', '.join(OWN_PARAMETERS)}"
 
 
 def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -> list[str]:

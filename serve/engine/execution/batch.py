@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from halfserve.serve.engine.backend import Backend
-from halfserve.serve.engine.cuda_driver import Buffer, locked_buffer
+from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
 from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
@@ -31,10 +31,10 @@ from halfserve.serve.engine.tensors import Array, Tensors
 logger = logging.getLogger(__name__)
 
 
-FIRST_WAIT_S = 10.0
-LONGEST_WAIT_S = 600.0
+FIRST_WAIT_S: Final = 10.0
+LONGEST_WAIT_S: Final = 600.0
 # From this size on, fresh memory costs more than the copy into it, by its page faults.
-SCRATCH_BYTES = 65_536
+SCRATCH_BYTES: Final = 65_536
 
 
 class MemoryLimit:
@@ -168,7 +168,7 @@ def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtyp
     sizes = [source.size(name) for source in sources]
     total = sum(sizes)
     row_bytes, added = (total // rows, padded - rows) if padded > rows else (0, 0)
-    buffer = _scratch.of(name, total + added * row_bytes)
+    buffer = _scratch().of(name, total + added * row_bytes)
     view, start = buffer.data, 0
     for source, size in zip(sources, sizes, strict=True):
         source.copy_into(name, view[start : start + size])
@@ -181,10 +181,10 @@ def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtyp
 
 def lock_buffers(device_id: int) -> None:
     """Page-lock the buffers that this thread makes from now on, where possible, for copies to a CUDA device."""
-    _scratch.device_id = device_id
+    _scratch().device_id = device_id
 
 
-class _Scratch(threading.local):
+class _Scratch:
     """A thread's buffers, by input. Each is as large as the largest batch so far."""
 
     def __init__(self) -> None:
@@ -203,11 +203,17 @@ class _Scratch(threading.local):
         if self.device_id is None:
             return np.empty(size, np.uint8)
         self._buffers.pop((name, None), None)  # made before the first batch was on the device
-        buffer = locked_buffer(size, self.device_id)
-        return np.empty(size, np.uint8) if buffer is None else buffer
+        return batch_buffer(size, self.device_id)
 
 
-_scratch = _Scratch()
+_of_thread: Final = threading.local()  # holds a _Scratch
+
+
+def _scratch() -> _Scratch:
+    scratch: _Scratch | None = getattr(_of_thread, "scratch", None)
+    if scratch is None:
+        scratch = _of_thread.scratch = _Scratch()
+    return scratch
 
 
 def pad_rows(array: Array, rows: int) -> Array:
@@ -277,7 +283,6 @@ def _are_same(ones: Tensors, others: Tensors) -> bool:
     return all(np.array_equal(array, others[name]) for name, array in ones.items())
 
 
-@dataclass(frozen=True)
 class Answered:
     """Requests that ran together.
 
@@ -287,9 +292,12 @@ class Answered:
         times: of the batch.
     """
 
-    requests: list[InferRequest]
-    answers: list[Tensors]
-    times: BatchTimes
+    __slots__ = ("answers", "requests", "times")
+
+    def __init__(self, requests: list[InferRequest], answers: list[Tensors], times: BatchTimes) -> None:
+        self.requests = requests
+        self.answers = answers
+        self.times = times
 
 
 @dataclass(frozen=True)
@@ -410,7 +418,9 @@ def _remarked(request: InferRequest, answer: Tensors) -> Tensors:
 def _take_apart(outputs: Tensors, requests: list[InferRequest], rows: int) -> list[Tensors]:
     if len(requests) == 1 and rows == requests[0].rows:
         request = requests[0]
-        return [{name: outputs[name] for name in request.outputs}]
+        if any(not array.ndim or len(array) != rows for array in outputs.values()):
+            return [{name: outputs[name] for name in request.outputs}]
+        return [Answer(BatchOutputs(outputs), request.outputs, 0, rows)]
     for name, array in outputs.items():
         if array.ndim == 0 or array.shape[0] != rows:
             raise BackendError(

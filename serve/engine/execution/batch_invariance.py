@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 # Tolerance: the part of an output's largest value, or of its integers that differ. Far more than kernels for another batch size
 # differ by, or int8 scales that are taken over all rows.
-ALIKE = 0.1
+ALIKE: Final = 0.1
 T = TypeVar("T")
-ONE_BY_ONE = "its requests are computed one by one from now on. To say so from the start, set max_batch_size: 0"
+ONE_BY_ONE: Final = "its requests are computed one by one from now on. To say so from the start, set max_batch_size: 0"
 
 
 def dependent_output(run: Callable[[T], Tensors], first: T, second: T, together: T) -> str | None:

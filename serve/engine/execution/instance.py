@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.background_threads import Worker
@@ -24,15 +25,15 @@ from halfserve.serve.engine.requests import InferRequest
 logger = logging.getLogger(__name__)
 
 
-FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 60.0
-LOOKS = 4  # at a running batch, within its time limit
-ON_CPU = "CPUExecutionProvider"
+FIRST_WAIT_S: Final = 1.0
+LONGEST_WAIT_S: Final = 60.0
+LOOKS: Final = 4  # at a running batch, within its time limit
+ON_CPU: Final = "CPUExecutionProvider"
 # An instance whose batches take at most this long gets its next one while it computes: the way from its thread to the loop and
 # back takes half a millisecond, in which it would idle. Not for short batches, which the loop computes, nor for long ones: a
 # request would be computed before a more urgent one that arrives meanwhile.
-AHEAD_S = 0.05
-MOST_BATCHES = 2
+AHEAD_S: Final = 0.05
+MOST_BATCHES: Final = 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Supervision:
     first_wait_s: float = FIRST_WAIT_S
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Copy:
     """A loaded copy. No further batch may run on a broken one."""
 
@@ -103,7 +104,7 @@ class _Copy:
     is_broken: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Job:
     """A batch that is being computed, or is next."""
 

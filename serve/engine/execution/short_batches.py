@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
+from typing import Final
 
-SHORT_S = 150e-6  # cost of the way to a thread and back under load
+SHORT_S: Final = 150e-6  # cost of the way to a thread and back under load
 # The limit for small batches of a model that has the loop to itself: a thread that computes it and the loop would keep waiting
 # for each other's hold on Python's lock.
-LONE_S, LONE_REQUESTS, LONE_BYTES = 2e-3, 8, 1 << 18
+LONE_S: Final = 2e-3
+LONE_REQUESTS: Final = 8
+LONE_BYTES: Final = 1 << 22
 # Copying more bytes takes longer than a short batch; the shape of text inputs does not tell their size.
-LOOP_BYTES = 1 << 21
+LOOP_BYTES: Final = 1 << 21
 # A batch on the loop that takes this much CPU time, or this long by the clock (preemption, or a wait in the batch), sends the
 # following AFTER_STALL batches to a thread.
-STALL_S, STANDSTILL_S = 0.01, 0.05
-FIRST = 8  # batches on a thread before the first on the loop: the first ones include set-up
-AFTER_STALL = 512
-MAX_SIZES = 1024  # bounds the memory against clients that vary their shapes
-NEW = 1 / 8  # weight of a batch on the loop in the average
-DRIFT = 1 / 64  # on a thread, the time includes waits for Python's lock: the minimum counts, and is forgotten at this rate
+STALL_S: Final = 0.01
+STANDSTILL_S: Final = 0.05
+FIRST: Final = 8  # batches on a thread before the first on the loop: the first ones include set-up
+AFTER_STALL: Final = 512
+MAX_SIZES: Final = 1024  # bounds the memory against clients that vary their shapes
+NEW: Final = 1 / 8  # weight of a batch on the loop in the average
+# On a thread, the time includes waits for Python's lock: the minimum counts, and is forgotten at this rate.
+DRIFT: Final = 1 / 64
 
 
 NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
@@ -32,9 +37,9 @@ NOTHING_KNOWN: Mapping[int, float] = MappingProxyType({})
 
 def limit_s(requests: int, size: int, *, alone: bool) -> float:
     """Seconds that a batch of `size` bytes may take on the loop; -1 keeps it off. `alone`: no other model is busy there."""
-    if size > LOOP_BYTES:
-        return -1.0
-    return LONE_S if alone and requests <= LONE_REQUESTS and size <= LONE_BYTES else SHORT_S
+    if alone and requests <= LONE_REQUESTS and size <= LONE_BYTES:
+        return LONE_S
+    return SHORT_S if size <= LOOP_BYTES else -1.0
 
 
 class _Size:

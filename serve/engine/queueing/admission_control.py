@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Final
 
 from halfserve.serve.engine.errors import DeadlineExceededError, InferenceError, OverloadedError, QueueFullError
 from halfserve.serve.engine.model_statistics import Statistics
@@ -19,14 +20,16 @@ from halfserve.serve.engine.requests import InferRequest
 # Fractions of a request's time. CARE: the largest margin for batches that take longer than expected. SPARE: the margin for the
 # network, which the server does not see, unless the request is in the very next batch. A longer queue would answer no more
 # requests, but all of them at the last moment, and so too late.
-CARE, SPARE = 0.25, 0.2
-SHORT_S, SAMPLE = 0.001, 4  # of shorter batches, one in SAMPLE is learned from, as learning takes time too
-PLENTY = 4.0  # factor of safety, see `_plenty_s`
+CARE: Final = 0.25
+SPARE: Final = 0.2
+SHORT_S: Final = 0.001  # of shorter batches, one in SAMPLE is learned from, as learning takes time too
+SAMPLE: Final = 4
+PLENTY: Final = 4.0  # factor of safety, see `_plenty_s`
 # After as long without a request, the whole process may have been stopped (SIGSTOP, a sleeping machine).
-STOOD_STILL_S = 1.0
+STOOD_STILL_S: Final = 1.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class RunningBatch:
     """A batch that is being computed.
 

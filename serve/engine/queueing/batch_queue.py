@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
+from typing import Final
 
+from halfserve.serve.engine.queueing.batch_growth import BatchGrowth
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.requests import InferRequest
 
 # Cancelled requests are swept out of a line once there are this many and they outnumber the waiting ones.
-MANY_GONE = 64
-_NO_BUCKET = object()
+MANY_GONE: Final = 64
+_NO_BUCKET: Final = object()
 
 
 class WaitingLine:
@@ -191,7 +192,6 @@ class FullError(Exception):
     """The queue, or one priority in it, has reached its bound; the text gives the bound."""
 
 
-@dataclass(slots=True)
 class Batch:
     """What `take` hands out.
 
@@ -202,10 +202,13 @@ class Batch:
         rows: of `requests`.
     """
 
-    bucket: Hashable
-    requests: list[InferRequest]
-    late: list[InferRequest]
-    rows: int
+    __slots__ = ("bucket", "late", "requests", "rows")
+
+    def __init__(self, bucket: Hashable, requests: list[InferRequest], late: list[InferRequest], rows: int) -> None:
+        self.bucket = bucket
+        self.requests = requests
+        self.late = late
+        self.rows = rows
 
 
 class BatchQueue:
@@ -222,6 +225,8 @@ class BatchQueue:
         self._targets = limits.targets
         self._max_rows, self._levels = limits.max_rows, limits.levels
         self._full_rows = limits.max_rows  # of a batch that no further request fits
+        # Preferred sizes leave nothing to learn.
+        self._growth = BatchGrowth(limits.max_rows) if limits.max_rows > 1 and not limits.preferred_rows else None
         self._max_waiting, self._max_bytes = limits.max_waiting, limits.max_waiting_bytes
         self._holds = limits.max_delay_s > 0 or limits.latency_target_s is not None  # a batch may wait for more requests
         self._count_levels = limits.levels > 1 or bool(limits.max_waiting_by_level)
@@ -261,7 +266,12 @@ class BatchQueue:
 
     def part(self) -> None:
         """Hand requests out one by one from now on."""
-        self._full_rows, self._targets, self._holds = 1, (1,), False
+        self._full_rows, self._targets, self._holds, self._growth = 1, (1,), False, None
+
+    def observe(self, bucket: Hashable, rows: int, seconds: float) -> None:
+        """Learn from a batch of `rows` rows that took `seconds`: further ones grow as long as that makes rows cheaper."""
+        if self._growth is not None:
+            self._growth.observe(bucket, rows, seconds)
 
     def take(self, now: float, *, hurry: bool = False, begins: float | None = None) -> Batch | None:
         """The batch that should leave at `now` (seconds); None when none waits or waiting still pays (see `next_due`).
@@ -294,7 +304,8 @@ class BatchQueue:
         line = self._ready(now, hurry=False) if self._waiting else None
         if line is None:
             return False
-        return line.rows >= (self._full_rows if self.pace is None else min(self._full_rows, self.pace.most_rows(line.bucket)))
+        full = self._most_useful_rows(line.bucket)
+        return line.rows >= (full if self.pace is None else min(full, self.pace.most_rows(line.bucket)))
 
     def take_late(self, now: float) -> list[InferRequest]:
         """Take out every request whose time has run out, to make room."""
@@ -343,7 +354,7 @@ class BatchQueue:
         return next(iter(ready), None)
 
     def _is_ready(self, line: WaitingLine, now: float) -> bool:
-        return line.rows >= self._targets[-1] or now >= self._due(line, now)
+        return line.rows >= min(self._targets[-1], self._most_useful_rows(line.bucket)) or now >= self._due(line, now)
 
     def _due(self, line: WaitingLine, now: float) -> float:
         """When the line must go even if no request arrives."""
@@ -359,11 +370,15 @@ class BatchQueue:
     def _most_rows(self, line: WaitingLine, now: float) -> int:
         """Rows of the next batch: the largest preferred size that is filled; all, once the delay is over."""
         if len(self._targets) == 1 or self.limits.padded_rows:
-            return self._full_rows
+            return self._most_useful_rows(line.bucket)
         delay = self.limits.max_delay_s
         if delay and now >= line.first_arrival + delay:
             return self._full_rows
         return next((target for target in self._targets if target <= line.rows), self._full_rows)
+
+    def _most_useful_rows(self, bucket: Hashable) -> int:
+        """Rows of a batch that further rows would not improve."""
+        return self._full_rows if self._growth is None else self._growth.most_rows(bucket)
 
     def _must_take_s(self, line: WaitingLine, most_rows: int, pace: Pace) -> float:
         """Seconds that a request must have left to be worth computing."""

@@ -11,21 +11,24 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-KEEP = 0.99  # of a batch's weight, when the next one comes
-RATIOS = 256  # of the latest batches
-REFRESH = 32  # batches until the ratios are sorted again
-STRAY = 4.0  # a batch counts for at most this multiple of the expected time, and at least this fraction
-OFF, OFF_IN_A_ROW = 2.0, 8  # 8 batches in a row off by a factor of 2 restart the model
-CONFIDENT = 16  # batches before it predicts
-SAFE_RANK, FAIR_RANK = 0.99, 0.9
-MAX_BUCKETS = 256  # bounds the memory against clients that vary their shapes
-GAP_SHARE = 1 / 16  # weight of a new gap in the average
-LONG_GAP = 8.0  # cap of a gap, in average gaps
-PATIENT_GAPS = 3.0  # average gaps without an arrival that end the waiting
+KEEP: Final = 0.99  # of a batch's weight, when the next one comes
+RATIOS: Final = 256  # of the latest batches
+REFRESH: Final = 32  # batches until the ratios are sorted again
+STRAY: Final = 4.0  # a batch counts for at most this multiple of the expected time, and at least this fraction
+OFF: Final = 2.0  # 8 batches in a row off by a factor of 2 restart the model
+OFF_IN_A_ROW: Final = 8
+CONFIDENT: Final = 16  # batches before it predicts
+SAFE_RANK: Final = 0.99
+FAIR_RANK: Final = 0.9
+MAX_BUCKETS: Final = 256  # bounds the memory against clients that vary their shapes
+GAP_SHARE: Final = 1 / 16  # weight of a new gap in the average
+LONG_GAP: Final = 8.0  # cap of a gap, in average gaps
+PATIENT_GAPS: Final = 3.0  # average gaps without an arrival that end the waiting
 # A request that arrives just after a batch has started waits for that batch and then takes part in one as large.
-BATCHES_IN_A_TARGET = 2.0
-CHEAP_COMPANY = 1.25  # rows that lengthen a batch of one row by at most this factor are always let in
+BATCHES_IN_A_TARGET: Final = 2.0
+CHEAP_COMPANY: Final = 1.25  # rows that lengthen a batch of one row by at most this factor are always let in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,6 +255,9 @@ class _InferOpener:
         self._time_left_s = time_left_s
         self._given = given  # permissions, applied to each request
 
+    def __call__(self, session: GrpcSession, stream: int) -> Call:
+        raise NotImplementedError
+
     def _pass_gate(self, session: GrpcSession) -> None:
         if self._given is not None:
             self._plain = self._given.inference(self._plain, session.peer)

@@ -40,7 +40,7 @@ class ConnectionServer(Protocol):
     def sent(self, connection: GrpcConnection) -> None: ...  # a connection that takes no new calls may have written data
 
 
-class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
+class GrpcConnection(GrpcSession):
     """The server's side of one client connection: its session and its socket."""
 
     def __init__(self, owner: ConnectionServer, route: Route, limits: TransportLimits) -> None:
@@ -49,9 +49,10 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._peer = ""
         self._reader: FrameReader | DiscardingReader = FrameReader(self._fast_path, most_header_bytes(limits))
+        self.unflushed = 0  # responses since the latest flush
         self._receiving = self._has_more = self._has_notice = self._goes = self._has_left = False
-        self._loop = asyncio.get_running_loop()  # kept: get_running_loop() makes a system call
-        self.opened_s = self.heard_s = self._loop.time()  # on the loop's clock
+        self.loop = asyncio.get_running_loop()  # kept: get_running_loop() makes a system call
+        self.opened_s = self.heard_s = self.loop.time()  # on the loop's clock
 
     @property
     def peer(self) -> str:
@@ -95,12 +96,12 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
 
     def data_received(self, data: bytes | memoryview) -> None:
         """Read bytes, hand them to their calls, and write immediate responses."""
-        self.heard_s = self._loop.time()
+        self.heard_s = self.loop.time()
         if self._scheduler.must_wait(len(data)):
             self._reader.keep(data)
             self._pace(has_more=True)
             return
-        self._receiving = True
+        self._receiving, self._has_fed = True, False
         try:
             has_more = self._reader.read(data, self)
         except NGH2Error as error:
@@ -112,7 +113,9 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._receiving = False
         if has_more or self._has_more:
             self._pace(has_more=has_more)
-        self.flush()
+        has_many = len(self._calls) >= FREE_CALLS
+        if self._has_fed or self.unflushed or self._goes or has_many or self._fast_path.has_news:
+            self.flush()
 
     def read_on(self) -> None:
         """Read more of the bytes left for another loop iteration."""
@@ -141,6 +144,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Write pending data, as far as the socket takes it."""
+        self.unflushed = 0
         transport = self._transport
         if transport is None or self._has_left:
             return
@@ -171,7 +175,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         """Count unsent bytes and calls in flight, and close the connection if it is over."""
         send_buffer = self._send_buffer
         if send_buffer.paused or send_buffer.unsent or not self._fast_path.is_open:
-            send_buffer.count(transport.get_write_buffer_size() if send_buffer.paused else 0, self._loop.time())
+            send_buffer.count(transport.get_write_buffer_size() if send_buffer.paused else 0, self.loop.time())
         if len(self._calls) >= FREE_CALLS or self._counted_calls:
             self._count_calls()
         if is_over:
@@ -180,7 +184,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._owner.sent(self)
 
     def ping(self) -> None:
-        self.pinged_s = self._loop.time()
+        self.pinged_s = self.loop.time()
         with contextlib.suppress(NGH2Error):
             self._http2.ping()
         self.flush()
@@ -229,7 +233,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
     def _press(self) -> None:
         """Give up the latest calls, or the connection if its client does not read its responses."""
         patience_s = self.share.patience_s(self.limits.short_stall_s)
-        if self._transport is not None and self._send_buffer.is_unread_since(self._loop.time() - patience_s):
+        if self._transport is not None and self._send_buffer.is_unread_since(self.loop.time() - patience_s):
             self._end_unread(self._transport)
         else:
             super()._press()
@@ -242,7 +246,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             self._http2.terminate_connection(ENHANCE_YOUR_CALM)
             self._send_buffer.write(transport)
         self._end_all()
-        self._loop.call_soon(transport.abort)  # after that write
+        self.loop.call_soon(transport.abort)  # after that write
 
     def _pace(self, *, has_more: bool) -> None:
         """Leave received bytes for another loop iteration and stop reading the socket meanwhile."""
@@ -258,10 +262,11 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def _notice_read(self) -> None:
-        self._loop.call_soon(self.go_away)  # not while reading
+        self.loop.call_soon(self.go_away)  # not while reading
 
     def _flush_soon(self) -> None:
-        if not self._receiving:
+        self.unflushed += 1
+        if self.unflushed == 1 and not self._receiving:
             self._owner.flush_soon(self)
 
     def _explain(self) -> bool:
@@ -288,7 +293,7 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
             return True
 
     def _too_much(self) -> None:
-        self._loop.call_soon(self.go_away, ENHANCE_YOUR_CALM)  # not while reading
+        self.loop.call_soon(self.go_away, ENHANCE_YOUR_CALM)  # not while reading
 
     def _broken(self, error: NGH2Error) -> None:
         self._owner.broken(error)
@@ -321,5 +326,5 @@ class GrpcConnection(GrpcSession, asyncio.BufferedProtocol):
         if not self._has_left:
             self._closing = self._goes = self._has_left = self._send_buffer.paused = True
             self._reader = DiscardingReader()
-            self.pinged_s = self._loop.time()  # the client has keepalive_timeout_s to close
+            self.pinged_s = self.loop.time()  # the client has keepalive_timeout_s to close
             self._end_all()

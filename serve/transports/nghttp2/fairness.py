@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from ngh2 import Configuration
 
@@ -24,19 +24,19 @@ from halfserve.serve.transports.nghttp2.frames import (
     MAX_HEADER_LIST_SIZE,
 )
 
-MIB = 2**20
+MIB: Final = 2**20
 # A factor of `max_header_bytes`. Up to it the call alone is refused; a longer list ends the connection before it is decoded
 # to its end. A field counts at least 32 bytes and costs the event loop about 0.3 us.
-HOPELESS_HEADERS = 2
+HOPELESS_HEADERS: Final = 2
 TURN_S = 0.002
-SMALL_BYTES = 4096
-CROWD = 16  # connections, each with one full receive buffer
-MESSAGES_A_TURN = 256  # of a connection, per loop iteration
-COUNTS_AS_ONE_BYTES = 2**16  # of a message
+SMALL_BYTES: Final = 4096
+CROWD: Final = 16  # connections, each with one full receive buffer
+MESSAGES_A_TURN: Final = 256  # of a connection, per loop iteration
+COUNTS_AS_ONE_BYTES: Final = 2**16  # of a message
 BUSY_POLL_S = 250e-6
-MAX_WORTH = 8  # upper bound of the score, so that a few failures in a row stop polling
-FAILURE = 2  # successes that one failure cancels
-TRY_EVERY = 64  # responses between trials while polling does not pay
+MAX_WORTH: Final = 8  # upper bound of the score, so that a few failures in a row stop polling
+FAILURE: Final = 2  # successes that one failure cancels
+TRY_EVERY: Final = 64  # responses between trials while polling does not pay
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ needs. Credit that libnghttp2 has received stays with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from struct import Struct
-from typing import NamedTuple
+from typing import Final
 
 from ngh2 import Connection, NGH2Error, StreamClosed, StreamReset
 
@@ -51,32 +50,40 @@ from halfserve.serve.transports.nghttp2.frames import (
 )
 from halfserve.serve.transports.nghttp2.pending_requests import Call, PendingRequests, UnaryCall
 
-CONTENT_LENGTH = b"content-length"
+CONTENT_LENGTH: Final = b"content-length"
 
-MAX_TEMPLATES = 64  # templates of one connection: clients vary their deadlines
-MAX_BLOCK_BYTES = 1024  # of a header block to cache; inspecting one takes up to 2 us a field
+MAX_TEMPLATES: Final = 64  # templates of one connection: clients vary their deadlines
+MAX_BLOCK_BYTES: Final = 1024  # of a header block to cache; inspecting one takes up to 2 us a field
 
 # Minimal headers that open a stream in libnghttp2.
-_CALL = METHOD_POST + SCHEME_HTTP + PATH_ROOT + AUTHORITY + literal(b"x")
-_BEGIN = STATUS_200 + CONTENT_TYPE + literal(dict(RESPONSE)[b"content-type"])
-_END = literals(OK_TRAILERS)
-_BEGIN_HEAD, _END_HEAD = len(_BEGIN) << 8 | HEADERS, len(_END) << 8 | HEADERS
-_ANSWER = Struct(f">IBI{len(_BEGIN)}sIBIBI").pack  # headers, then the head and the prefix of a message
-_TRAILERS = Struct(f">IBI{len(_END)}s").pack
+_CALL: Final = METHOD_POST + SCHEME_HTTP + PATH_ROOT + AUTHORITY + literal(b"x")
+_BEGIN: Final = STATUS_200 + CONTENT_TYPE + literal(dict(RESPONSE)[b"content-type"])
+_END: Final = literals(OK_TRAILERS)
+# Heads without the number of their stream.
+_BEGIN_HEAD: Final = head_of(HEADERS, END_HEADERS, 0, len(_BEGIN))[:-4]
+_END_HEAD: Final = head_of(HEADERS, END_HEADERS | END_STREAM, 0, len(_END))[:-4]
 
 
-class CallTemplate(NamedTuple):
-    """How to open calls with certain header bytes."""
+class CallTemplate:
+    """How to open calls with certain header bytes.
 
-    open: Callable[[int], UnaryCall]  # opens a call on a stream
-    length: int | None  # the content-length, if any
+    Attributes:
+        open: opens a call on a stream.
+        length: the content-length, if any.
+    """
+
+    __slots__ = ("length", "open")
+
+    def __init__(self, open_call: Callable[[int], UnaryCall], length: int | None) -> None:
+        self.open = open_call
+        self.length = length
 
 
 class FastPath:
     """The fast path of one connection."""
 
     __slots__ = (
-        "_frame_bytes", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained",
+        "_frame_bytes", "_has_fed", "_http2", "_limits", "_stream_window", "_windows", "calls", "closed", "explained",
         "granted", "http2_latest", "is_open", "is_over", "latest", "requests", "spare", "templates", "unsent",
     )  # fmt: skip
 
@@ -101,6 +108,7 @@ class FastPath:
         # Calls begin and are answered here while this is open: not while libnghttp2 has unsent data or unacknowledged settings.
         self.is_open = False
         self.is_over = False  # closed for good
+        self._has_fed = False  # libnghttp2 has got frames from here since the latest flush
 
     # Receiving
 
@@ -189,11 +197,19 @@ class FastPath:
         if self._windows.answering:
             self._windows.answered(stream)
         self.spare -= length
-        self.unsent += (
-            _ANSWER(_BEGIN_HEAD, END_HEADERS, stream, _BEGIN, length << 8, 0, stream, 0, length - PREFIX_BYTES),
+        number = stream.to_bytes(4, "big")
+        self.unsent += [
+            _BEGIN_HEAD,
+            number,
+            _BEGIN,
+            (length << 16).to_bytes(5, "big"),  # the rest of this head, DATA and no flags, is zeros
+            number,
+            (length - PREFIX_BYTES).to_bytes(5, "big"),  # the prefix: uncompressed, so many bytes
             message,
-            _TRAILERS(_END_HEAD, END_HEADERS | END_STREAM, stream, _END),
-        )
+            _END_HEAD,
+            number,
+            _END,
+        ]
         return True
 
     def fail(self, stream: int, trailers: Headers, *, ended: bool) -> bool:
@@ -218,13 +234,18 @@ class FastPath:
 
     def acknowledge(self) -> None:
         """Reopen the connection's receive window when it becomes small, or at once while libnghttp2 withholds some of it."""
-        owed, windows = self.requests.owed, self._windows
-        if owed and (owed > windows.acknowledge_at or windows.withhold) and not windows.is_held_up:
+        if self._is_due and not self._windows.is_held_up:
             self._pay()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a flush may have something to do, besides what libnghttp2 has read."""
+        return bool(self._has_fed or not self.is_open or self.unsent or self.closed or self.explained or self._is_due)
 
     def relieve(self, *, paused: bool) -> bool:
         """Give libnghttp2 send window that it lacks; whether it can send more now."""
         is_short = self._http2.queued_body_size() > 0
+        self._has_fed = False
         self.is_open = self.spare > 0 and not is_short and not paused
         if paused or not is_short or not self.spare:
             return False
@@ -289,6 +310,12 @@ class FastPath:
         if self.requests.owed:
             self._pay()
 
+    @property
+    def _is_due(self) -> bool:
+        """Whether the connection's receive window should be reopened."""
+        owed, windows = self.requests.owed, self._windows
+        return owed > 0 and (owed > windows.acknowledge_at or windows.withhold)
+
     def _pay(self) -> None:
         """Reopen the connection's receive window by the received bytes."""
         self.unsent.append(window_update(0, self.requests.owed))
@@ -303,6 +330,7 @@ class FastPath:
     def _feed(self, frames: bytes) -> None:
         """Give libnghttp2 frames as if the client had sent them; their effects on calls are already done."""
         try:
+            self._has_fed = True
             self._http2.receive_data(frames)
             events = self._http2.events()
         except NGH2Error:  # the connection has ended

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Final
 
 from ngh2 import Connection
 from ngh2.exceptions import NGH2Error
@@ -25,13 +26,13 @@ from halfserve.serve.transports.nghttp2.frames import DEFAULT_WINDOW_BYTES
 Acknowledge = Callable[[int, int], None]
 Widen = Callable[[int], None]
 
-REFUSED_WINDOWS = 16  # stream windows beyond `max_held_bytes`, after which younger messages are refused
-NEAR_HALF = 3 / 8
-WIDER = 4  # times the withheld bytes
-MAX_WINDOW_BYTES = 2**31 - 1
-WRITE_BYTES = 2**18  # per write: the rest stays in libnghttp2, where it can still be dropped
-MIN_PROGRESS_BYTES = 16_384  # that a client must read within its time limit
-NO_ERROR = 0x00
+REFUSED_WINDOWS: Final = 16  # stream windows beyond `max_held_bytes`, after which younger messages are refused
+NEAR_HALF: Final = 3 / 8
+WIDER: Final = 4  # times the withheld bytes
+MAX_WINDOW_BYTES: Final = 2**31 - 1
+WRITE_BYTES: Final = 2**18  # per write: the rest stays in libnghttp2, where it can still be dropped
+MIN_PROGRESS_BYTES: Final = 16_384  # that a client must read within its time limit
+NO_ERROR: Final = 0x00
 
 
 class ReceiveWindows:

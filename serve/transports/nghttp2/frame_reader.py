@@ -6,7 +6,7 @@ DATA frame that arrives in pieces is passed on as several smaller DATA frames.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from ngh2.exceptions import DenialOfServiceError
 
@@ -34,13 +34,15 @@ from halfserve.serve.transports.nghttp2.frames import (
     head_of,
 )
 
-FRAMES_A_TURN = 512  # of one connection per loop iteration; a call has two to four
+FRAMES_A_TURN: Final = 512  # of one connection per loop iteration; a call has two to four
 # Encoded header bytes that libnghttp2 decodes per iteration: one byte can be a field. A usual call has 50 to 250.
-HEADER_BYTES_A_TURN = 4096
-MAX_WAIT_BYTES = 16_384  # of a frame that is buffered until complete
-WINDOW_UPDATE_HEAD, RST_STREAM_HEAD = NUMBER.size << 8 | WINDOW_UPDATE, NUMBER.size << 8 | RST_STREAM
-HEADER_FRAMES = frozenset({HEADERS, CONTINUATION})
-LARGE_BYTES = 16_384  # of input that is not copied before it is parsed
+HEADER_BYTES_A_TURN: Final = 4096
+MAX_WAIT_BYTES: Final = 16_384  # of a frame that is buffered until complete
+WINDOW_UPDATE_HEAD: Final = 4 << 8 | WINDOW_UPDATE
+RST_STREAM_HEAD: Final = 4 << 8 | RST_STREAM
+HEADER_FRAMES: Final = frozenset({HEADERS, CONTINUATION})
+LARGE_BYTES: Final = 16_384  # of input that is not copied before it is parsed
+MIN_RUN_BYTES: Final = 4096  # of frames that are taken many at a time
 
 Bytes = bytes | memoryview
 
@@ -80,11 +82,10 @@ class FrameReader:
         """
         if self._rest:
             data, self._rest = self._rest + data, b""
-        elif len(data) < LARGE_BYTES:
-            data = bytes(data)
+        data = bytes(data) if len(data) < LARGE_BYTES else memoryview(data)
         self._has_more = False
         at = self._frames(data, self._go_on(data, handler) if self._left else 0, handler)
-        self._rest = bytes(data[at:])
+        self._rest = bytes(data[at:]) if at < len(data) else b""
         return self._has_more
 
     def keep(self, data: Bytes) -> None:
@@ -95,6 +96,13 @@ class FrameReader:
         """Read frames from `at` on; returns the end of the last one."""
         calls, feed, read_head, read_prefix = self._calls, handler.feed, HEAD.unpack_from, PREFIX.unpack_from
         requests, templates = calls.requests, calls.templates
+        # Declared, as compiled code would take what struct returns for objects of any type.
+        head: int
+        flags: int
+        stream: int
+        flag: int
+        length: int
+        own = data if isinstance(data, bytes) else None  # slices of bytes alone are compiled to one call
         expecting, growing, announced, max_whole = requests.calls, requests.growing, requests.announced, requests.max_whole
         size, passed = len(data), at  # bytes from `passed` to `at` are libnghttp2's, not handed over yet
         header_bytes = 0
@@ -108,29 +116,34 @@ class FrameReader:
             kind = head & 0xFF
             is_ours = False
             if kind == DATA:
+                call = expecting.get(stream) if flags == END_STREAM and end <= size and end - body >= PREFIX_BYTES else None
+                flag, length = read_prefix(data, body) if call is not None else (1, 0)
                 if (
-                    flags == END_STREAM
-                    and stream in expecting
-                    and end <= size
-                    and PREFIX_BYTES <= end - body <= max_whole
-                    and read_prefix(data, body) == (0, end - body - PREFIX_BYTES)
-                    and stream not in growing
+                    call is not None
+                    and not flag
+                    and length == end - body - PREFIX_BYTES
+                    and end - body <= max_whole
+                    and not (growing and stream in growing)
                     and (not announced or announced.get(stream, end - body) == end - body)
                 ):
                     requests.owed += end - body
                     if announced:
                         announced.pop(stream, None)
-                    expecting.pop(stream).take(bytes(data[body + PREFIX_BYTES : end]))
+                    del expecting[stream]
+                    at_message = body + PREFIX_BYTES
+                    call.take(bytes(data[at_message:end]) if own is None else own[at_message:end])
                     is_ours = True
                 else:
                     is_ours = self._data(data, body, end, flags, stream)
+                    if is_ours and not flags and end - body >= MIN_RUN_BYTES and end < size and stream in growing:
+                        end = requests.take_run(stream, data, end, bytes(data[at:body]))
             elif end > size or calls.is_over:
                 if kind in HEADER_FRAMES:
                     header_bytes += self._count(kind, end - body, is_read=end <= size or calls.is_over)
             elif head == WINDOW_UPDATE_HEAD:
                 is_ours = calls.open_window(stream, NUMBER.unpack_from(data, body)[0])
             elif kind == HEADERS:
-                block = bytes(data[body:end])
+                block = bytes(data[body:end]) if own is None else own[body:end]
                 template = templates.get(block)
                 if flags != END_HEADERS or template is None or not calls.begin(stream, template):
                     header_bytes += self._count(kind, end - body)

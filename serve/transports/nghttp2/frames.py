@@ -7,27 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from struct import Struct
+from typing import Final
 
-DATA, HEADERS, RST_STREAM, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0x0, 0x1, 0x3, 0x7, 0x8, 0x9
-PRIORITY_FRAME, PRIORITY_BYTES = 0x2, 5
-HINTS = frozenset({PRIORITY_FRAME, 0x10})  # stream priorities, which this server ignores
-END_STREAM, END_HEADERS, PADDED, PRIORITY = 0x01, 0x04, 0x08, 0x20
-NO_ERROR, ENHANCE_YOUR_CALM = 0x0, 0xB
-HEADER_TABLE_SIZE, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = 1, 3, 4, 5, 6
+DATA: Final = 0x0
+HEADERS: Final = 0x1
+RST_STREAM: Final = 0x3
+GOAWAY: Final = 0x7
+WINDOW_UPDATE: Final = 0x8
+CONTINUATION: Final = 0x9
+PRIORITY_FRAME: Final = 0x2
+PRIORITY_BYTES: Final = 5
+HINTS: Final = frozenset({PRIORITY_FRAME, 0x10})  # stream priorities, which this server ignores
+END_STREAM: Final = 0x01
+END_HEADERS: Final = 0x04
+PADDED: Final = 0x08
+PRIORITY: Final = 0x20
+NO_ERROR: Final = 0x0
+ENHANCE_YOUR_CALM: Final = 0xB
+HEADER_TABLE_SIZE: Final = 1
+MAX_CONCURRENT_STREAMS: Final = 3
+INITIAL_WINDOW_SIZE: Final = 4
+MAX_FRAME_SIZE: Final = 5
+MAX_HEADER_LIST_SIZE: Final = 6
 
-FRAME_BYTES = 2**20  # of a received frame: fewer, larger frames for large tensors
-PREFACE_BYTES = 24  # of the client connection preface
+FRAME_BYTES: Final = 2**20  # of a received frame: fewer, larger frames for large tensors
+PREFACE_BYTES: Final = 24  # of the client connection preface
 # Before the first SETTINGS.
-DEFAULT_TABLE_BYTES, DEFAULT_WINDOW_BYTES, DEFAULT_FRAME_BYTES = 4096, 65_535, 16_384
-MAX_STREAM = MAX_WINDOW_BYTES = 2**31 - 1
+DEFAULT_TABLE_BYTES: Final = 4096
+DEFAULT_WINDOW_BYTES: Final = 65_535
+DEFAULT_FRAME_BYTES: Final = 16_384
+MAX_STREAM: Final = 2**31 - 1
+MAX_WINDOW_BYTES: Final = 2**31 - 1
 
-HEAD = Struct(">IBI")  # 24 bits of the payload's length and 8 of the type, then flags, then the stream
-HEAD_BYTES = HEAD.size
-NUMBER = Struct(">I")
-_WITH_NUMBER = Struct(">IBII")
-LENGTH_BYTES = 3
-_GOAWAY = HEAD.pack(GOAWAY, 0, 0)[LENGTH_BYTES:]
-INDEXED, INSERTS, RESIZES = 0x80, 0x40, 0x20
+HEAD: Final = Struct(">IBI")  # 24 bits of the payload's length and 8 of the type, then flags, then the stream
+HEAD_BYTES: Final = 9
+NUMBER: Final = Struct(">I")
+_WITH_NUMBER: Final = Struct(">IBII")
+LENGTH_BYTES: Final = 3
+_GOAWAY: Final = HEAD.pack(GOAWAY, 0, 0)[LENGTH_BYTES:]
+INDEXED: Final = 0x80
+INSERTS: Final = 0x40
+RESIZES: Final = 0x20
 # Of HPACK's static table (RFC 7541, appendix A).
 STATUS_200, METHOD_POST, SCHEME_HTTP, PATH_ROOT = (bytes([INDEXED | place]) for place in (8, 3, 6, 4))
 # Names of that table; the value follows.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.security.memory_budget import MemoryShare
 from halfserve.serve.transports.grpc_framing import PREFIX_BYTES, PartialMessage
 from halfserve.serve.transports.nghttp2.fairness import TransportLimits
-from halfserve.serve.transports.nghttp2.frames import FRAME_BYTES
+from halfserve.serve.transports.nghttp2.frames import FRAME_BYTES, HEAD, HEAD_BYTES
 
-COUNT_BYTES = 2**17  # step of the memory count
+COUNT_BYTES: Final = 2**17  # step of the memory count
 
 
 class Call(Protocol):
@@ -91,6 +91,24 @@ class PendingRequests:
             else:
                 call.receive_last(growing.so_far())
         return True
+
+    def take_run(self, stream: int, data: bytes | memoryview, at: int, head: bytes) -> int:
+        """Take the DATA frames from `at` on that have this `head`, as far as they belong to a growing request.
+
+        Returns:
+            The end of the last one. What comes after it, such as a shorter frame, is for `take`.
+        """
+        growing, announced = self.growing[stream], self.announced.get(stream)
+        length: int = HEAD.unpack(head)[0] >> 8
+        room = growing.missing if announced is None else min(growing.missing, announced)
+        size = growing.add_run(data, at, head, length, room)
+        if not size:
+            return at
+        if announced is not None:
+            self.announced[stream] = announced - size
+        self.owed += size
+        self._count(size)
+        return at + size + size // length * HEAD_BYTES
 
     def forget(self, stream: int) -> None:
         self.calls.pop(stream, None)

@@ -9,6 +9,7 @@ import socket as sockets
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from ngh2.exceptions import NGH2Error
 
@@ -61,7 +62,6 @@ class Nghttp2Server:
         self.read_scheduler = ReadScheduler(lambda read: asyncio.get_running_loop().call_soon(read))
         self._connections: set[GrpcConnection] = set()
         self._unflushed: set[GrpcConnection] = set()
-        self._is_one = False  # only one connection is to be flushed
         self._changed = asyncio.Event()
         self._listener: Listener | None = None  # once it listens
         self._closing = False
@@ -82,7 +82,8 @@ class Nghttp2Server:
         self._busy_poll = BusyPoll(loop.call_soon)
         bound = self._listening or listen(Address(self._host, self._port, self._option, self._socket))
         self._listener = Listener(
-            self.connection,
+            # One of asyncio's protocols in all but its base class, below which a class is not compiled.
+            cast("Callable[[], asyncio.BaseProtocol]", self.connection),
             most=self._limits.max_connections,
             shared=self._shared,
             tls=None if self._socket is not None else self._tls,
@@ -155,9 +156,8 @@ class Nghttp2Server:
 
     def flush_soon(self, connection: GrpcConnection) -> None:
         """Flush at the end of this loop iteration, once for all responses."""
-        self._is_one = not self._unflushed
-        if self._is_one:
-            asyncio.get_running_loop().call_soon(self._flush)
+        if not self._unflushed:
+            connection.loop.call_soon(self._flush)
         self._unflushed.add(connection)
 
     def sent(self, connection: GrpcConnection) -> None:  # noqa: ARG002  (waiters check all connections)
@@ -176,11 +176,12 @@ class Nghttp2Server:
 
     def _flush(self) -> None:
         connections, self._unflushed = self._unflushed, set()
+        responses = sum([connection.unflushed for connection in connections])
         for connection in connections:
             connection.flush()
         self._changed.set()
         if self._busy_poll is not None:
-            self._busy_poll.answered(alone=self._is_one)
+            self._busy_poll.answered(alone=responses <= 1 == len(connections))
 
     def _sweep_later(self, loop: asyncio.AbstractEventLoop) -> None:
         seconds = self._limits.sweep_s

@@ -9,7 +9,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ParamSpec, cast
+from typing import Final, ParamSpec, cast
 
 from ngh2 import (
     Connection,
@@ -38,22 +38,22 @@ from halfserve.serve.transports.nghttp2.fast_path import CONTENT_LENGTH, CallTem
 from halfserve.serve.transports.nghttp2.flow_control import ReceiveWindows, SendBuffer
 from halfserve.serve.transports.nghttp2.pending_requests import Call, UnaryCall
 
-STREAM_GONE = (StreamClosed, StreamReset)
-TOO_MUCH = "too much of large requests has come at once on this connection; send fewer at a time"
-TRY_AGAIN_S = 1.0
-FULL = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"
-UNREAD = "the answers of this connection are not read as they come; read them, or have fewer requests in flight"
-LARGE_BYTES = 16_384  # smaller requests are not counted: queue limits bound them, and counting costs too much
-FREE_CALLS = 64  # calls in flight on one connection whose own memory is not counted
-CALL_BYTES = 2048  # of memory per call in flight, besides its request
-STREAM_BYTES = 16 * 1024  # of memory per streaming call, with task, timer and heap overhead
-WRONG_HEADERS = (
+STREAM_GONE: Final = (StreamClosed, StreamReset)
+TOO_MUCH: Final = "too much of large requests has come at once on this connection; send fewer at a time"
+TRY_AGAIN_S: Final = 1.0
+FULL: Final = "the server holds as many requests and unread answers as it may (--max-buffered-mib); retry with back-off"
+UNREAD: Final = "the answers of this connection are not read as they come; read them, or have fewer requests in flight"
+LARGE_BYTES: Final = 16_384  # smaller requests are not counted: queue limits bound them, and counting costs too much
+FREE_CALLS: Final = 64  # calls in flight on one connection whose own memory is not counted
+CALL_BYTES: Final = 2048  # of memory per call in flight, besides its request
+STREAM_BYTES: Final = 16 * 1024  # of memory per streaming call, with task, timer and heap overhead
+WRONG_HEADERS: Final = (
     "HTTP/2 does not allow one of the call's headers; expected names in lower case, and values that neither begin nor end "
     "with a space"
 )
-NOTICE = b"elsewhen"  # payload of the ping whose answer shows that the client has read the notice; eight bytes
-AT_ITS_END = (ConnectionStateError, ConnectionClosingError)  # raised by libnghttp2 after a connection's end
-CANNOT_BE_ANSWERED = (StreamProtocolError, *AT_ITS_END)
+NOTICE: Final = b"elsewhen"  # payload of the ping whose answer shows that the client has read the notice; eight bytes
+AT_ITS_END: Final = (ConnectionStateError, ConnectionClosingError)  # raised by libnghttp2 after a connection's end
+CANNOT_BE_ANSWERED: Final = (StreamProtocolError, *AT_ITS_END)
 
 Asked = ParamSpec("Asked")
 OpenCall = Callable[["GrpcSession", int], Call]
@@ -94,6 +94,7 @@ class GrpcSession(ABC):
         self._begun = 0  # the latest stream with valid headers
         self._refused = 0  # calls that `max_refused` counts
         self._closing = False
+        self._has_fed = False  # libnghttp2 has read something since the latest bytes came
 
     @property
     @abstractmethod
@@ -164,6 +165,7 @@ class GrpcSession(ABC):
 
     def feed(self, data: bytes | memoryview) -> None:
         """Hand frames to libnghttp2, and its events to their calls."""
+        self._has_fed = True
         self._http2.receive_data(data)
         self._take_events()
 

@@ -16,18 +16,16 @@ from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.requests import InferRequest
 
 
-class Request(InferRequest):
+def new_request(rows: int = 1, bucket: Hashable = "a", deadline: float | None = None, **rest: Any) -> InferRequest:
     """A request for the pure parts of the queue."""
-
-    def __init__(self, rows: int = 1, bucket: Hashable = "a", deadline: float | None = None, **rest: Any) -> None:
-        super().__init__({}, (), rows, bucket, deadline, print, **{"arrived_ns": 0, **rest})
+    return InferRequest({}, (), rows, bucket, deadline, print, **{"arrived_ns": 0, **rest})
 
 
 def queue(**limits: object) -> BatchQueue:
     return BatchQueue(BatchLimits(**{"max_rows": 8, **limits}))  # type: ignore[arg-type]  # (keyword by keyword in the tests)
 
 
-def offer(q: BatchQueue, request: Request, now: float) -> Request:
+def offer(q: BatchQueue, request: InferRequest, now: float) -> InferRequest:
     request.arrived_ns = round(now * 1e9)
     q.offer(request)
     return request
@@ -39,7 +37,7 @@ def take(q: BatchQueue, now: float) -> Batch:
     return batch
 
 
-def offer_all(q: BatchQueue, requests: list[Request], now: float = 0.0) -> None:
+def offer_all(q: BatchQueue, requests: list[InferRequest], now: float = 0.0) -> None:
     for request in requests:
         offer(q, request, now)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -209,7 +210,20 @@ def request(inputs: Tensors, rows: int) -> InferRequest:
     return InferRequest(inputs=inputs, outputs=("y",), rows=rows, bucket=1, deadline=None, done=lambda _: None)
 
 
+HALF = np.dtype(np.float16)
 makers = st.sampled_from([arrays, raw, partial(raw, before=4), elsewhere])
+
+
+def test_two_threads_do_not_share_the_memory_of_their_batches() -> None:
+    def assembled(value: int) -> Array:
+        return assemble([request(raw(np.full((1, SCRATCH_BYTES), value, np.float16)), 1) for _ in range(2)], "x", HALF)
+
+    here = assembled(1)
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(assembled, 2).result()
+        assert not np.shares_memory(here, there)
+    assert ((here == 1).all(), (there == 2).all()) == (True, True)
+    assert np.shares_memory(here, assembled(3)), "the next batch of a thread takes the place of its last"
 
 
 @given(

@@ -35,7 +35,7 @@ from halfserve.serve.model_control.warm_up import warm_up
 from tests.models import save_mlp, save_model, save_picky
 from tests.serve.engine.fakes import HeldBackend
 from tests.serve.engine.scene import Answers, run
-from tests.serve.engine.simulation import Request, offer, queue, take
+from tests.serve.engine.simulation import new_request, offer, queue, take
 from tests.serve.running_server import running_server
 
 WAITS = "dynamic_batching { max_queue_delay_microseconds: 200000 }"
@@ -360,11 +360,11 @@ def test_a_parted_queue_gives_out_one_request_at_once(learned: bool) -> None:
         q.pace = Pace(q.limits)
         for _ in range(CONFIDENT):
             q.pace.observe("a", 1, 0.1)
-    first, second = offer(q, Request(rows=3), 0.0), offer(q, Request(), 0.0)
+    first, second = offer(q, new_request(rows=3), 0.0), offer(q, new_request(), 0.0)
     assert q.take(0.0) is None
     q.part()
     assert q.has_full_batch(0.0)
     assert take(q, 0.0).requests == [first]
     assert take(q, 0.0).requests == [second]
-    offer(q, Request(rows=8), 0.0)  # as large as it might be before
+    offer(q, new_request(rows=8), 0.0)  # as large as it might be before
     assert take(q, 0.0).rows == 8

@@ -12,10 +12,11 @@ from ngh2 import Connection, DataReceived, Event, Header, ResponseReceived, Role
 from ngh2.exceptions import NGH2Error
 
 from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.protocol.inference import Cancel, Reply
 from halfserve.serve.protocol.status import Status
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget, MemoryShare
 from halfserve.serve.transports.grpc_framing import MessageReader, frame
-from halfserve.serve.transports.nghttp2.calls import RefusedCall, _OneMessageCall
+from halfserve.serve.transports.nghttp2.calls import InferCall, RefusedCall
 from halfserve.serve.transports.nghttp2.connection import GrpcConnection
 from halfserve.serve.transports.nghttp2.fairness import ReadScheduler, TransportLimits
 from halfserve.serve.transports.nghttp2.frames import (
@@ -97,20 +98,43 @@ class ConnectionServer:
         pass
 
 
-class WaitingCall(_OneMessageCall):
+class WaitingInference:
+    """Takes requests and answers none."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+
+    def infer(self, data: bytes | memoryview, time_left_s: float | None, reply: Reply) -> Cancel:
+        self._take(bytes(data))
+        return lambda: None
+
+    def failed(self, data: bytes, error: Exception) -> None: ...
+    def gone(self, data: bytes) -> None: ...
+
+
+class WaitingCall:
     """Is answered later, with its own request and some bytes more."""
 
+    is_unary = True
+
     def __init__(self, session: GrpcSession, stream: int, waiting: dict[int, bytes], gone: list[int]) -> None:
-        super().__init__(session, stream, None)
-        self._waiting, self._who_went = waiting, gone
+        self._stream, self._waiting, self._who_went = stream, waiting, gone
+        inference = WaitingInference(self._wait)
+        self._call = call = InferCall(session, stream, None, inference, inference, None)
+        self.receive, self.receive_last, self.take, self.grew = call.receive, call.receive_last, call.take, call.grew
+        self.end, self.give_up, self.give_up_stalled = call.end, call.give_up, call.give_up_stalled
+
+    @property
+    def held_bytes(self) -> int:
+        return self._call.held_bytes
 
     def gone(self) -> None:
         self._waiting.pop(self._stream, None)
         self._who_went.append(self._stream)
 
-    def _answer(self, message: bytes | memoryview) -> None:
+    def _wait(self, message: bytes) -> None:
         assert self._stream not in self._waiting, "answered twice"
-        self._waiting[self._stream] = bytes(message)
+        self._waiting[self._stream] = message
 
 
 class Scene:

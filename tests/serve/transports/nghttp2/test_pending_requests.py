@@ -11,9 +11,18 @@ from halfserve.serve.engine.errors import UnavailableError
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.transports.grpc_framing import PREFIX_BYTES, frame
 from halfserve.serve.transports.nghttp2.fairness import TransportLimits
-from halfserve.serve.transports.nghttp2.frames import HEADER_TABLE_SIZE
+from halfserve.serve.transports.nghttp2.frame_reader import MIN_RUN_BYTES
+from halfserve.serve.transports.nghttp2.frames import (
+    DATA,
+    GOAWAY,
+    HEAD_BYTES,
+    HEADER_TABLE_SIZE,
+    head_of,
+    rst_stream,
+    window_update,
+)
 from halfserve.serve.transports.nghttp2.pending_requests import PendingRequests
-from tests.serve.transports.nghttp2.connection_scene import FIRST, Scene, begin, begun, data, ends, on_a_loop
+from tests.serve.transports.nghttp2.connection_scene import FIRST, Scene, begin, begun, data, ends, on_a_loop, raw
 
 STREAM, LIMITS = 1, TransportLimits(max_held_bytes=1000)
 
@@ -86,6 +95,21 @@ def test_what_comes_in_pieces_is_whole_in_the_end_or_left_as_it_was(
     assert requests.take(STREAM, b"late", is_last=False)
 
 
+@pytest.mark.parametrize("announced", [None, 500, 350, 305, 100])
+def test_a_run_stops_at_what_was_announced(announced: int | None) -> None:
+    requests, call = PendingRequests(LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True)), Taker()
+    body, head = frame(bytes(500)), head_of(DATA, 0, STREAM, 100)
+    requests.calls[STREAM] = call
+    if announced is not None:
+        requests.announced[STREAM] = announced
+    assert requests.take(STREAM, body[:100], is_last=False)
+    run = head + body[100:200] + head + body[200:300] + head + body[300:400] + data(body[400:])
+    pieces = 3 if announced is None else min(3, (announced - 100) // 100)
+    assert requests.take_run(STREAM, run, 0, head) == pieces * (len(head) + 100)
+    assert requests.owed == 100 + pieces * 100
+    assert requests.announced.get(STREAM) == (None if announced is None else announced - requests.owed)
+
+
 @given(st.lists(st.integers(1, 700), max_size=8))
 def test_memory_is_set_aside_for_so_much_at_once(sizes: list[int]) -> None:
     requests, held = PendingRequests(LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True)), 0
@@ -105,6 +129,15 @@ def test_what_nobody_expects_is_only_owed() -> None:
     requests = PendingRequests(LIMITS, MemoryBudget(DEFAULT_BYTES).share(is_known=True))
     assert requests.take(STREAM, bytes(70), is_last=True)
     assert requests.owed == 70
+
+
+def counted(length: int) -> bytes:
+    """Bytes that differ where they lie elsewhere."""
+    return b"".join(number.to_bytes(4) for number in range(length // 4 + 1))[:length]
+
+
+SIZE = 2 * MIN_RUN_BYTES
+LARGE = frame(counted(5 * SIZE))
 
 
 def send_in_pieces(scene: Scene, pieces: list[bytes]) -> None:
@@ -129,6 +162,85 @@ async def test_a_request_in_pieces_becomes_whole(pieces: list[bytes], limits: di
     assert scene.waiting == {FIRST: b"".join(pieces)[5:]}
     scene.answer(FIRST)
     assert ends(scene) == [("answered", FIRST)]
+
+
+@given(
+    length=st.integers(4 * MIN_RUN_BYTES, 100_000),
+    size=st.sampled_from([MIN_RUN_BYTES - 1, MIN_RUN_BYTES, 5555, 16_384]),
+    cuts=st.lists(st.integers(1, 100_100), max_size=3),
+    ends_apart=st.booleans(),
+)
+@on_a_loop
+async def test_a_request_in_equal_frames_becomes_whole_however_it_arrives(
+    length: int, size: int, cuts: list[int], *, ends_apart: bool
+) -> None:
+    scene, body = await begun(), frame(counted(length))
+    owed = scene.connection._fast_path.requests.owed
+    pieces = [body[start : start + size] for start in range(0, len(body), size)] + [b""] * ends_apart
+    frames = b"".join(data(piece, 0) for piece in pieces[:-1]) + data(pieces[-1])
+    opening = begin(scene)
+    first = len(opening) + HEAD_BYTES  # a message whose prefix comes in two is assembled by libnghttp2
+    for part in cut(opening + frames, [place for place in cuts if not first <= place < first + PREFIX_BYTES]):
+        scene.send(part)
+    assert scene.waiting == {FIRST: body[PREFIX_BYTES:]}
+    assert scene.untold == [FIRST]
+    assert scene.connection._fast_path.requests.owed == owed + len(body)
+
+
+RUN = b"".join(data(LARGE[start : start + SIZE], 0) for start in range(0, 4 * SIZE, SIZE))
+REST = data(LARGE[4 * SIZE :])
+
+
+@pytest.mark.parametrize(
+    ("between", "is_handed_over"),
+    [
+        pytest.param(data(LARGE[4 * SIZE : 4 * SIZE + 9], 0), False, id="a shorter frame of its own"),
+        pytest.param(window_update(FIRST, 1), False, id="a window"),
+        pytest.param(raw(GOAWAY, 0, 0, bytes(8)), True, id="the client's goodbye"),
+    ],
+)
+@on_a_loop
+async def test_a_run_of_frames_goes_on_behind_others(between: bytes, *, is_handed_over: bool) -> None:
+    scene = await begun()
+    rest = REST if between[3] != DATA else data(LARGE[4 * SIZE + 9 :])
+    scene.send(begin(scene) + RUN + between + rest)
+    assert scene.waiting == {FIRST: LARGE[PREFIX_BYTES:]}
+    assert (scene.untold == []) == is_handed_over
+    scene.answer(FIRST)
+    assert ends(scene)[0] == ("answered", FIRST)
+
+
+@on_a_loop
+async def test_frames_of_two_requests_may_alternate() -> None:
+    scene, other = await begun(), FIRST + 2
+    bodies = {FIRST: LARGE, other: frame(LARGE[PREFIX_BYTES:][::-1])}
+    frames = [begin(scene, stream) for stream in bodies]
+    for start in range(0, 4 * SIZE, 2 * SIZE):
+        for stream, body in bodies.items():
+            frames += [data(body[at : at + SIZE], 0, stream) for at in (start, start + SIZE)]
+    frames += [data(body[4 * SIZE :], stream=stream) for stream, body in bodies.items()]
+    scene.send(b"".join(frames))
+    assert scene.waiting == {stream: body[PREFIX_BYTES:] for stream, body in bodies.items()}
+    assert scene.untold == [FIRST, other]
+
+
+@on_a_loop
+async def test_a_request_given_up_between_equal_frames_leaves_the_rest_behind() -> None:
+    scene = await begun()
+    next_call = begin(scene, FIRST + 2) + data(frame(b"x"), stream=FIRST + 2)
+    scene.send(begin(scene) + RUN + rst_stream(FIRST, 8) + data(LARGE[:SIZE], 0) * 3 + next_call)
+    assert scene.gone == [FIRST]
+    assert scene.waiting == {FIRST + 2: b"x"}
+
+
+@pytest.mark.parametrize("length", [2 * SIZE, 3 * SIZE, 3 * SIZE + 1])
+@on_a_loop
+async def test_more_equal_frames_than_the_message_has_get_a_status(length: int) -> None:
+    scene = await begun()
+    scene.send(begin(scene) + data(frame(bytes(length))[:SIZE], 0) + data(bytes(SIZE), 0) * 3 + data(bytes(SIZE)))
+    assert not scene.waiting
+    assert ends(scene)[0] == ("answered", FIRST)
+    assert not scene.connection.calls
 
 
 @on_a_loop

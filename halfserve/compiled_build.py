@@ -1,0 +1,146 @@
+"""The hot path of the server, compiled by mypyc where a C compiler was there at the installation.
+
+The compiled modules lie beside their sources and say the same: whichever runs, the server behaves alike. `setup.py` builds them
+and writes STAMP, from which an import sees whether they still belong to these sources and to this interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import spec_from_file_location
+from types import ModuleType
+from typing import NamedTuple
+
+# Below halfserve/serve/. All of a request's way is here: a step from a compiled module to a plain one and back costs more than
+# what compiling a lone module gains. Asynchronous generators cannot be compiled and live in modules of their own.
+MODULES = (
+    "engine.batcher",
+    "engine.execution.batch",
+    "engine.execution.batch_invariance",
+    "engine.execution.instance",
+    "engine.execution.short_batches",
+    "engine.inference_core",
+    "engine.model",
+    "engine.model_statistics",
+    "engine.precision_guard.non_finite",
+    "engine.queueing.admission_control",
+    "engine.queueing.batch_growth",
+    "engine.queueing.batch_queue",
+    "engine.queueing.compute_slots",
+    "engine.queueing.pace",
+    "engine.requests",
+    "engine.tensors",
+    "observability.observed_request",
+    "protocol.codec",
+    "protocol.inference",
+    "protocol.messages",
+    "protocol.raw_tensors",
+    "protocol.request_cache",
+    "protocol.requested_outputs",
+    "protocol.shared_memory",
+    "security.memory_budget",
+    "transports.grpc_framing",
+    "transports.nghttp2.calls",
+    "transports.nghttp2.connection",
+    "transports.nghttp2.fairness",
+    "transports.nghttp2.fast_path",
+    "transports.nghttp2.flow_control",
+    "transports.nghttp2.frame_reader",
+    "transports.nghttp2.frames",
+    "transports.nghttp2.pending_requests",
+    "transports.nghttp2.server",
+    "transports.nghttp2.session",
+)
+STAMP = "serve/compiled_build.stamp"
+LIBRARY = "compiled__mypyc"  # the code of all modules, in serve/; what lies beside the sources only refers to it
+SWITCH = "HALFSERVE_COMPILED"  # 0, or anything but 1, runs the sources and installs without compiling
+
+logger = logging.getLogger(__name__)
+
+
+class Build(NamedTuple):
+    """Which build of the hot path runs.
+
+    Attributes:
+        name: "compiled" or "plain".
+        reason: why it is the plain one; empty for the compiled one.
+    """
+
+    name: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}" if self.reason else self.name
+
+
+class _Sources:
+    """A finder of the modules' sources: Python itself prefers a compiled module to the source beside it."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG003  (the signature is Python's)
+        if path is None or not name.startswith("halfserve.serve."):
+            return None
+        sources = (f"{folder}/{name.rpartition('.')[2]}.py" for folder in path)
+        found = next(filter(os.path.isfile, sources), None)
+        return spec_from_file_location(name, found) if found else None
+
+
+def checksum(path: str) -> int:
+    """CRC-32 of a file."""
+    with open(path, "rb") as file:  # noqa: PTH123  (every start of a server and of a client does this some fifty times)
+        return zlib.crc32(file.read())
+
+
+@cache
+def build_in_use() -> Build:
+    """Which build this process runs: the compiled one where it fits, and otherwise the sources.
+
+    The first call chooses, so it comes before the import of any module of the hot path: halfserve.serve makes it. A compiled
+    build that does not fit is reported in one line.
+    """
+    switch = os.environ.get(SWITCH, "1")
+    if switch != "1":
+        reason = f"{SWITCH} is {switch}"
+    else:
+        home = sys.modules["halfserve"].__path__[-1]  # where serve/ lies
+        if os.path.isfile(f"{home}/{STAMP}"):  # noqa: PTH113  (see `checksum`)
+            reason = _misfit(home)
+            if not reason:
+                return Build("compiled")
+            advice = "to compile it again, run `make compile` in a checkout, or install halfserve again"
+            logger.warning("the compiled hot path is not used: %s; %s", reason, advice)
+        else:
+            reason = "not compiled"
+    sys.meta_path.insert(0, _Sources)  # a class, as Python's own finders are
+    return Build("plain", reason)
+
+
+def _misfit(home: str) -> str:
+    """Why the compiled modules cannot be used; empty if they can, and then their code is loaded.
+
+    Both the libraries and the sources are looked at as a whole: a compiled module beside one that is not of its build would
+    crash, as it reads that one's objects by their place in memory.
+    """
+    try:
+        with open(f"{home}/{STAMP}", "rb") as file:  # noqa: PTH123  (see `checksum`)
+            stamp = json.load(file)
+        if stamp["suffix"] != EXTENSION_SUFFIXES[0]:
+            return f"it was made for another Python ({stamp['suffix']})"
+        for path, size in stamp["libraries"].items():
+            if os.path.getsize(f"{home}/{path}") != size:  # noqa: PTH202  (see `checksum`)
+                return f"{path} is damaged"
+        for path, expected in stamp["sources"].items():
+            if checksum(f"{home}/{path}") != expected:
+                return f"{path} has changed since"
+        import_module(f"halfserve.serve.{LIBRARY}")
+    except Exception as error:  # noqa: BLE001  (a stamp and a library that are not whole fail in every way)
+        return f"it cannot be loaded ({type(error).__name__}: {error})"
+    return ""
