@@ -29,6 +29,7 @@ from halfserve.amp_core.training.settings import PeerError, TrainingError, Train
 from halfserve.amp_core.training.train import Progress as TrainingProgress
 from halfserve.amp_core.training.train import TrainingResult
 from halfserve.amp_core.training.train import train as run_training
+from halfserve.amp_core.weights.file_kinds import WeightsError
 
 Callbacks = tuple["Callable[[TrainingProgress], None]", "Callable[[Evaluation], None]"]
 
@@ -77,7 +78,7 @@ def _line(evaluation: Evaluation, settings: TrainingSettings) -> str:
 
 
 EXIT_CODES: dict[type[Exception], int] = {
-    FactoryError: 2, PolicyError: 2, TrainingError: 1, CheckpointError: 1, DataError: 1
+    FactoryError: 2, PolicyError: 2, TrainingError: 1, CheckpointError: 1, DataError: 1, WeightsError: 1
 }  # fmt: skip
 
 
@@ -97,7 +98,11 @@ _kept = partial(typer.Option, rich_help_panel="What is kept")
 def train(
     model: Annotated[str, typer.Argument(help="MODULE:FACTORY of a function that returns the torch.nn.Module.")],
     data: Annotated[str, typer.Option(help="MODULE:FACTORY of a function that returns (training set, held-out set).")],
-    out: Annotated[Path, typer.Option(help="Folder for checkpoint.pt and train.jsonl.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoint.pt, model.safetensors and train.jsonl.")],
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights a new run starts from: .safetensors, .pt, .pth, sharded, or a folder of them."),
+    ] = None,
     loss: Annotated[str, _step(help="MODULE:FUNCTION (output, target) -> scalar.")] = "torch.nn.functional:cross_entropy",
     optimizer: Annotated[str, _step(help="MODULE:FACTORY (parameters, lr=...) -> optimizer.")] = "torch.optim:AdamW",
     dtype: Annotated[Dtype, _step(help="float16 scales the loss; float32 trains without autocast.")] = Dtype.FLOAT16,
@@ -132,7 +137,7 @@ def train(
     On several GPUs: torchrun --nproc-per-node 2 -m halfserve train ...
 
     A run that was killed goes on with --resume, and ends as if it had not been killed. A new run in a folder that holds a
-    checkpoint renames it to checkpoint.previous.pt.
+    checkpoint renames it to checkpoint.previous.pt, and model.safetensors to model.previous.safetensors.
 
     Exit codes: 0 done, 1 the run cannot start or go on, 2 wrong usage.
     """

@@ -8,7 +8,6 @@ Example:
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Generator
@@ -25,8 +24,8 @@ from halfserve.amp_core.autocast.autocast import autocast as region_of
 from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler
 from halfserve.amp_core.integrations import not_installed
 from halfserve.amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
-from halfserve.amp_core.policy import Policy, PolicyError
-from halfserve.protos.atomic_files import atomic_file
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder.beside_weights import read_policy, write_policy
 
 try:
     from accelerate import Accelerator, DistributedType
@@ -45,31 +44,17 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
         return self.scaler is not None and bool(self.scaler.skipped(self.optimizer))
 
 
-POLICY_FILE = "halfserve_policy.json"
-
-
-def write_policy(folder: Path | str, policy: Policy) -> None:
-    with atomic_file(Path(folder) / POLICY_FILE) as file:
-        file.write(json.dumps({"policy": str(policy)}).encode())
-
-
 def compare_policy(folder: Path | str, policy: Policy) -> None:
     """Warn if a state was trained with another policy. A folder without the file is fine.
 
     Raises:
         PolicyError: If the file is there and cannot be read.
     """
-    path = Path(folder) / POLICY_FILE
-    if not path.exists():
-        return
-    try:
-        saved = Policy.parse(json.loads(path.read_text(encoding="utf-8"))["policy"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PolicyError(f"cannot read the policy in {path}; delete the file to load the rest without it: {error}") from error
-    if saved != policy:
+    saved = read_policy(folder)
+    if saved is not None and saved != policy:
         warnings.warn(
             f"the state in {folder} was trained with the policy '{saved}'; training goes on with '{policy}'. "
-            f"To go on as before, make the accelerator with policy='{saved}'",
+            f"To go on as before, make the accelerator or trainer with policy='{saved}'",
             stacklevel=2,
         )
 

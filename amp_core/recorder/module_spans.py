@@ -21,7 +21,7 @@ from torch import nn
 
 from halfserve.amp_core.recorder.record import Direction
 
-ROOT, OUTSIDE = ".", ""
+ROOT, OUTSIDE = ".", ""  # module paths in a record: the model itself, and outside of any module
 _NO_TASK = -1
 # The node that accumulates a parameter's gradient is shared by all graphs and has this number.
 _ACCUMULATION = 2**64 - 1

@@ -39,6 +39,7 @@ from halfserve.amp_core.training.distributed import World, is_broken_connection
 from halfserve.amp_core.training.divergence import DivergenceWatch, is_bad
 from halfserve.amp_core.training.settings import DTYPES, TrainingError, TrainingSettings
 from halfserve.amp_core.training.step import Batch, RunningStatistics, StepRecord, Training, evaluate, train_step
+from halfserve.amp_core.weights.state_dicts import load_into, load_weights
 
 
 @contextmanager
@@ -115,6 +116,7 @@ class TrainingRun:
         FactoryError: If the model, data, loss or optimizer cannot be imported or built.
         CheckpointError: If the data is no pair of data sets, or `before` does not fit the model.
         DataError: If the data cannot be split into batches.
+        WeightsError: If the weights to start from cannot be read, or are not the model's.
         TrainingError: If the model cannot be trained, or the length of the run is not known.
     """
 
@@ -159,7 +161,10 @@ class TrainingRun:
 
     def _training(self, before: Checkpoint | None) -> Training:
         settings = self.settings
-        model = build_model(settings.model).to(self.device)
+        model = build_model(settings.model)
+        if settings.weights is not None and before is None:
+            load_into(model, load_weights(settings.weights), str(settings.weights))
+        model = model.to(self.device)
         optimizer = build_optimizer(settings.optimizer, model, settings.learning_rate)
         share = partial(warmup_and_cosine, total=self.steps_in_total)
         dtype = DTYPES[settings.dtype]

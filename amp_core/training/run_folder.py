@@ -19,11 +19,13 @@ from halfserve.amp_core.recorder import Record, plot
 from halfserve.amp_core.training.run import Evaluation, TrainingRun
 from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.step import StepRecord
+from halfserve.amp_core.weights.state_dicts import save_weights
 from halfserve.protos.atomic_files import atomic_file
 
-CHECKPOINT, PREVIOUS, LOG, RECORD, RECORD_PLOT, TENSORBOARD = (
-    "checkpoint.pt", "checkpoint.previous.pt", "train.jsonl", "record.json", "record.png", "tensorboard"
+CHECKPOINT, WEIGHTS, LOG, RECORD, RECORD_PLOT, TENSORBOARD = (
+    "checkpoint.pt", "model.safetensors", "train.jsonl", "record.json", "record.png", "tensorboard"
 )  # fmt: skip
+PREVIOUS = {CHECKPOINT: "checkpoint.previous.pt", WEIGHTS: "model.previous.safetensors"}
 _LOCK = ".lock"
 
 
@@ -57,7 +59,7 @@ def locked_folder(path: Path) -> Iterator[None]:
     with lock:
         with writing_into(path):
             _lock(lock, path)
-            for name in (CHECKPOINT, LOG, RECORD, RECORD_PLOT):
+            for name in (CHECKPOINT, WEIGHTS, LOG, RECORD, RECORD_PLOT):
                 for unfinished in path.glob(f".{name}.*.tmp"):
                     unfinished.unlink(missing_ok=True)
         try:
@@ -94,11 +96,11 @@ def _lock(file: IO[bytes], folder: Path) -> None:
     file.write(str(os.getpid()).encode())
 
 
-def keep_previous_checkpoint(folder: Path) -> None:
-    """Rename the checkpoint of an earlier run: this run might end before its first checkpoint."""
-    checkpoint = folder / CHECKPOINT
-    if checkpoint.exists():
-        checkpoint.replace(folder / PREVIOUS)
+def keep_previous(folder: Path) -> None:
+    """Rename checkpoint and weights of an earlier run: this run might end before it has its own."""
+    for name, kept in PREVIOUS.items():
+        if (folder / name).exists():
+            (folder / name).replace(folder / kept)
 
 
 class TrainLog:
@@ -257,7 +259,7 @@ class RunOutputs:
         if run.world.is_first:
             with writing_into(self._folder), ExitStack() as opened:
                 if is_new:
-                    keep_previous_checkpoint(self._folder)
+                    keep_previous(self._folder)
                 log = TrainLog(self._folder / LOG, keep_steps=steps_done, keep_epochs=epochs_done)
                 self._log = opened.enter_context(log)
                 if run.settings.tensorboard:
@@ -310,6 +312,8 @@ class RunOutputs:
             self._log.sync()
             if self._curves:
                 self._curves.sync()
+            if self._run.is_complete:  # first: what has a complete checkpoint is not written again
+                save_weights(self._folder / WEIGHTS, checkpoint.weights)
             save_checkpoint(self._folder / CHECKPOINT, checkpoint)
             if checkpoint.record and self._run.is_complete:
                 write_record(checkpoint.record, self._folder)

@@ -35,6 +35,7 @@ class TrainingSettings:
         model: `MODULE:FACTORY` of the model.
         data: `MODULE:FACTORY` of the pair (training set, held-out set); their items are pairs (input, target).
         out: The folder for `checkpoint.pt`, `train.jsonl` and the other files.
+        weights: A file or folder of weights that a new run starts from; None for those that the factory gives the model.
         loss: `MODULE:FACTORY` of a function (output, target) -> scalar tensor, or of a module class.
         optimizer: `MODULE:FACTORY` of a function or class (parameters, lr=...) -> optimizer.
         dtype: `float16` (the loss is scaled), `bfloat16` or `float32` (neither autocast nor scaled).
@@ -62,6 +63,7 @@ class TrainingSettings:
     model: str
     data: str
     out: Path
+    weights: Path | None = None
     loss: str = "torch.nn.functional:cross_entropy"
     optimizer: str = "torch.optim:AdamW"
     dtype: str = "float16"

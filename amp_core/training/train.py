@@ -76,7 +76,7 @@ def train(
 
     Equal settings on the same machine give equal results, bit for bit, also if a run was killed and resumed. The process's own
     random state is restored. Nothing in the folder changes before the first step has worked; then a checkpoint of an earlier
-    run becomes `checkpoint.previous.pt`, unless the run resumes from it.
+    run becomes `checkpoint.previous.pt`, and its weights `model.previous.safetensors`, unless the run resumes from it.
 
     Args:
         settings: The settings.
@@ -89,6 +89,7 @@ def train(
         FactoryError: If the model, data, loss or optimizer cannot be imported or built.
         CheckpointError: If a checkpoint cannot be read or written, or is of another model.
         DataError: If the data cannot be split, read or batched.
+        WeightsError: If the weights to start from cannot be read, or are not the model's.
         TrainingError: If the run cannot start or continue.
     """
     started = time.monotonic()

@@ -69,6 +69,11 @@ def test_help_shows_an_example(capfd: pytest.CaptureFixture[str]) -> None:
         ),
         ((f"{HERE}:model", "--policy", "cuad"), 2, "halfserve train: unknown policy 'cuad' (did you mean 'cuda'?)"),
         ((f"{HERE}:halved",), 1, "is in half precision; build it in float32"),
+        (
+            (f"{HERE}:model", "--weights", "none.pt"),
+            1,
+            "halfserve train: there are no weights at none.pt; expected a .safetensors",
+        ),
         ((f"{HERE}:model", "--device", "cuda:99"), 1, "halfserve train: device 'cuda:99' cannot be used here"),
         ((f"{HERE}:model", "--dtype", "fp16"), 2, "'fp16' is not one of 'float16', 'bfloat16', 'float32'"),
         ((f"{HERE}:model", "--epochs", "0"), 2, "Invalid value for '--epochs'"),

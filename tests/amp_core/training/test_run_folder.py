@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
@@ -22,6 +24,7 @@ from halfserve.amp_core.factory import FactoryError
 from halfserve.amp_core.training.run_folder import Curves, locked_folder
 from halfserve.amp_core.training.settings import TrainingError
 from halfserve.amp_core.training.train import Progress, train
+from halfserve.amp_core.weights.file_kinds import WeightsError
 from tests.amp_core.tiny_task import HERE
 from tests.amp_core.training.runs import Halfserve, assert_same_run, assert_same_weights, command, killed_in, log, settings
 
@@ -227,3 +230,41 @@ def test_people_see_a_table(tmp_path: Path) -> None:
     ).ended()
     assert ended.code == 0
     assert "Linear" in ended.out or "addmm" in ended.out or "linear" in ended.out
+
+
+def test_weights_go_out_as_safetensors_and_in_again(tmp_path: Path) -> None:
+    train(settings(tmp_path / "one", epochs=2))
+    file = tmp_path / "one" / "model.safetensors"
+    trained = load_checkpoint(tmp_path / "one" / "checkpoint.pt").weights
+    written = load_file(file)
+    assert written.keys() == trained.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
+
+    train(settings(tmp_path / "two", epochs=1, learning_rate=1e-12, weights=file, seed=7))
+    begun = load_checkpoint(tmp_path / "two" / "checkpoint.pt").weights
+    for name in (name for name in begun if name.endswith((".weight", ".bias"))):
+        torch.testing.assert_close(begun[name], trained[name], msg=name)
+
+
+def test_weights_of_another_model_change_nothing(tmp_path: Path) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "w.safetensors")
+    with pytest.raises(WeightsError, match=r"w.safetensors do not fit the \w+: \d+ of the module's tensors are missing"):
+        train(settings(tmp_path / "run", weights=tmp_path / "w.safetensors"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_was_killed_has_no_weights_of_the_one_before(tmp_path: Path) -> None:
+    train(settings(tmp_path, epochs=1))
+    before = (tmp_path / "model.safetensors").read_bytes()
+    killed_in(settings(tmp_path, seed=1), step=2)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "model.previous.safetensors").read_bytes() == before
+
+
+def test_weights_in_the_runs_own_folder_are_kept(tmp_path: Path) -> None:
+    train(settings(tmp_path / "one", epochs=1))
+    given = (tmp_path / "one" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    content = given.read_bytes()
+    train(settings(tmp_path, epochs=1, weights=given))
+    assert given.read_bytes() != content
+    assert (tmp_path / "model.previous.safetensors").read_bytes() == content
