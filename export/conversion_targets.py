@@ -14,6 +14,7 @@ from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_files.model_writer import StagedModel, superseded_files
 from halfserve.export.onnx_fp16.convert import require_free
 from halfserve.export.repository.version_writer import require_addable, require_same_network, write_model_version
+from halfserve.export.tasks.task import Task
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.certificate import Certificate
@@ -101,6 +102,7 @@ class RepositoryTarget:
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
         fp32_twin: Whether the float32 model is written too.
         default_name: Whether `name` is a default: no version is then added to another network of that name.
+        task: The model's task, whose labels and files are written too.
     """
 
     repository: Path
@@ -109,6 +111,7 @@ class RepositoryTarget:
     max_batch_size: int = 32
     fp32_twin: bool = False
     default_name: bool = False
+    task: Task | None = None
 
     @property
     def model_name(self) -> str:
@@ -143,5 +146,6 @@ class RepositoryTarget:
             version=self.version,
             max_batch_size=self.max_batch_size,
             fp32_twin=source if self.fp32_twin else None,
+            task=self.task,
         )
         return PublishedModel(path=written)

@@ -13,6 +13,7 @@ import onnx_ir
 from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, anything_compared
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget
 from halfserve.export.errors import ExportError
+from halfserve.export.onnx_files.file_growth import growth
 from halfserve.export.onnx_files.model_file import PROTOBUF_LIMIT_BYTES, ModelFile, ModelSource, open_model
 from halfserve.export.onnx_files.model_writer import ExternalData, waiting_file
 from halfserve.export.onnx_fp16.convert import StagedConversion, staged_conversion
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from halfserve.export.certificate.budget import Budget
     from halfserve.export.onnx_fp16.report import ConversionReport
     from halfserve.export.search.result import SearchResult
+    from halfserve.export.verification.judging import Judge
     from halfserve.export.verification.samples import Array
 
 
@@ -65,6 +67,7 @@ class Verification:
         limits: When that search stops.
         record: The training record, whose modules the search tries first.
         notes: Remarks for the certificate.
+        task: Judges the first output in the terms of the model's task; by default its rows' argmax counts.
     """
 
     samples: Callable[[ModelFile], Sequence[Array]]
@@ -77,6 +80,7 @@ class Verification:
     limits: SearchLimits = field(default_factory=SearchLimits)
     record: Record | None = None
     notes: tuple[str, ...] = ()
+    task: Judge | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,7 @@ class Converted:
         placement: Where ONNX Runtime puts its nodes, or why that is unknown.
         search: The nodes that need float32; None without a search.
         superseded: Data files beside it that only the model before it used.
+        growth: Why it is larger than the float32 model; None where it is not.
     """
 
     path: Path
@@ -102,6 +107,7 @@ class Converted:
     placement: Placement | str
     search: SearchResult | None
     superseded: tuple[str, ...]
+    growth: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +302,7 @@ def _verified(
         accumulators=verification.accumulators,
         placement=None if isinstance(placement, str) else placement.to_json(),
         notes=verification.notes,
+        task=verification.task,
     )
     return embed_in_file(done.staged.path, certificate)
 
@@ -329,6 +336,7 @@ def _searched(
         max_runs=verification.limits.max_runs,
         max_minutes=verification.limits.max_minutes,
         progress=progress,
+        task=verification.task,
     )
     if not found.passed:
         raise SearchFailed(error, found) from error
@@ -340,7 +348,8 @@ def _publish(
 ) -> Converted:
     done, placement = attempt
     source, staged = done.source, done.staged
-    size_bytes = open_model(staged.path).size_bytes
+    written = open_model(staged.path)
+    size_bytes, why = written.size_bytes, growth(source, written)
     published = target.publish(source, staged, certificate)
     return Converted(
         path=published.path,
@@ -351,6 +360,7 @@ def _publish(
         placement=placement,
         search=found,
         superseded=published.superseded,
+        growth=why,
     )
 
 

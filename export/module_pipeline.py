@@ -65,7 +65,7 @@ class ExportOptions:
 
     budget: Budget = field(default_factory=Budget)
     keep_fp32: Sequence[str] = ()
-    keep_io_types: bool | Collection[str] = False
+    keep_io_types: bool | Collection[str] = True
     dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     search: bool = True
     limits: SearchLimits = field(default_factory=SearchLimits)
@@ -83,7 +83,7 @@ def export_module(
     labels: Tensor | None = None,
     budget: Budget | None = None,
     keep_fp32: Sequence[str] = (),
-    keep_io_types: bool | Collection[str] = False,
+    keep_io_types: bool | Collection[str] = True,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     policy: Policy | str | None = None,
     record: Record | None = None,
@@ -110,8 +110,8 @@ def export_module(
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the float16 model may differ; `Budget()` by default.
         keep_fp32: Names of tensors or submodules to keep in float32, as shell patterns.
-        keep_io_types: False: inputs and outputs become float16; True: they stay float32; or names and shell patterns of those
-            of float32 ones, such as an output over 65504.
+        keep_io_types: True: inputs and outputs stay float32; False: they become float16; or names and shell patterns of those
+            that stay, such as an output over 65504.
         dynamic: Names of other sizes that may vary, by input and axis: `{"tokens": {1: "length"}}`; `"4*height"` where the
             model takes multiples of 4 alone.
         policy: The autocast policy of the training run.
@@ -209,6 +209,7 @@ def export_verified(
             labels=None if samples.labels is None else samples.labels.numpy(force=True),
             record=record,
             notes=(samples.note,) if samples.note else (),
+            task=None if target.task is None else target.task.judge,
         )
         done = convert_verified(
             source,

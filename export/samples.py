@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Samples:
     inputs: Any
     labels: Tensor | None
     note: str = ""
+
+    def noting(self, remark: str) -> Samples:
+        """The same with one more remark; "" adds none."""
+        return replace(self, note="; ".join(filter(None, (self.note, remark))))
 
 
 def take_samples(data: Dataset[Any], count: int) -> Samples:

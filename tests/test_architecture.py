@@ -16,7 +16,7 @@ FOLDERS = (*STAGES, "examples")
 ALLOWED = {
     "protos": set[str](),
     "amp_core": {"protos.atomic_files"},
-    "export": {"protos", "amp_core.policy", "amp_core.calling", "amp_core.checkpoint", "amp_core.recorder"},
+    "export": {"protos", "amp_core.policy", "amp_core.calling", "amp_core.checkpoint", "amp_core.recorder", "amp_core.weights"},
     "serve": {"protos"},
 }
 # Within serve a request's way is straight: each room knows only what is below it (the engine declares what a backend is).

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from halfserve import cli
+from tests import torchvision_on_cpu
 from tests.written_blocks import ROOT, blocks_of, run_in_order
 
 REFERENCE = ROOT / "docs" / "reference"  # written from the code when the site is built
@@ -21,7 +22,7 @@ NOT_RUN = {"docs/guides/security.md"}  # its commands name machines and files th
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("document", sorted(set(WITH_PROGRAMS) - NOT_RUN))
 def test_the_blocks_run_in_order(document: str, tmp_path: Path, free_port: int) -> None:
-    assert run_in_order(blocks_of(document), tmp_path, free_port) >= 1
+    assert run_in_order(blocks_of(document), tmp_path, free_port, torchvision_on_cpu.IN_PROGRAMS) >= 1
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

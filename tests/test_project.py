@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from halfserve.compiled_build import SWITCH
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -73,12 +76,13 @@ def test_an_installation_holds_every_module_under_one_name(tmp_path: Path) -> No
         "--egg-base",
         str(tmp_path),
     ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*.py")}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {SWITCH: "0"})
+    (lib,) = tmp_path.glob("lib*")
+    built = {str(path.relative_to(lib)) for path in lib.rglob("*.py")}
     folders = ("amp_core", "examples", "export", "protos", "serve")
     inside = {f"halfserve/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")}
     assert built == inside | {f"halfserve/{path.name}" for path in (ROOT / "halfserve").glob("*.py")}
-    assert (tmp_path / "lib" / "halfserve" / "serve" / "http" / "static" / "index.html").exists()
+    assert (lib / "halfserve" / "serve" / "http" / "static" / "index.html").exists()
 
 
 def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
@@ -96,9 +100,19 @@ def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
     packed = set(listed.read_text(encoding="utf-8").splitlines())
     folders = ("amp_core", "benchmarks", "docs", "examples", "export", "halfserve", "protos", "serve", "tests")
     found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
-    wanted = {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+    wanted = {
+        str(path.relative_to(ROOT))
+        for path in found
+        if "__pycache__" not in path.parts and path.suffix not in {".so", ".stamp"}
+    }
     wanted |= {".ci/run", ".dockerignore", "CHANGELOG.md", "Dockerfile", "LICENSE", "Makefile", "constraints.txt", "setup.py"}
     assert wanted - packed == set()
+    assert not {name for name in packed if name.endswith((".so", ".stamp"))}
+
+
+def test_the_mypyc_that_installations_compile_with_is_the_one_that_is_tested() -> None:
+    (requirement,) = (r for r in map(Requirement, PROJECT["build-system"]["requires"]) if r.name == "mypy")
+    assert str(requirement.specifier) == f"=={pinned()['mypy']}"
 
 
 def test_every_exception_to_a_tool_has_its_reason() -> None:

@@ -116,6 +116,26 @@ class Risk:
         )
 
 
+@dataclass(frozen=True)
+class TaskFigure:
+    """A figure in the terms of the model's task, such as the share of nearest neighbours that stay.
+
+    Attributes:
+        name: What it is.
+        value: The figure; larger is better.
+        least: The limit.
+    """
+
+    name: str
+    value: float
+    least: float
+
+    @property
+    def violation(self) -> str | None:
+        """The text of a figure that is under its limit, or NaN."""
+        return None if self.value >= self.least else f"{self.name} {self.value:.6g} (least {self.least:g})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputVerdict:
     """One output in one execution of the model.
@@ -127,6 +147,7 @@ class OutputVerdict:
         figures: Error figures against the reference.
         violations: What is over budget.
         plot: Data of the plots.
+        task: Figures of the model's task; empty where it has none, or the argmax is what counts.
     """
 
     name: str
@@ -134,6 +155,7 @@ class OutputVerdict:
     figures: Figures
     violations: tuple[str, ...]
     plot: Plot | None = None
+    task: tuple[TaskFigure, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,9 @@ def _facts(certificate: Certificate) -> Iterator[str]:
         yield f"size      {certificate.onnx_bytes:,} bytes, {share:.0%} of float32's {certificate.reference_bytes:,}"
     if certificate.accuracy is not None:
         yield f"accuracy  {accuracy_text(certificate.accuracy)}"
+    for verdict in certificate.outputs:
+        for figure in verdict.task:
+            yield f"task      {figure.name} {figure.value:.6f} ({verdict.execution}; least {figure.least:g})"
     yield from (f"kinds     {line}" for line in kind_lines(certificate))
     yield from _conversion(certificate)
     yield from _edges(certificate)

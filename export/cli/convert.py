@@ -1,4 +1,4 @@
-"""`halfserve convert` and `halfserve export`: an ONNX file or a checkpoint becomes a verified float16 model."""
+"""`halfserve convert`: an ONNX file becomes a verified float16 model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import BudgetExceeded
 from halfserve.export.cli.options import (
     EXIT_CODES,
+    MAX_BATCH_SIZE,
     NOTE,
     AccumulatorType,
     Adversarial,
@@ -30,9 +29,7 @@ from halfserve.export.cli.options import (
     MinAgreement,
     ModelVersion,
     Search,
-    budget_limit,
     conversion,
-    dynamic_sizes,
     hint_for_synthetic_inputs,
     page_beside,
     report,
@@ -40,10 +37,10 @@ from halfserve.export.cli.options import (
     sizes_of,
     verification,
 )
-from halfserve.export.cli.output import as_plain, explain, print_conversion, progress_on, verdict_files
+from halfserve.export.cli.output import as_plain, print_conversion, run_explained, verdict_files
 from halfserve.export.conversion_targets import ConversionTarget, FileTarget, RepositoryTarget
-from halfserve.export.errors import ExportError, UsageError
-from halfserve.export.file_conversion import ConversionOptions, Converted, Verification, convert_verified
+from halfserve.export.errors import UsageError
+from halfserve.export.file_conversion import ConversionOptions, Verification, convert_verified
 from halfserve.export.onnx_files.model_writer import ExternalData
 from halfserve.export.search.narrowing import MAX_RUNS, SearchLimits
 from halfserve.export.verification.samples import load_samples
@@ -52,9 +49,7 @@ if TYPE_CHECKING:
     from halfserve.export.onnx_files.model_file import ModelFile
     from halfserve.export.verification.samples import Array
 
-__all__ = ["EXIT_CODES", "convert", "export"]
-
-MAX_BATCH_SIZE = 32
+__all__ = ["EXIT_CODES", "convert"]
 
 
 def convert(
@@ -158,103 +153,11 @@ def convert(
         beside=verdict_files(certificate, page),
     )
     with hint_for_synthetic_inputs(synthetic=samples is None):
-        done = _run(work)
+        done = run_explained(work)
     if as_json:
         typer.echo(json.dumps(as_plain(done)))
     else:
         print_conversion(done, in_full=placement)
-
-
-def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A file that `halfserve train` wrote.", show_default=False)],
-    repository: Annotated[Path, typer.Option(help="The model repository's folder; made if missing.", show_default=False)],
-    name: Annotated[str | None, repository_version(help="The model's name; by default from the model's module.")] = None,
-    version: ModelVersion = None,
-    max_abs_error: Annotated[
-        float | None, budget_limit(help="Largest error of an output, in its unit; by default 0.01 of its largest magnitude.")
-    ] = None,
-    min_agreement: MinAgreement = 0.995,
-    max_batch_size: Annotated[int, repository_version(help="Largest batch that the server may form.")] = MAX_BATCH_SIZE,
-    keep_fp32: Annotated[
-        list[str] | None, conversion(help="Tensor or submodule to keep in float32, as a shell pattern; may be repeated.")
-    ] = None,
-    keep_io_types: KeepIoTypes = False,
-    dynamic: Annotated[
-        list[str] | None,
-        conversion(
-            help="Size, beside the batch's, that may vary, as INPUT.AXIS=NAME: tokens.1=length, or image.2=4*height for "
-            "multiples of 4; may be repeated."
-        ),
-    ] = None,
-    samples: Annotated[int, verification(help="How many held-out samples to verify on, at most.")] = 1024,
-    search: Search = True,
-    max_runs: MaxRuns = MAX_RUNS,
-    max_minutes: MaxMinutes = None,
-    adversarial: Adversarial = True,
-    accumulators: AccumulatorType = "float32",
-    fp32_twin: Fp32Twin = False,
-    certificate: CertificateFile = None,
-    html: HtmlPage = False,
-    *,
-    as_json: AsJson = False,
-) -> None:
-    """Convert a checkpoint's model to fp16, verify it, and add it to a model repository.
-
-    The fp16 model is compared with the float32 one on held-out samples; where it differs by more than the budget allows, the
-    fewest nodes that have to stay float32 are searched for, and if that is not enough nothing is written and the exit code
-    is 3. Ctrl-C ends the search, a second one the command: the smallest set that passed so far is written. What the training
-    policy added to float32, and what the training record shows over float16's range, stays float32.
-
-    Example: halfserve export runs/digits/checkpoint.pt --repository models
-    """
-    page = page_beside(certificate, html=html, others=(checkpoint,))
-    budget = Budget(max_abs_error=max_abs_error, min_agreement=min_agreement)
-    # torch takes seconds to import; --help and wrong usage answer before it.
-    from halfserve.amp_core.checkpoint import CheckpointError  # noqa: PLC0415  (see above)
-    from halfserve.export.checkpoint_pipeline import export_checkpoint  # noqa: PLC0415  (see above)
-    from halfserve.export.module_pipeline import ExportOptions  # noqa: PLC0415  (see above)
-
-    options = ExportOptions(
-        budget=budget,
-        keep_fp32=keep_fp32 or (),
-        keep_io_types=keep_io_types,
-        dynamic=dynamic_sizes(dynamic or ()),
-        search=search,
-        limits=SearchLimits(max_runs=max_runs, max_minutes=max_minutes),
-        adversarial=adversarial,
-        accumulators=accumulators,
-        beside=verdict_files(certificate, page),
-    )
-    work = partial(
-        export_checkpoint,
-        checkpoint,
-        repository,
-        options=options,
-        samples=samples,
-        name=name,
-        version=version,
-        max_batch_size=max_batch_size,
-        fp32_twin=fp32_twin,
-    )
-    try:
-        done = _run(work)
-    except CheckpointError as error:
-        raise ExportError(str(error)) from error
-    if as_json:
-        typer.echo(json.dumps({**as_plain(done), "version": int(done.path.name)}))
-    else:
-        print_conversion(done)
-
-
-def _run(work: Callable[..., Converted]) -> Converted:
-    """Run a conversion with its progress on standard error; explain a model that is over budget."""
-    stderr = Console(stderr=True)
-    try:
-        with progress_on(stderr) as progress:
-            return work(progress=progress)
-    except BudgetExceeded as error:
-        explain(stderr, error)
-        raise
 
 
 def _target(

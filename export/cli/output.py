@@ -28,6 +28,17 @@ SECONDS_BETWEEN_LINES = 10.0
 SEARCH = "searching"  # a search may take long, so its first line appears at once
 
 
+def run_explained(work: Callable[..., Converted]) -> Converted:
+    """Run a conversion with its progress on standard error; explain a model that is over budget."""
+    stderr = Console(stderr=True)
+    try:
+        with progress_on(stderr) as progress:
+            return work(progress=progress)
+    except BudgetExceeded as error:
+        explain(stderr, error)
+        raise
+
+
 def explain(console: Console, error: BudgetExceeded) -> None:
     """Print the figures of a model that is over budget, and the best result of a search."""
     console.print(certificate_table(error.certificate))
@@ -66,6 +77,7 @@ def as_plain(done: Converted) -> dict[str, Any]:
         "search": done.search and done.search.to_json(),
         "placement": {"error": done.placement} if isinstance(done.placement, str) else done.placement.to_json(),
         "superseded": list(done.superseded),
+        "growth": done.growth,
     }
 
 
@@ -90,6 +102,8 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
         console.print(certificate_table(done.certificate))
     else:
         lines.append("verdict   none: not verified")
+    if done.growth is not None:
+        lines.append(f"larger    {done.growth}")
     lines += [
         f"left over {name}: only the model before used it; remove it when no process reads that model"
         for name in done.superseded

@@ -12,10 +12,9 @@ from torch.utils import _pytree as pytree
 
 from halfserve.amp_core.policy import Policy, Rule
 from halfserve.amp_core.recorder import Entry, Record
+from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
 from halfserve.export.errors import ExportError
 from halfserve.export.weight_ledger import FP16_MAX
-
-ROOT, OUTSIDE = ".", ""  # module paths in a record: the model itself, and outside of any module
 
 # The aten operation of each module class.
 MODULE_OPS: dict[type[nn.Module], str] = {

@@ -16,12 +16,14 @@ from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
 from halfserve.export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
+from halfserve.export.tasks.task import Task
 from halfserve.protos.atomic_files import sync_folder, write_and_sync
 from halfserve.protos.model_config_pb2 import ModelConfig
 
 MODEL = "model.onnx"
 FP32_TWIN = f"fp32/{MODEL}"
 CERTIFICATE = "certificate.json"
+LABELS = "labels.txt"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LARGEST_VERSION = 2**63 - 1
 FACTORY = "halfserve.model"
@@ -35,11 +37,18 @@ class VersionFiles:
         model: The fp16 model.
         twin: The float32 model, if the version has one.
         certificate: The certificate of the fp16 model.
+        task: The model's task, whose files lie beside the model and whose labels beside config.pbtxt.
     """
 
     model: ModelFile
     twin: ModelFile | None
     certificate: Certificate
+    task: Task | None = None
+
+    @property
+    def labels(self) -> bytes:
+        """The text of the labels file; empty for a model without labels."""
+        return "".join(f"{label}\n" for label in self.task.labels).encode() if self.task is not None else b""
 
     def write(self, folder: Path) -> None:
         """Make the folder with all files, and wait until it is on the disk.
@@ -56,6 +65,8 @@ class VersionFiles:
             (folder / FP32_TWIN).parent.mkdir()
             place_model(self.twin, folder / FP32_TWIN)
             sync_folder((folder / FP32_TWIN).parent)
+        for name, content in self.task.files.items() if self.task is not None else ():
+            write_and_sync(folder / name, content)
         write_and_sync(folder / CERTIFICATE, self.certificate.to_bytes())
         sync_folder(folder)
 
@@ -98,6 +109,7 @@ def write_model_version(
     version: int | None = None,
     max_batch_size: int = 32,
     fp32_twin: ModelSource | ModelFile | None = None,
+    task: Task | None = None,
 ) -> Path:
     """Add a version to a model repository in Triton's layout.
 
@@ -117,6 +129,7 @@ def write_model_version(
         version: 1 or more; the next free one by default.
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
         fp32_twin: The original float32 model, for a server that answers from it where float16 fails.
+        task: The model's task: config.pbtxt names it and its labels, and its files lie in the version's folder.
 
     Returns:
         The version's folder.
@@ -135,7 +148,11 @@ def write_model_version(
     if twin is not None:
         require_twin(opened.outline, twin.outline)
         config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
-    files = VersionFiles(model=opened, twin=twin, certificate=certificate)
+    if task is not None:
+        config.parameters["halfserve.task"].string_value = task.name
+        if task.labels:
+            config.output[0].label_filename = LABELS
+    files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task)
     folder = Path(repository) / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -200,6 +217,8 @@ def _add_model(folder: Path, files: VersionFiles, config: ModelConfig, version: 
         staged.mkdir()
         files.write(staged / str(number))
         write_and_sync(staged / "config.pbtxt", write_config(config))
+        if files.labels:
+            write_and_sync(staged / LABELS, files.labels)
         sync_folder(staged)
         if not _renamed(staged, folder):
             return None
@@ -212,6 +231,7 @@ def _add_version(folder: Path, files: VersionFiles, config: ModelConfig, version
     target = folder / str(version or _next_version(folder))
     if version is not None and target.exists():
         raise _taken(folder.name, version)
+    _require_labels(folder, files.labels)
     _keep_or_write_config(folder / "config.pbtxt", config)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=folder, ignore_cleanup_errors=True) as hidden:
         staged = Path(hidden) / target.name
@@ -230,6 +250,15 @@ def _keep_or_write_config(path: Path, config: ModelConfig) -> None:
             with suppress(FileExistsError):
                 os.link(staged, path)  # unlike a rename, a link never replaces another writer's file
     require_agreement(read_config(path.read_bytes(), str(path)), config, str(path))
+
+
+def _require_labels(folder: Path, labels: bytes) -> None:
+    """Check that all versions of a model, which share one file of labels, have the same."""
+    path = folder / LABELS
+    if labels and (not path.is_file() or path.read_bytes() != labels):
+        raise ExportError(
+            f"{path} does not hold this model's labels, and all versions share that file; give this model another --name"
+        )
 
 
 def _next_version(folder: Path) -> int:

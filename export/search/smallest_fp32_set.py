@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from halfserve.amp_core.recorder import Record
+    from halfserve.export.verification.judging import Judge
 
 # Autocast runs these in float16. Where one of them ran in float32 beside others in float16, its module was pinned.
 _LOWERED = frozenset({"addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "convolution", "linear", "matmul", "mm"})
@@ -64,6 +65,7 @@ def find_fp32_nodes(
     adversarial: bool = True,
     accumulators: Literal["float32", "float16"] = "float32",
     progress: Callable[[str], None] | None = None,
+    task: Judge | None = None,
 ) -> SearchResult:
     """Find the smallest set of nodes to keep in float32.
 
@@ -87,6 +89,7 @@ def find_fp32_nodes(
         adversarial: Whether the budget must hold on adversarial samples too.
         accumulators: Accumulator type of the target runtime; with "float16", sums that exceed its range are over budget.
         progress: Called with a text before each step.
+        task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
 
     Raises:
         ExportError: The model cannot be read, converted or run on the samples, or a list names a missing operator or node.
@@ -109,6 +112,7 @@ def find_fp32_nodes(
             float16_sums=accumulators == "float16",
             limits=limits,
             progress=tell,
+            task=task,
         )
         return _Search(searched, trials, record, tell).result()
 
@@ -306,7 +310,8 @@ def _why(settings: Settings, trials: Trials, whole: Trial) -> str:
     if own := trials.original_violations():
         return f"the float32 ONNX model itself is over budget beside the reference: {_first(own)}"
     if settings.keep_io_types is not True:
-        return "rounding the inputs and outputs themselves is too much; let them keep their types (--keep-io-types)"
+        types = "keep_io_types=True or --keep-io-types"
+        return f"rounding the inputs and outputs themselves is too much; let them keep their types ({types})"
     if whole.report.fp16_nodes:
         return f"{whole.report.fp16_nodes} nodes cannot stay float32"
     return "float32 itself does not meet it: allow more"

@@ -32,6 +32,8 @@ from halfserve.export.verification.ties import judge_results
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfserve.export.verification.judging import Judge
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -93,6 +95,7 @@ class Trials:
         float16_sums: bool,
         limits: SearchLimits,
         progress: Callable[[str], None],
+        task: Judge | None = None,
     ) -> None:
         self.usage = Usage(limits)
         self._searched, self._sandbox, self._budget = searched, sandbox, budget
@@ -106,7 +109,7 @@ class Trials:
         self._user_batches, self._samples = len(feeds.batches), feeds.samples
         self.feeds: tuple[Feed, ...] = (*feeds.batches, *(case.feed for case in cases))
         compared = self._original if reference is None else reference
-        self._comparison = Comparison(compared, self._original, sandbox, feeds, cases, self._original)
+        self._comparison = Comparison(compared, self._original, sandbox, feeds, cases, self._original, task)
         if budget.max_abs_error is None:  # `verify` does this for a model over budget, and a search begins with one
             allow_reference_noise(self._comparison, budget)
         self._done: dict[frozenset[str], Trial] = {}

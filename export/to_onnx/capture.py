@@ -22,7 +22,7 @@ from halfserve.export.errors import ExportError
 from halfserve.export.to_onnx.dimensions import BATCH, Dimensions
 from halfserve.export.to_onnx.forward_call import ForwardCall, named_tensors
 from halfserve.export.to_onnx.layer_translations import WholeRecurrentLayers
-from halfserve.export.to_onnx.operator_translations import AnglesByParts
+from halfserve.export.to_onnx.operator_translations import TranslatableForms
 
 WRAPPED = "halfserve_model"
 _AT_ONE_SIZE = (
@@ -97,7 +97,7 @@ def _exported(
         # torch's decompositions expect the memory layout of this attention kernel.
         sdpa_kernel(SDPBackend.MATH),
         WholeRecurrentLayers(),
-        AnglesByParts(),
+        TranslatableForms(),
         # Otherwise torch merges two sizes that are equal in the example.
         _config.patch(use_duck_shape=False),  # type: ignore[attr-defined]  # (torch adds it to the module at run time)
     ):

@@ -145,8 +145,12 @@ def _scatter_reduce(base: Any, dim: int, index: Any, source: Any, reduce: str, i
     return op.Div(total, aten_scatter_reduce(ones, dim, index, more, "sum", include_self))
 
 
-class AnglesByParts(TorchFunctionMode):
-    """Record the angle of a complex number as atan2 of its parts: torch.onnx translates real numbers alone."""
+class TranslatableForms(TorchFunctionMode):
+    """Record calls that torch.onnx does not translate in an equal form that it does.
+
+    - The angle of a complex number is atan2 of its parts: torch.onnx translates that of real numbers alone.
+    - In a float less a whole number, such as `1.0 - mask`, the latter becomes a float first.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -156,6 +160,9 @@ class AnglesByParts(TorchFunctionMode):
             x = args[0] if args else dict(kwargs or {})["input"]
             if x.is_complex():
                 return torch.atan2(x.imag, x.real)
+        if func in (torch.rsub, Tensor.__rsub__) and len(args) == 2 and isinstance(args[0], Tensor):
+            x, minuend = args
+            args = (x.to(torch.result_type(x, minuend)), minuend)
         return func(*args, **(kwargs or {}))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,14 @@ from halfserve.export.verification.error_units import NOISE_FACTOR, ErrorUnits, 
 from halfserve.export.verification.generated_samples import AdversarialCase
 from halfserve.export.verification.judging import ComparedOutput, Judged, judge, units_by_output
 from halfserve.export.verification.metrics import compare
-from halfserve.export.verification.samples import Array, Feed, Feeds, Value, inputs_of
+from halfserve.export.verification.samples import Array, Feed, Feeds, Value, as_array, inputs_of
 from halfserve.export.verification.sandbox import CUDA, LEVELS, RunResult, Sandbox, StagedFeed, on_disk, open_reference
 from halfserve.export.verification.simulation import bodies_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from halfserve.export.verification.judging import Judge
 
 _SOURCES = frozenset({"Compress", "Loop", "NonMaxSuppression", "NonZero", "StringSplit", "Unique"})
 NUDGES = 3
@@ -66,8 +68,9 @@ class Comparison:
         feeds: Feeds,
         cases: Sequence[AdversarialCase],
         source: ModelFile | None = None,
+        task: Judge | None = None,
     ) -> None:
-        self.candidate = candidate
+        self.candidate, self._task = candidate, task
         self._reference: nn.Module | ModelFile = (
             open_model(reference) if isinstance(reference, onnx.ModelProto | bytes | str | Path) else reference
         )
@@ -78,7 +81,7 @@ class Comparison:
         self.batches, self.cases = feeds.batches, tuple(cases)
         batches = [*feeds.batches, *(case.feed for case in cases)]
         self.staged = sandbox.stage(batches)
-        self.outputs = _outputs(candidate.outline.graph)
+        self.outputs = _outputs(candidate.outline.graph, vectors=task is not None)
         answers = self._reference_answers(batches, self.staged)
         self.notes = self._notes(answers)
         self.expected = whole(answers[: self._user_batches], "the reference model")
@@ -118,8 +121,15 @@ class Comparison:
         return (*reached, *([answer.trouble or "not run"] * missing))
 
     def judge(self, execution: str, answers: Sequence[list[Value]], budget: Budget) -> Judged:
-        """Judge answers to the user's batches."""
-        return judge(self.outputs, execution, self.expected, answers, budget, self.output_units)
+        """Judge answers to the user's batches, the first output in the terms of the model's task too."""
+        judged = judge(self.outputs, execution, self.expected, answers, budget, self.output_units)
+        if self._task is None or not judged.verdicts:
+            return judged
+        expected, actual = ([as_array(batch[0]) for batch in batches] for batches in (self.expected, answers))
+        figures = self._task(self.batches, expected, actual, budget)
+        broken = tuple(figure.violation for figure in figures if figure.violation is not None)
+        first, *others = judged.verdicts
+        return replace(judged, verdicts=(replace(first, violations=(*first.violations, *broken), task=figures), *others))
 
     def on_cuda(self) -> RunResult | None:
         """The candidate's result on a GPU; None where ONNX Runtime cannot use one."""
@@ -211,9 +221,13 @@ def rounded_to_half(array: Array) -> Array:
         return array.astype(np.float16).astype(array.dtype)
 
 
-def _outputs(graph: onnx.GraphProto) -> list[ComparedOutput]:
+def _outputs(graph: onnx.GraphProto, *, vectors: bool) -> list[ComparedOutput]:
+    """The graph's outputs; `vectors`: whether a task judges the first one's rows as a whole."""
     dependent = data_dependent_values(graph)
-    return [ComparedOutput(name=value.name, data_dependent=value.name in dependent) for value in graph.output]
+    return [
+        ComparedOutput(name=value.name, data_dependent=value.name in dependent, vector=vectors and index == 0)
+        for index, value in enumerate(graph.output)
+    ]
 
 
 def data_dependent_values(graph: onnx.GraphProto) -> set[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,13 +19,16 @@ from halfserve.export.certificate.budget import (
     unit_of,
     violations,
 )
-from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot
+from halfserve.export.certificate.certificate import AdversarialVerdict, OutputVerdict, Plot, TaskFigure
 from halfserve.export.errors import ExportError
 from halfserve.export.verification.error_units import ErrorUnits, learned_units, recorded_units
 from halfserve.export.verification.generated_samples import AdversarialCase
 from halfserve.export.verification.metrics import compare, compare_parts
-from halfserve.export.verification.samples import Array, Value
+from halfserve.export.verification.samples import Array, Feed, Value
 from halfserve.export.weight_ledger import FP16_MAX, FP16_SMALLEST_NORMAL
+
+# Figures of the first output in a task's terms, from the batches, the reference's answers, the candidate's, and the limits.
+Judge: TypeAlias = Callable[[Sequence[Feed], Sequence[Array], Sequence[Array], Budget], tuple[TaskFigure, ...]]
 
 PLOT_POINTS = 300
 PLOT_EDGES = tuple(-7 + 0.25 * step for step in range(33))  # errors of 1e-7 to 10 times the output's scale
@@ -33,10 +37,18 @@ PLOTTED_OUTPUTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedOutput:
-    """An output of the candidate, and whether its shape depends on the inputs' values, as after NonZero."""
+    """An output of the candidate.
+
+    Attributes:
+        name: Its name.
+        data_dependent: Whether its shape depends on the inputs' values, as after NonZero.
+        vector: Whether the model's task judges its rows as a whole: then no column means anything alone, neither as the
+            largest of a row nor as a quantity with a unit of its own.
+    """
 
     name: str
     data_dependent: bool = False
+    vector: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +162,21 @@ def units_by_output(outputs: Sequence[ComparedOutput], expected: Sequence[list[V
     """Learn each output's units from the reference's answers to all batches."""
     answers = [[(batch[index], batch[index]) for batch in expected] for index in range(len(outputs))]
     pairs = [_pairs(output, own)[0] for output, own in zip(outputs, answers, strict=True)]
-    return tuple(learned_units([wanted for wanted, _ in own]) for own in pairs)
+    units = [learned_units([wanted for wanted, _ in own]) for own in pairs]
+    return tuple(
+        replace(own, axis=None, kinds=()) if output.vector else own for output, own in zip(outputs, units, strict=True)
+    )
 
 
 def _figures(output: ComparedOutput, pairs: Sequence[tuple[Array, Array]], units: ErrorUnits | None) -> Figures:
     try:
-        return compare_parts(pairs, units)
+        figures = compare_parts(pairs, units)
     except ValueError as error:
         raise ExportError(f"output {output.name!r}: {error}; is this the model that was converted?") from error
+    if not output.vector:
+        return figures
+    vanished = figures.vanished if figures.vanished is not None and figures.vanished.axis is None else None
+    return replace(figures, agreement=None, rows=0, differing=0, margin=0.0, constant_rows=0, vanished=vanished)
 
 
 def _pairs(output: ComparedOutput, values: Sequence[tuple[Value, Value]]) -> tuple[list[tuple[Array, Array]], list[str]]:

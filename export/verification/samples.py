@@ -300,7 +300,7 @@ def load_samples(source: Path | Mapping[str, Array], model: ModelFile) -> list[A
         ExportError: The file cannot be read, holds no such arrays, one does not fit its input, or an input is no tensor.
     """
     inputs = inputs_of(model.outline)
-    arrays, path = (_read(source), source) if isinstance(source, Path) else (dict(source), Path("samples"))
+    arrays, path = (read_array_file(source), source) if isinstance(source, Path) else (dict(source), Path("samples"))
     if len(inputs) == 1 and arrays.keys() == {UNNAMED} and inputs[0].name != UNNAMED:
         arrays = {inputs[0].name: arrays[UNNAMED]}
     names = [value.name for value in inputs]
@@ -315,7 +315,12 @@ def load_samples(source: Path | Mapping[str, Array], model: ModelFile) -> list[A
     return [_fitting(arrays[value.name], value, path) for value in inputs]
 
 
-def _read(path: Path) -> dict[str, Array]:
+def read_array_file(path: Path) -> dict[str, Array]:
+    """The arrays of an .npz by name, or of an .npy under `UNNAMED`.
+
+    Raises:
+        ExportError: The file cannot be read, or holds anything else.
+    """
     try:
         with path.open("rb") as file:  # numpy does not close a path that holds no archive
             loaded = np.load(file, allow_pickle=False)

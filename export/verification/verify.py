@@ -34,13 +34,21 @@ from halfserve.export.verification.samples import Array, Inputs, Value, Values, 
 from halfserve.export.verification.sandbox import RunResult, Sandbox
 from halfserve.export.verification.simulation import MOVERS
 from halfserve.export.verification.ties import judge_results
+from halfserve.export.weight_ledger import FP16_MAX
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfserve.export.verification.judging import Judge
+
 Accumulators: TypeAlias = Literal["float32", "float16"]
 UNCHECKED_SHOWN = 20
-MEANS = "--block-node, --block-op of halfserve convert, --keep-fp32 of halfserve export"
+# Each remedy by its two names: Python's argument, and the command's option.
+MEANS = (
+    "node_block_list, op_block_list of convert, or --block-node, --block-op of halfserve convert; keep_fp32 of export_module, "
+    "or --keep-fp32 of halfserve export"
+)
+KEEP_TYPES = "keep_io_types=True or --keep-io-types"
 NODES_NAMED = 6
 
 
@@ -68,6 +76,7 @@ def verify(
     placement: Mapping[str, Any] | None = None,
     cuda: bool | None = None,
     notes: Sequence[str] = (),
+    task: Judge | None = None,
 ) -> Certificate:
     """Compare an fp16 ONNX model with its float32 reference, output by output.
 
@@ -96,6 +105,7 @@ def verify(
         placement: Which provider runs which node (`Placement.to_json`), for the certificate.
         cuda: Whether to run on a GPU; by default where there is one.
         notes: Additional notes for the certificate, such as the origin of the samples.
+        task: Judges the first output in the terms of the model's task, in place of its rows' argmax.
 
     Raises:
         BudgetExceeded: The candidate is over budget. Holds the certificate; its text names the worst violation and a remedy.
@@ -113,7 +123,7 @@ def verify(
     cases = adversarial_cases(wanted, feeds.batches, resizable=feeds.resizable, longest=longest) if adversarial else []
     with Sandbox() as sandbox:
         made_from = source if source is None or isinstance(source, ModelFile) else open_model(source)
-        comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from)
+        comparison = Comparison(reference, opened, sandbox, feeds, cases, made_from, task)
         require_finite(feeds.batches, comparison.expected)
         runs = _run(comparison, budget, products=accumulators == "float16", cuda=cuda)
         judged = judge_results(comparison, runs.answers, budget)
@@ -227,14 +237,28 @@ def _cause(
             f"float32 itself answers the same samples differently a second time ({sensitivity.nondeterministic[0]}): "
             "it draws random numbers or keeps state between calls, so nothing can be proved; make it deterministic"
         )
+    if too_large := _too_large_remedy(candidate, certificate):
+        return too_large
     if vanishing := _vanishing_remedy(candidate, reference, certificate.outputs):
         return vanishing
     if sensitivity.violations:
         found = f"float32 itself leaves the budget when only its inputs are rounded to float16 ({sensitivity.violations[0]})"
         way_out = "so it tolerates little float16: allow more, or serve it in float32"
         if sensitivity.half_inputs:
-            way_out = "so float16 inputs cannot meet it: keep float32 ones (--keep-io-types) or allow more"
+            way_out = f"so float16 inputs cannot meet it: keep float32 ones ({KEEP_TYPES}) or allow more"
         return f"{found}, {way_out}"
+    return ""
+
+
+def _too_large_remedy(candidate: onnx.GraphProto, certificate: Certificate) -> str:
+    """The remedy for float16 outputs whose numbers no float16 holds; empty where there is none."""
+    half = {value.name for value in candidate.output if value.type.tensor_type.elem_type == TensorProto.FLOAT16}
+    for verdict in certificate.outputs:
+        if verdict.violations and verdict.name in half and verdict.figures.scale > FP16_MAX:
+            return (
+                f"the output {verdict.name!r} reaches {verdict.figures.scale:.4g} in float32, and float16 ends at 65504: let "
+                f"it stay float32 (keep_io_types=[{verdict.name!r}] or --keep-io-types), or scale it in the model"
+            )
     return ""
 
 
@@ -272,8 +296,9 @@ def _vanishing_remedy(candidate: onnx.GraphProto, reference: ModelFile | None, v
     half = any(v.name in vanished and v.type.tensor_type.elem_type == TensorProto.FLOAT16 for v in candidate.output)
     types = " --keep-io-types" if half else ""
     if reference is None:
-        options = "--keep-io-types or " if half else ""
-        return f"keep in float32 what vanishes ({options}--keep-fp32 of halfserve export), or rescale it in the model"
+        options = f"{KEEP_TYPES}; " if half else ""
+        options += "keep_fp32 of export_module, --keep-fp32 of halfserve export"
+        return f"keep in float32 what vanishes ({options}), or rescale it in the model"
     known = {node.name for node in reference.outline.graph.node}
     names = [name for name in dict.fromkeys(_computing(candidate, vanished)) if name in known or "" in known]
     blocked = "".join(f" --block-node {shlex.quote(name)}" for name in names) if len(names) <= NODES_NAMED else ""

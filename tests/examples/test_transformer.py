@@ -217,7 +217,7 @@ def test_it_is_exported_to_fp16_with_proof(runs: Runs, tmp_path: Path, capsys: p
         str(tmp_path),
         "--name",
         "sorter",
-        "--samples",
+        "--max-samples",
         "64",
         "--json",
     ]

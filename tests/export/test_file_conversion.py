@@ -233,3 +233,18 @@ def test_an_error_names_the_place_that_was_given(source: Path, tmp_path: Path, k
         convert_verified(source, target, options=ConversionOptions(), verification=verification, progress=taken_away)
     assert "/." not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
+
+
+def test_a_file_larger_than_its_source_says_why(tmp_path: Path) -> None:
+    """Nodes without weights: there is nothing to halve, and the casts at the inputs and outputs add to them."""
+    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y) { h = Neg (x) y = Abs (h) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "in.onnx")
+    done = convert(tmp_path / "in.onnx", tmp_path / "half.onnx")
+    assert done.size_bytes > done.source_bytes
+    assert done.growth is not None
+    assert done.growth.startswith(f"than its source by {done.size_bytes - done.source_bytes:,} bytes: ")
+    assert re.search(r"[\d,]+ more in metadata, .*[\d,]+ more in casts", done.growth)
+
+
+def test_a_file_that_is_smaller_has_no_growth_to_explain(source: Path, tmp_path: Path) -> None:
+    assert convert(source, tmp_path / "half.onnx").growth is None

@@ -12,7 +12,7 @@ from halfserve.amp_core.checkpoint import Checkpoint, save_checkpoint
 from halfserve.amp_core.factory import call_factory
 from halfserve.amp_core.training.train import train
 from halfserve.export.certificate.certificate import read_certificate
-from halfserve.export.checkpoint_pipeline import model_name
+from halfserve.export.sources.source import factory_name
 from tests.amp_core.several_inputs import HERE
 from tests.amp_core.training.runs import settings
 
@@ -93,7 +93,7 @@ def test_a_verdict_that_cannot_be_written_adds_no_version(
 
 @pytest.mark.long
 def test_json_is_one_object_and_nothing_else(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--repository", tmp_path / "models", "--json", "--keep-fp32", "1", "--version", 7, "--samples", 9)
+    arguments = ("--repository", tmp_path / "models", "--json", "--keep-fp32", "1", "--version", 7, "--max-samples", 9)
     assert run(save("cnn", "images"), *arguments) == 0
     answer = json.loads(capfd.readouterr().out)
     assert (answer["path"], answer["version"]) == (str(tmp_path / "models" / "export" / "7"), 7)
@@ -138,9 +138,9 @@ def test_an_output_that_no_float16_holds_keeps_its_type_where_it_may(
     save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint, repository = save("pricing", "rows"), tmp_path / "models"
-    assert run(checkpoint, "--repository", repository) == 3
-    assert "let them keep their types (--keep-io-types)" in " ".join(capfd.readouterr().err.split())
-    assert run(checkpoint, "--repository", repository, "--name", "pricing", "--keep-io-types") == 0
+    assert run(checkpoint, "--repository", repository, "--float16-io") == 3
+    assert "let them keep their types (keep_io_types=True or --keep-io-types)" in " ".join(capfd.readouterr().err.split())
+    assert run(checkpoint, "--repository", repository, "--name", "pricing") == 0
     config = (repository / "pricing" / "config.pbtxt").read_text()
     assert config.count("TYPE_FP32") == 3
 
@@ -184,7 +184,7 @@ def test_what_training_pinned_stays_pinned(save: Save, tmp_path: Path, capfd: py
         (("--min-agreement", 2), 2, "min_agreement is 2.0; expected a share from 0 to 1"),
         (("--name", "../x"), 1, "'../x' is no model name"),
         (("--keep-fp32", "zz"), 1, "keep_fp32 'zz' matches no parameter"),
-        (("--samples", 0), 2, "samples is 0; expected at least 1"),
+        (("--samples", "s.npz"), 2, "--samples does not belong to a checkpoint"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -198,9 +198,12 @@ def test_wrong_options_are_one_line(
 def test_a_checkpoint_that_is_missing_or_broken_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.pt").write_bytes(b"not a checkpoint")
     assert run(tmp_path / "missing.pt", "--repository", tmp_path) == 1
-    assert "halfserve export: there is no checkpoint at" in capfd.readouterr().err
+    assert "halfserve export: there is no file or folder" in capfd.readouterr().err
     assert run(tmp_path / "broken.pt", "--repository", tmp_path) == 1
-    assert "is damaged or no checkpoint" in capfd.readouterr().err
+    assert (
+        "is no file of a known kind; expected MODULE:FACTORY, timm:NAME, torchvision:NAME, a Hugging Face folder, a checkpoint"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +222,7 @@ def test_a_factory_that_is_gone_is_one_line(save: Save, tmp_path: Path, capfd: p
     ],
 )
 def test_a_models_name_is_the_telling_part_of_its_factory(factory: str, name: str) -> None:
-    assert model_name(factory) == name
+    assert factory_name(factory) == name
 
 
 def test_an_empty_name_is_no_name(save: Save, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_a_budget_that_float16_inputs_alone_exceed_is_explained() -> None:
     assert found.violations
     assert found.runs == 2
     assert "even with all 4 in float32: output 'y' (rounded): max abs error" in found.explanation
-    assert found.explanation.endswith("let them keep their types (--keep-io-types)")
+    assert found.explanation.endswith("let them keep their types (keep_io_types=True or --keep-io-types)")
     assert all(output.figures.elements for output in found.outputs)
 
 

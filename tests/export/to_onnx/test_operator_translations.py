@@ -127,7 +127,7 @@ class CallingOnAngles(nn.Module):
         return self.function(x) if y is None else self.function(x, y)
 
 
-def require_same_angles(function: Callable[..., Tensor], *inputs: Tensor) -> None:
+def require_same(function: Callable[..., Tensor], *inputs: Tensor) -> None:
     module = CallingOnAngles(function).eval()
     found = fed(session(export_onnx(module, inputs)), dict(zip("xy", inputs, strict=False)))["output"]
     wanted = module(*inputs).numpy()
@@ -137,13 +137,20 @@ def require_same_angles(function: Callable[..., Tensor], *inputs: Tensor) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_an_angle_is_in_the_quarter_that_both_signs_say(dtype: torch.dtype) -> None:
-    require_same_angles(torch.atan2, Y.to(dtype), X.to(dtype))
+    require_same(torch.atan2, Y.to(dtype), X.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_a_float_less_whole_numbers_is_a_float(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0, 1, 1], [3, 0, 2]], dtype=dtype)
+    require_same(lambda x: (1.0 - x) * -10000.0, mask)
+    require_same(lambda x: torch.rsub(x, 0.5).float() + (7 - x), mask)
 
 
 @pytest.mark.long
 def test_an_angle_of_a_complex_number_is_the_one_between_its_parts() -> None:
-    require_same_angles(lambda real, imaginary: torch.complex(real, imaginary).angle(), X, Y)
-    require_same_angles(lambda x: torch.angle(torch.fft.rfft(x))[..., :2], torch.tensor([[-1.0, -2, -3, -4.5], [1, 2, 3, 4]]))
+    require_same(lambda real, imaginary: torch.complex(real, imaginary).angle(), X, Y)
+    require_same(lambda x: torch.angle(torch.fft.rfft(x))[..., :2], torch.tensor([[-1.0, -2, -3, -4.5], [1, 2, 3, 4]]))
 
 
 @pytest.mark.long
@@ -153,7 +160,7 @@ def test_an_angle_of_a_complex_number_is_the_one_between_its_parts() -> None:
     ids=["float32", "float16", "int64", "bool"],
 )
 def test_an_angle_of_a_real_number_is_half_a_turn_or_none(x: Tensor) -> None:
-    require_same_angles(torch.angle, x)
+    require_same(torch.angle, x)
 
 
 @pytest.mark.long
@@ -161,7 +168,7 @@ def test_an_angle_of_a_real_number_is_half_a_turn_or_none(x: Tensor) -> None:
     "x", [torch.tensor([SIDES]), torch.tensor([SIDES]).half(), torch.tensor([[-3, 0, 3]])], ids=["float32", "float16", "int64"]
 )
 def test_the_sign_of_a_zero_is_seen(x: Tensor) -> None:
-    require_same_angles(torch.signbit, x)
+    require_same(torch.signbit, x)
 
 
 class Shifted(nn.Module):

@@ -104,7 +104,7 @@ def test_float16_inputs_that_alone_are_too_coarse_are_named(by_torch: bool, x: A
     exact, coarse = np.sin(x * np.float32(300)), np.sin(rounded_to_half(x) * np.float32(300))
     error = np.abs(exact - coarse).max() / np.abs(exact).max()
     assert f"{STEEP} (output 'y': max error {error:.3g} of the output's scale" in message
-    assert message.endswith("so float16 inputs cannot meet it: keep float32 ones (--keep-io-types) or allow more")
+    assert message.endswith("cannot meet it: keep float32 ones (keep_io_types=True or --keep-io-types) or allow more")
     assert any(f"inputs alone rounded to float16: output 'y': max error {error:.3g}" in note for note in certificate.notes)
 
 
@@ -116,7 +116,7 @@ def test_a_steep_model_with_float32_inputs_gets_its_own_remedy(x: Array) -> None
 def test_rounded_inputs_within_budget_are_not_mentioned(x: Array) -> None:
     message, certificate = over(steep(FLOAT, factor=1.0), steep(FLOAT, factor=1.1), x)
     assert STEEP not in message
-    assert "keep sensitive layers in float32 (--block-node, --block-op of halfserve convert" in message
+    assert "keep sensitive layers in float32 (node_block_list, op_block_list of convert, or --block-node, --block" in message
     assert certificate.notes == ()
 
 

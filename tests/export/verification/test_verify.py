@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfserve.export.certificate.budget import Budget
-from halfserve.export.certificate.certificate import BudgetExceeded, Certificate
+from halfserve.export.certificate.certificate import BudgetExceeded, Certificate, TaskFigure, read_certificate
 from halfserve.export.certificate.embed import graph_sha256
 from halfserve.export.errors import ExportError
 from halfserve.export.half_module.to_half import to_half
@@ -18,6 +19,7 @@ from halfserve.export.onnx_files.model_file import ModelFile, serialize
 from halfserve.export.onnx_fp16.convert import convert_float_to_float16
 from halfserve.export.to_onnx.export_onnx import export_onnx
 from halfserve.export.verification import executions
+from halfserve.export.verification.samples import Array, Feed
 from halfserve.export.verification.verify import verify
 from tests.export import models
 from tests.export.stored_models import chain, sums
@@ -378,3 +380,26 @@ def test_a_detector_without_its_scores_is_refused_with_the_column_named() -> Non
     message = r"output 'y' \(rounded\): column 4 and 1 more on axis 2 is 0 throughout and up to .* it vanishes in float16"
     with pytest.raises(BudgetExceeded, match=message):
         verify(reference, candidate, x, cuda=False)
+
+
+def test_a_task_judges_the_first_output_in_place_of_the_argmax() -> None:
+    module, inputs = nn.Linear(8, 4).eval(), samples("mlp")
+    seen: list[int] = []
+
+    def judge(
+        batches: Sequence[Feed], expected: Sequence[Array], actual: Sequence[Array], budget: Budget
+    ) -> tuple[TaskFigure, ...]:
+        seen.append(sum(len(batch) for batch in expected))
+        assert [batch.shape for batch in expected] == [batch.shape for batch in actual]
+        assert len(batches) == len(expected)
+        return (TaskFigure("share of ones", 0.5, budget.min_agreement),)
+
+    candidate = converted(module, inputs)
+    with pytest.raises(BudgetExceeded, match="share of ones 0.5 \\(least 0.995\\)") as refused:
+        verify(module, candidate, inputs, task=judge)
+    assert set(seen) == {len(inputs)}
+    certificate = refused.value.certificate
+    assert [verdict.figures.agreement for verdict in certificate.outputs] == [None, None]
+    assert read_certificate(certificate.to_bytes()).outputs == certificate.outputs
+    allowed = verify(module, candidate, inputs, task=judge, budget=Budget(min_agreement=0.5))
+    assert [verdict.task for verdict in allowed.outputs] == [(TaskFigure("share of ones", 0.5, 0.5),)] * 2

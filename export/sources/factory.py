@@ -1,0 +1,64 @@
+"""A module from a function of the user's, with weights from a file; or from a pickle that the user trusts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from halfserve.amp_core.weights.state_dicts import load_into, load_weights, torch_content
+from halfserve.export.errors import ExportError
+from halfserve.export.repository.version_writer import FACTORY
+from halfserve.export.samples import Samples, model_of
+from halfserve.export.sources.sample_files import read_arrays
+from halfserve.export.sources.source import Source, SourceOptions, factory_name, repository_name
+from halfserve.export.to_onnx.capture import one_line
+
+
+def open_factory(factory: str, options: SourceOptions) -> Source:
+    """The module that `MODULE:FACTORY` makes.
+
+    Args:
+        factory: Returns the module.
+        options: Its `weights` are loaded into the module, where given; its `samples` are needed.
+
+    Raises:
+        ExportError: The factory fails, or samples are missing or unreadable.
+        WeightsError: The weights cannot be read or do not fit.
+    """
+    samples = _samples(options, factory)
+    module = model_of(factory)
+    if options.weights is not None:
+        if options.trust_pickle and options.weights.is_file():
+            raise ExportError("--trust-pickle opens a pickled module, which needs no factory; leave it or MODULE:FACTORY out")
+        note = load_into(module, load_weights(options.weights), str(options.weights))
+        samples = samples.noting(note)
+    return Source(module=module.eval(), samples=samples, name=factory_name(factory), metadata={FACTORY: factory})
+
+
+def open_pickled_module(path: Path, options: SourceOptions) -> Source:
+    """The module that `torch.save(module)` wrote.
+
+    Raises:
+        ExportError: The user does not trust it, it cannot be read or is no module, or samples are missing or unreadable.
+    """
+    if not options.trust_pickle:
+        torch_content(path)  # says what the file is
+        raise ExportError(f"{path} holds neither weights nor a module; expected a state dict, or a module with --trust-pickle")
+    try:
+        module = torch.load(path, map_location="cpu", weights_only=False)
+    except Exception as error:  # the file runs code of its own
+        raise ExportError(f"cannot open {path}: {one_line(error)}") from error
+    if not isinstance(module, nn.Module):
+        raise ExportError(f"{path} holds a {type(module).__name__}; expected a torch.nn.Module")
+    return Source(module=module.float().eval(), samples=_samples(options, str(path)), name=repository_name(path.stem))
+
+
+def _samples(options: SourceOptions, source: str) -> Samples:
+    if options.samples is None:
+        raise ExportError(
+            f"{source} brings no samples, and without any nothing is proved; write some of your inputs with "
+            "numpy.savez('samples.npz', PARAMETER=array) and give --samples samples.npz"
+        )
+    return Samples(inputs=read_arrays(options.samples, options.max_samples), labels=None)

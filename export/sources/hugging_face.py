@@ -1,0 +1,340 @@
+"""A Hugging Face folder: configuration, safetensors weights, and what prepares text, pictures or audio."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder.beside_weights import read_policy, read_record
+from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
+from halfserve.amp_core.recorder.record import Record
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.samples import Samples
+from halfserve.export.sources.audio_clips import clip_samples
+from halfserve.export.sources.image_libraries import open_timm_folder
+from halfserve.export.sources.pictures import picture_samples
+from halfserve.export.sources.sentence_transformers import sentence_layers
+from halfserve.export.sources.source import Source, SourceOptions, repository_name
+from halfserve.export.sources.tokenized_text import read_tokenizer, text_samples
+from halfserve.export.tasks.audio_models import AudioModel
+from halfserve.export.tasks.image_models import ImageModel, Preprocessing
+from halfserve.export.tasks.judges import judge_decoded, judge_embeddings, judge_token_labels, judge_token_vectors
+from halfserve.export.tasks.task import Task
+from halfserve.export.tasks.text_models import Embedder, Normalized, TextModel
+from halfserve.export.tasks.two_towers import Tower
+from halfserve.export.to_onnx.capture import one_line
+from halfserve.export.verification.judging import Judge
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+CONFIG = "config.json"
+AUDIO = "raw audio"
+TOWERS = "pictures and text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """How models of a task are loaded.
+
+    Attributes:
+        auto_class: The class of transformers that loads them.
+        architecture: The end of the architecture's name by which the task is known.
+        takes: What the model is given; one that has a tower for each takes `TOWERS`.
+        output: The attribute of the model's answer.
+        judge: See `Task`.
+        pairs: Whether a sample is a pair of texts.
+    """
+
+    auto_class: str
+    architecture: str
+    takes: str = "text"
+    output: str = "logits"
+    judge: Judge | None = None
+    pairs: bool = False
+
+
+KINDS = {
+    "embeddings": _Kind(auto_class="AutoModel", architecture="Model", judge=judge_embeddings),
+    "feature-extraction": _Kind(
+        auto_class="AutoModel", architecture="Model", output="last_hidden_state", judge=judge_token_vectors
+    ),
+    "text-classification": _Kind(auto_class="AutoModelForSequenceClassification", architecture="ForSequenceClassification"),
+    "rerank": _Kind(auto_class="AutoModelForSequenceClassification", architecture="ForSequenceClassification", pairs=True),
+    "token-classification": _Kind(
+        auto_class="AutoModelForTokenClassification", architecture="ForTokenClassification", judge=judge_token_labels
+    ),
+    "image-classification": _Kind(
+        auto_class="AutoModelForImageClassification", architecture="ForImageClassification", takes="pictures"
+    ),
+    "image-embeddings": _Kind(auto_class="AutoModel", architecture="Model", takes=TOWERS, judge=judge_embeddings),
+    "text-embeddings": _Kind(auto_class="AutoModel", architecture="Model", takes=TOWERS, judge=judge_embeddings),
+    "audio-classification": _Kind(
+        auto_class="AutoModelForAudioClassification", architecture="ForSequenceClassification", takes=AUDIO
+    ),
+    "automatic-speech-recognition": _Kind(auto_class="AutoModelForCTC", architecture="ForCTC", takes=AUDIO),
+}
+# Of raw audio, as wav2vec 2.0, HuBERT and WavLM take it; other models want spectrograms.
+RAW_AUDIO = "Wav2Vec2FeatureExtractor"
+
+
+def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
+    """The model in a folder that `save_pretrained` of transformers or sentence-transformers wrote.
+
+    Args:
+        folder: Holds config.json, the weights, and the files of what prepares its inputs.
+        options: Its `task` is known from the architecture where it is not given.
+
+    Raises:
+        ExportError: The folder lacks a file, needs code of its own, or its weights or tokenizer do not fit the model.
+        UsageError: The task is not known, or not one that this architecture has weights for.
+    """
+    content = _content(folder)
+    if "architecture" in content and "model_type" not in content:
+        if options.task not in (None, "image-classification"):
+            raise UsageError(f"{folder} holds a model of timm, which is for --task image-classification")
+        return open_timm_folder(folder, content, options)
+    transformers = _transformers()
+    config = _config(transformers, folder, content, trusted=options.trust_remote_code)
+    task = _task(transformers, config, folder, options.task)
+    kind = KINDS[task]
+    network = _network(transformers, folder, config, kind, trusted=options.trust_remote_code)
+    if kind.takes == AUDIO:
+        source = _audio_source(folder, options, network, task)
+    elif task in ("image-classification", "image-embeddings"):
+        source = _image_source(folder, options, network, task)
+    else:
+        tokenizer = read_tokenizer(transformers, folder, config, trusted=options.trust_remote_code)
+        source = _text_source(folder, options, network, task, tokenizer)
+    policy, record, remark = _training(folder, network, source.module)
+    return replace(source, policy=policy, record=record, samples=source.samples.noting(remark))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers  # noqa: PLC0415  (an extra, and slow to import)
+    except ImportError as error:
+        raise ExportError("a Hugging Face folder needs the package transformers: pip install 'halfserve[hf]'") from error
+    # Bars are for downloads of gigabytes; the command tells its own progress.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """What config.json says."""
+    try:
+        content = json.loads((folder / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError(f"cannot read {folder / CONFIG}: {one_line(error)}") from error
+    if not isinstance(content, dict) or not content.keys() & {"model_type", "architecture"}:
+        raise ExportError(f"{folder / CONFIG} has no model_type; expected a folder that save_pretrained of transformers wrote")
+    return content
+
+
+def _config(transformers: Any, folder: Path, content: Mapping[str, Any], *, trusted: bool) -> PretrainedConfig:
+    if "auto_map" in content and not trusted:
+        raise ExportError(
+            f"{folder} brings code of its own ({', '.join(sorted(map(str, content['auto_map'])))}), which is not run; give "
+            "--trust-remote-code where you trust it, or make the module in a factory of yours: "
+            "halfserve export MODULE:FACTORY --weights FILE"
+        )
+    try:
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trusted
+        )
+    except Exception as error:  # transformers raises anything for what it does not know
+        known = f"transformers {transformers.__version__} does not take model_type {content['model_type']!r}"
+        raise ExportError(f"{folder / CONFIG}: {known}: {one_line(error)}") from error
+    return config
+
+
+def _task(transformers: Any, config: PretrainedConfig, folder: Path, asked: str | None) -> str:
+    if asked is not None and asked not in KINDS:
+        raise UsageError(f"--task {asked!r} is not known; expected one of {', '.join(KINDS)}")
+    architecture = next(iter(config.architectures or ()), "")
+    takes = _takes(getattr(transformers, architecture, None))
+    fitting = [name for name, kind in KINDS.items() if architecture.endswith(kind.architecture) and kind.takes in takes]
+    if asked is not None:
+        # The body of any text model embeds, whatever head its weights have beside it.
+        if asked in fitting or (KINDS[asked].architecture == "Model" and KINDS[asked].takes in takes - {TOWERS}):
+            return asked
+        raise UsageError(
+            f"--task {asked} needs the weights of a ...{KINDS[asked].architecture} that takes {KINDS[asked].takes}; {folder} "
+            f"holds a {architecture or 'model of no architecture'}" + (f", which is for --task {fitting[0]}" if fitting else "")
+        )
+    if not fitting and AUDIO in takes:
+        heads = " or ".join(f"...{kind.architecture}" for kind in KINDS.values() if kind.takes == AUDIO)
+        raise UsageError(f"{folder} holds a {architecture}; of raw audio, expected a {heads}; give others as MODULE:FACTORY")
+    if not fitting:
+        raise UsageError(f"{folder} holds a {architecture or 'model of no architecture'}; give its --task: {', '.join(KINDS)}")
+    found = fitting[0]
+    if KINDS[found].takes == TOWERS:
+        raise UsageError(
+            f"{folder} holds a {architecture}, which has a tower for pictures and one for texts, each a model of its own; "
+            f"export one with --task {fitting[0]} and the other with --task {fitting[1]}"
+        )
+    if found == "text-classification" and config.num_labels == 1:
+        return "rerank"
+    return "feature-extraction" if found == "embeddings" and not (folder / "modules.json").is_file() else found
+
+
+def _takes(architecture: Any) -> frozenset[str]:
+    """What an architecture's models may be given, by its class; None where transformers has none."""
+    if getattr(architecture, "main_input_name", "") == "input_values":
+        return frozenset({AUDIO})
+    if hasattr(architecture, "get_image_features") and hasattr(architecture, "get_text_features"):
+        return frozenset({TOWERS})
+    return frozenset({"text", "pictures"})
+
+
+def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _Kind, *, trusted: bool) -> PreTrainedModel:
+    try:
+        network, loading = getattr(transformers, kind.auto_class).from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=trusted,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as error:  # as above; safetensors raises its own
+        raise ExportError(f"cannot load the model in {folder}: {one_line(error)}") from error
+    # A body's own pooler and the mask of training are not used, and may be missing; anything else would be random numbers.
+    unused = {name for name in loading["missing_keys"] if name.startswith("pooler.") or name.endswith("masked_spec_embed")}
+    missing = sorted(loading["missing_keys"] - unused)
+    if missing:
+        raise ExportError(
+            f"the weights in {folder} lack {len(missing)} tensors of a {type(network).__name__}, such as {missing[0]!r}; they "
+            "are of another model than config.json says"
+        )
+    if loading["mismatched_keys"]:
+        name, *shapes = min(loading["mismatched_keys"])
+        raise ExportError(
+            f"the weights in {folder} do not fit config.json: {name!r} has shape {shapes[0]}, expected {shapes[1]}"
+        )
+    network.config.use_cache = False
+    model: PreTrainedModel = network.eval()
+    return model
+
+
+def _training(folder: Path, network: nn.Module, module: nn.Module) -> tuple[Policy, Record | None, str]:
+    """What `HalfserveTrainer` wrote beside the weights: the policy, the record of the task's `module`, and a remark."""
+    try:
+        policy, record = read_policy(folder) or Policy(), read_record(folder)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    if record is None:
+        return policy, None, ""
+    own = {name for name, _ in network.named_modules()}
+    recorded = {entry.module for entry in record.entries} - {ROOT, OUTSIDE}
+    if not recorded <= own:
+        return policy, None, f"the record of the training in {folder} is of another model, and was not used"
+    prefix = next(name for name, part in module.named_modules() if part is network)
+    places = {OUTSIDE: OUTSIDE, ROOT: prefix, **{name: f"{prefix}.{name}" for name in recorded}}
+    entries = tuple(replace(entry, module=places[entry.module]) for entry in record.entries)
+    return policy, replace(record, entries=entries), ""
+
+
+def _labels(config: Any) -> tuple[str, ...]:
+    return tuple(str(config.id2label[index]) for index in range(config.num_labels))
+
+
+def _source(folder: Path, module: nn.Module, samples: Samples, task: Task) -> Source:
+    tower = f"-{task.name.partition('-')[0]}" if KINDS[task.name].takes == TOWERS else ""
+    return Source(module=module.eval(), samples=samples, name=repository_name(folder.resolve().name) + tower, task=task)
+
+
+def _text_source(
+    folder: Path, options: SourceOptions, network: PreTrainedModel, task: str, tokenizer: PreTrainedTokenizerFast
+) -> Source:
+    kind = KINDS[task]
+    samples, dynamic = text_samples(tokenizer, network.config, options, pairs=kind.pairs)
+    module: nn.Module
+    if kind.takes == TOWERS:
+        module = TextModel(Tower(network, "text"), "embedding")
+    elif task == "embeddings":
+        poolings, layers = sentence_layers(folder) or (("mean",), (Normalized(),))
+        module = Embedder(network, poolings, layers)
+    else:
+        module = TextModel(network, kind.output)
+    labels = _labels(network.config) if kind.architecture.endswith("Classification") and not kind.pairs else ()
+    made = Task(
+        name=task,
+        judge=kind.judge,
+        labels=labels,
+        files={"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()},
+    )
+    return replace(_source(folder, module, samples, made), dynamic=dynamic)
+
+
+def _image_source(folder: Path, options: SourceOptions, network: PreTrainedModel, task: str) -> Source:
+    path, content = _preparation(folder, "image_processor", "images")
+    is_tower = KINDS[task].takes == TOWERS
+    try:
+        preprocessing = Preprocessing.from_hugging_face(content, network.config.vision_config if is_tower else network.config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise _unprepared(path, "images", error) from error
+    module = ImageModel(Tower(network, "image"), preprocessing, "embedding") if is_tower else ImageModel(network, preprocessing)
+    labels = () if is_tower else _labels(network.config)
+    return _source(
+        folder, module, picture_samples(preprocessing, options), Task(name=task, judge=KINDS[task].judge, labels=labels)
+    )
+
+
+def _audio_source(folder: Path, options: SourceOptions, network: PreTrainedModel, task: str) -> Source:
+    path, content = _preparation(folder, "feature_extractor", "clips")
+    kind = content.get("feature_extractor_type")
+    if kind != RAW_AUDIO:
+        raise ExportError(
+            f"{path} names {kind}; expected {RAW_AUDIO}, of a model that takes raw audio: give others as MODULE:FACTORY"
+        )
+    try:
+        rate = int(content["sampling_rate"])
+        module = AudioModel(network, is_normalised=bool(content.get("do_normalize", True)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unprepared(path, "clips", error) from error
+    judge: Judge | None = None
+    labels = _labels(network.config) if task == "audio-classification" else _tokens(folder, network.config.vocab_size)
+    if task == "automatic-speech-recognition":
+        judge = partial(judge_decoded, blank=network.config.pad_token_id)
+    samples = clip_samples(options, rate)
+    source = _source(folder, module, samples, Task(name=task, judge=judge, labels=labels))
+    return replace(source, dynamic={"audio": {1: "values"}})
+
+
+def _preparation(folder: Path, part: str, inputs: str) -> tuple[Path, Mapping[str, Any]]:
+    """The file that says how inputs are prepared, and what it says; newer folders hold it as a part of another."""
+    path = folder / "preprocessor_config.json"
+    whole = folder / "processor_config.json"
+    if not path.is_file() and whole.is_file():
+        path = whole
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        found: Mapping[str, Any] = content[part] if path == whole else content
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise _unprepared(path, inputs, error) from error
+    if not isinstance(found, dict):
+        raise _unprepared(path, inputs, TypeError(f"it holds a {type(found).__name__}"))
+    return path, found
+
+
+def _unprepared(path: Path, inputs: str, error: Exception) -> ExportError:
+    return ExportError(f"cannot read {path}, which says how the model's {inputs} are prepared: {one_line(error)}")
+
+
+def _tokens(folder: Path, count: int) -> tuple[str, ...]:
+    """The tokens of a CTC model by their number; none where its vocabulary is not a plain table."""
+    try:
+        content = json.loads((folder / "vocab.json").read_text("utf-8"))
+        names = {int(index): str(token) for token, index in content.items()}
+    except (OSError, AttributeError, TypeError, ValueError):
+        return ()
+    return tuple(names.get(index, f"<{index}>") for index in range(count))

@@ -1,0 +1,129 @@
+"""Which reader takes a source: a factory, a folder, or a file, known by its first bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from halfserve.amp_core.weights.file_kinds import FileKind, WeightsError, kind_of
+from halfserve.amp_core.weights.state_dicts import described_weights, is_checkpoint, is_state_dict, weight_files
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.sources.checkpoint import open_checkpoint
+from halfserve.export.sources.exported_program import open_exported_program
+from halfserve.export.sources.factory import open_factory, open_pickled_module
+from halfserve.export.sources.image_libraries import LIBRARIES, open_named_model
+from halfserve.export.sources.source import Source, SourceOptions
+
+# Windows paths have one letter before the colon.
+FACTORY = re.compile(r"\w[\w.]+:\w[\w.]*")
+
+
+def open_source(argument: str, options: SourceOptions) -> Source:
+    """The model that a command's argument names.
+
+    Args:
+        argument: `MODULE:FACTORY`, `timm:NAME`, `torchvision:NAME`, a Hugging Face folder, a checkpoint of `halfserve train`, a
+            `.pt2`, or with `trust_pickle` a pickled module.
+        options: What the user says about it.
+
+    Raises:
+        ExportError: It cannot be read, is something else, or lacks samples; the text says what would work.
+        UsageError: An option is given that this kind of source does not take.
+    """
+    try:
+        return _opened(argument, options)
+    except WeightsError as error:
+        raise ExportError(str(error)) from error
+
+
+def _opened(argument: str, options: SourceOptions) -> Source:
+    path = Path(argument)
+    if not path.exists() and FACTORY.fullmatch(argument):
+        _require_no(argument, task=options.task)
+        is_named = argument.partition(":")[0] in LIBRARIES
+        return open_named_model(argument, options) if is_named else open_factory(argument, options)
+    if not path.exists():
+        raise ExportError(
+            f"there is no file or folder {argument}, and it is no MODULE:FACTORY; expected one of these, such as "
+            "checkpoint.pt, my_package.model:build or a Hugging Face folder"
+        )
+    _require_no(argument, weights=options.weights)
+    if path.is_dir():
+        return _open_folder(path, options)
+    _require_no(argument, task=options.task)
+    return _open_file(path, options)
+
+
+def _require_no(what: str, *, weights: object = None, task: object = None) -> None:
+    if weights is not None:
+        raise UsageError(f"--weights belongs to MODULE:FACTORY, the function that makes the module; {what} has its own")
+    if task is not None:
+        raise UsageError(f"--task belongs to a Hugging Face folder, and {what} is none")
+
+
+def _open_folder(folder: Path, options: SourceOptions) -> Source:
+    if (folder / "config.json").is_file():
+        from halfserve.export.sources.hugging_face import open_hugging_face  # noqa: PLC0415  (transformers, an extra)
+
+        return open_hugging_face(folder, options)
+    if (folder / "checkpoint.pt").is_file():
+        raise ExportError(f"{folder} is a folder; expected the checkpoint in it: halfserve export {folder / 'checkpoint.pt'}")
+    if weight_files(folder):
+        raise ExportError(f"{folder} holds weights and no config.json; {_needs_factory(folder)}")
+    raise ExportError(
+        f"{folder} holds no model: no config.json, checkpoint.pt or .safetensors; expected a Hugging Face folder or a file"
+    )
+
+
+def _open_file(path: Path, options: SourceOptions) -> Source:
+    kind = kind_of(path)
+    if kind is FileKind.TORCH_ARCHIVE or kind is FileKind.PICKLE:
+        if is_checkpoint(path):
+            _require_no_samples(path, options)
+            return open_checkpoint(path, options)
+        if is_state_dict(path):
+            raise ExportError(f"{path} holds {described_weights(path)}, and no module; {_needs_factory(path)}")
+        return open_pickled_module(path, options)
+    if kind is FileKind.EXPORTED_PROGRAM:
+        return open_exported_program(path, options)
+    if kind is FileKind.SAFETENSORS:
+        raise ExportError(f"{path} holds {described_weights(path)}, and no module; {_needs_factory(path)}")
+    advice = ADVICE.get(kind)
+    raise ExportError(f"{path} is {kind.value}; {advice(path) if advice else EXPECTED}")
+
+
+def _require_no_samples(path: Path, options: SourceOptions) -> None:
+    if options.samples is not None:
+        raise UsageError(f"--samples does not belong to a checkpoint: {path} names its held-out set, which is used")
+
+
+def _needs_factory(path: Path) -> str:
+    return (
+        f"name a function that returns the module: halfserve export MODULE:FACTORY --weights {path} --samples FILE.npz "
+        "--repository FOLDER"
+    )
+
+
+EXPECTED = (
+    "expected MODULE:FACTORY, timm:NAME, torchvision:NAME, a Hugging Face folder, a checkpoint of `halfserve train`, or a .pt2 "
+    "that torch.export.save wrote"
+)
+ADVICE: dict[FileKind, Callable[[Path], str]] = {
+    FileKind.ONNX: lambda path: f"convert it: halfserve convert {path} --repository FOLDER",
+    FileKind.LFS_POINTER: lambda path: f"fetch the file itself: git lfs pull --include {path.name}",
+    FileKind.HTML: lambda _: "the download ended at a web page, often a log-in; download the file itself",
+    FileKind.TORCHSCRIPT: lambda path: (
+        "whose module torch.export does not take; save the state_dict of the original module, and give it as "
+        f"halfserve export MODULE:FACTORY --weights FILE, not {path.name}"
+    ),
+    FileKind.ARCHIVE: lambda _: "unpack it and give the file or folder in it",
+    FileKind.GGUF: lambda _: "whose quantised weights are not converted; take the original safetensors",
+    FileKind.HDF5: lambda path: (
+        "write it as ONNX with tf2onnx or keras' model.export(format='onnx'), then: halfserve convert "
+        f"{path.stem}.onnx --repository FOLDER"
+    ),
+    FileKind.NUMPY: lambda path: f"which --samples takes: halfserve export MODULE:FACTORY --samples {path} --repository FOLDER",
+    FileKind.EMPTY: lambda _: "write or download it again",
+    FileKind.TRUNCATED: lambda _: "the end is missing; copy or download it again",
+}

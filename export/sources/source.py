@@ -1,0 +1,78 @@
+"""What a user has, as a module with samples; and which reader takes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record
+from halfserve.export.samples import Samples
+from halfserve.export.tasks.task import Task
+
+GENERIC_MODULES = frozenset({"main", "model", "models", "net", "nets", "network", "networks"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What the user says about a source.
+
+    Attributes:
+        weights: A file or folder of weights for the module of a factory.
+        samples: A file or folder of samples; by default the source's own, where it has some.
+        max_samples: The most samples to take.
+        task: The task of a Hugging Face folder; by default known from its architecture.
+        trust_pickle: Whether to run code that a pickled file brings.
+        trust_remote_code: Whether to run code that a Hugging Face folder brings.
+    """
+
+    weights: Path | None = None
+    samples: Path | None = None
+    max_samples: int = 1024
+    task: str | None = None
+    trust_pickle: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model that can be exported.
+
+    Attributes:
+        module: In float32 and evaluation mode, on the CPU.
+        samples: Inputs to verify on.
+        name: The default name of the model.
+        dynamic: Names of the sizes that vary, beside the batch's, by input and axis.
+        policy: The autocast policy of its training.
+        record: The record of its training.
+        metadata: Entries for the metadata of the ONNX model.
+        task: What the model is for; None where only its outputs are known.
+    """
+
+    module: nn.Module
+    samples: Samples
+    name: str
+    dynamic: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    policy: Policy = field(default_factory=Policy)
+    record: Record | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    task: Task | None = None
+
+
+def factory_name(factory: str) -> str:
+    """The default name of a model made by `MODULE:FACTORY`: the last part of the module's name that is not generic.
+
+    `halfserve.examples.digits.model:model` is `digits`. Where every part is generic, it is the factory's name.
+    """
+    module, _, function = factory.partition(":")
+    specific = [part for part in module.split(".") if part not in GENERIC_MODULES and not part.startswith("_")]
+    return repository_name(specific[-1] if specific else function)
+
+
+def repository_name(text: str) -> str:
+    """The text with what a repository's names may not hold replaced."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip("._-") or "model"

@@ -1,0 +1,101 @@
+"""Text as samples: a Hugging Face folder's tokenizer, and tokens of the user's sentences or of those that halfserve ships."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from halfserve.export.errors import ExportError
+from halfserve.export.samples import Samples
+from halfserve.export.sources.sample_files import read_sentences
+from halfserve.export.sources.source import SourceOptions
+from halfserve.export.to_onnx.capture import one_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+SHIPPED_TEXT = "the samples are sentences that halfserve ships; give --samples TEXT_FILE for a verdict on your own"
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
+TOKENS = ("input_ids", "attention_mask", "token_type_ids")
+MASK = "attention_mask"
+LONGEST = 128  # tokens of a sample; a verdict on longer ones takes samples of the user's
+
+
+def read_tokenizer(transformers: Any, folder: Path, config: PretrainedConfig, *, trusted: bool) -> PreTrainedTokenizerFast:
+    """The tokenizer of a folder, with a token to pad with.
+
+    Args:
+        transformers: The package.
+        folder: Holds the tokenizer's files.
+        config: The model's; its `pad_token_id` is set where it has none.
+        trusted: Whether to run code that the folder brings.
+
+    Raises:
+        ExportError: There is none, it is written in Python alone, or it does not fit the model.
+    """
+    # Without any, transformers makes up a tokenizer that knows no word.
+    if not any(path.is_file() for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        raise ExportError(
+            f"{folder} has no tokenizer, such as a tokenizer.json; save the model's own there with save_pretrained"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerFast = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trusted
+        )
+    except Exception as error:  # transformers raises anything
+        raise ExportError(
+            f"cannot load the tokenizer in {folder}: {one_line(error)}; save it there with save_pretrained"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ExportError(
+            f"the tokenizer in {folder} is written in Python alone; save its fast form, with a tokenizer.json, there"
+        )
+    known = config.get_text_config().vocab_size
+    if len(tokenizer) > known:
+        raise ExportError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model {known}; they do not belong together"
+        )
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ExportError(f"the tokenizer in {folder} has no token to pad with; set pad_token and save it again")
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
+def text_samples(
+    tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig, options: SourceOptions, *, pairs: bool
+) -> tuple[Samples, Mapping[str, Mapping[int, str]]]:
+    """Tokens of the texts, or of each text with the next as a pair, int64 (texts, length); and the sizes that vary.
+
+    A model that is given no mask was trained on texts of one length, and takes no other.
+
+    Raises:
+        ExportError: The user's samples cannot be read.
+    """
+    texts, note = _texts(options)
+    settings = config.get_text_config()
+    places = min(tokenizer.model_max_length, getattr(settings, "max_position_embeddings", LONGEST))
+    is_masked = MASK in tokenizer.model_input_names
+    given = (texts, [*texts[1:], texts[0]]) if pairs else (texts,)
+    encoded = tokenizer(
+        *given,
+        padding=True if is_masked else "max_length",
+        truncation=True,
+        max_length=min(places, LONGEST) if is_masked else places,
+        return_tensors="pt",
+    )
+    inputs: dict[str, Tensor] = {name: encoded[name] for name in TOKENS if name in encoded}
+    dynamic = {name: {1: "length"} for name in inputs} if is_masked else {}
+    return Samples(inputs=inputs, labels=None, note=note), dynamic
+
+
+def _texts(options: SourceOptions) -> tuple[Sequence[str], str]:
+    if options.samples is None:
+        return files("halfserve.export.tasks").joinpath("sentences.txt").read_text("utf-8").splitlines(), SHIPPED_TEXT
+    return read_sentences(options.samples)[: options.max_samples], ""

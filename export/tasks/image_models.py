@@ -1,0 +1,95 @@
+"""Image models as a server needs them: bytes of pixels in, with scaling, normalisation and transposition in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfserve.export.errors import ExportError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """What happens to an image before the network.
+
+    Attributes:
+        height: Of the network's images.
+        width: Of the network's images.
+        scale: A pixel of 0 to 255 is multiplied by it.
+        mean: Then subtracted, for each colour.
+        std: Then divided by, for each colour.
+    """
+
+    height: int
+    width: int
+    scale: float = 1 / 255
+    mean: Sequence[float] = (0.0, 0.0, 0.0)
+    std: Sequence[float] = (1.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != 3 or len(self.std) != 3:
+            raise ExportError(f"the model's images are normalised in {len(self.mean)} colours; expected 3, of RGB images")
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any], config: Any) -> Preprocessing:
+        """Read a preprocessor_config.json.
+
+        Args:
+            content: The file's content.
+            config: The model's configuration, whose `image_size` is the size where the file has none.
+
+        Raises:
+            ExportError: The images' size is not known, or is not of three colours.
+            AttributeError, TypeError, ValueError: The content is not as transformers writes it.
+        """
+        size = (content.get("do_center_crop", True) and content.get("crop_size")) or content.get("size")
+        size = size or getattr(config, "image_size", None)
+        if isinstance(size, Mapping):
+            edge = size.get("shortest_edge")
+            height, width = size.get("height", edge), size.get("width", edge)
+        elif isinstance(size, list | tuple) and len(size) == 2:
+            height, width = size
+        else:
+            height = width = size
+        if not isinstance(height, int) or not isinstance(width, int):
+            raise ExportError(f"preprocessor_config.json has no size of images: {size!r}; expected height and width")
+        normal = content.get("do_normalize", True)
+        mean, std = (content.get(name) if normal else None for name in ("image_mean", "image_std"))
+        return cls(
+            height=height,
+            width=width,
+            scale=float(content.get("rescale_factor", 1 / 255)) if content.get("do_rescale", True) else 1.0,
+            mean=tuple(map(float, mean or (0.0, 0.0, 0.0))),
+            std=tuple(map(float, std or (1.0, 1.0, 1.0))),
+        )
+
+
+class ImageModel(nn.Module):
+    """A network with its preprocessing in front.
+
+    Args:
+        network: Takes images (batch, 3, height, width), normalised; returns a tensor, or an object that has it under `output`.
+        preprocessing: What happens to the pixels first.
+        output: The name of the exported output.
+    """
+
+    factor: Tensor
+    offset: Tensor
+
+    def __init__(self, network: nn.Module, preprocessing: Preprocessing, output: str = "logits") -> None:
+        super().__init__()
+        self.network, self._output = network, output
+        std = torch.tensor(preprocessing.std, dtype=torch.float64)
+        # One multiplication and one addition: a pixel of 0 to 255 is exact in float16, and so is nothing else here.
+        self.register_buffer("factor", (preprocessing.scale / std).float())
+        self.register_buffer("offset", (-torch.tensor(preprocessing.mean, dtype=torch.float64) / std).float())
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        """Answers (batch, ...), such as logits, to RGB images (batch, height, width, 3), uint8."""
+        pixels = image.to(self.factor.dtype) * self.factor + self.offset
+        answer = self.network(pixels.permute(0, 3, 1, 2))
+        return {self._output: answer if isinstance(answer, Tensor) else getattr(answer, self._output)}

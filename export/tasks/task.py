@@ -1,0 +1,27 @@
+"""A task: how a user judges a model's answers, and what a server needs beside its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfserve.export.verification.judging import Judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task of a model.
+
+    Attributes:
+        name: As `--task` names it, such as "embeddings".
+        judge: Judges the first output; None where the argmax of each row, which every verdict compares, is the task's answer.
+        labels: Names of the classes in order; empty where there are none.
+        files: Contents of files for the version's folder, by name, such as tokenizer.json.
+    """
+
+    name: str
+    judge: Judge | None = None
+    labels: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from halfserve.export.conversion_targets import RepositoryTarget
+from halfserve.export.errors import ExportError, UsageError
+from halfserve.export.file_conversion import Certified
+from halfserve.export.module_pipeline import ExportOptions, export_verified
+from halfserve.export.sources.hugging_face import open_hugging_face
+from halfserve.export.sources.source import Source, SourceOptions
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.repository.loaded_version import load_model
+from halfserve.serve.engine.repository.model_repository import find_models
+from tests.export.hugging_face_folders import (
+    LABELS,
+    SENTENCES,
+    audio_folder,
+    classifier_folder,
+    image_folder,
+    sentence_folder,
+    text_folder,
+    towers_folder,
+    write_clip,
+)
+from tests.export.to_onnx.answers import session
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "embeddings": lambda folder: sentence_folder(folder, "mean_tokens"),
+    "feature-extraction": lambda folder: text_folder(folder, "BertModel"),
+    "text-classification": lambda folder: classifier_folder(folder, "BertForSequenceClassification"),
+    "rerank": lambda folder: classifier_folder(folder, "BertForSequenceClassification", ("relevant",)),
+    "token-classification": lambda folder: classifier_folder(folder, "BertForTokenClassification"),
+    "image-classification": image_folder,
+    "image-embeddings": towers_folder,
+    "text-embeddings": towers_folder,
+    "audio-classification": lambda folder: audio_folder(folder, "Wav2Vec2ForSequenceClassification"),
+    "automatic-speech-recognition": lambda folder: audio_folder(folder, "Wav2Vec2ForCTC"),
+}
+LABELLED = {"text-classification", "token-classification", "image-classification", "audio-classification"}
+TOWERS = {"image-embeddings": "-image", "text-embeddings": "-text"}
+AUDIO = {"audio-classification", "automatic-speech-recognition"}
+
+
+def options_of(task: str, folder: Path) -> SourceOptions:
+    """What a user says: the clips of a model of audio, and which tower."""
+    return SourceOptions(task=task if task in TOWERS else None, samples=folder / "clips" if task in AUDIO else None)
+
+
+def exported(source: Source, repository: Path) -> Certified:
+    target = RepositoryTarget(repository=repository, name=source.name, task=source.task)
+    options = ExportOptions(dynamic=source.dynamic, keep_io_types=True)
+    return export_verified(
+        source.module, source.samples, target, options, policy=source.policy, record=None, progress=lambda _: None
+    )
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=() if task == "embeddings" else pytest.mark.long) for task in FOLDERS]
+)
+def test_a_folder_becomes_a_model_that_answers_as_transformers_does(task: str, tmp_path: Path) -> None:
+    folder = FOLDERS[task](tmp_path / "my-model")
+    source = open_hugging_face(folder, options_of(task, folder))
+    assert source.task is not None
+    assert (source.name, source.task.name) == (f"my-model{TOWERS.get(task, '')}", task)
+    done = exported(source, tmp_path / "models")
+    assert done.certificate.passed
+    assert done.search is None, "nothing had to be searched for"
+    judged = [verdict.task for verdict in done.certificate.outputs]
+    assert all(judged) == (source.task.judge is not None)
+    opened = session(str(done.path / "model.onnx"))
+    inputs = {name: tensor[:3] for name, tensor in source.samples.inputs.items()}
+    (answer,) = opened.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    with torch.no_grad():
+        (expected,) = source.module(**inputs).values()
+    assert np.abs(answer - expected.numpy()).max() <= 0.01 * np.abs(expected.numpy()).max()
+    assert (done.path / "tokenizer.json").exists() == ("input_ids" in inputs)
+    (files,) = find_models(tmp_path / "models")
+    model = load_model(files, _runtime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
+    assert model.config.parameters["halfserve.task"].string_value == task
+    labels = (tmp_path / "models" / source.name / "labels.txt").read_text().split() if task in LABELLED else None
+    assert labels is None or tuple(labels) == LABELS
+
+
+OWN_CODE = """
+from transformers import BertConfig, BertModel
+
+class Settings(BertConfig):
+    model_type = "own"
+
+class Net(BertModel):
+    config_class = Settings
+"""
+
+
+@pytest.mark.long
+def test_a_folders_own_code_is_run_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = text_folder(tmp_path / "model", "BertModel")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (folder / "own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    auto = {"AutoConfig": "own.Settings", "AutoModel": "own.Net"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto}))
+    with pytest.raises(ExportError, match="brings code of its own .* give --trust-remote-code where you trust it"):
+        open_hugging_face(folder, SourceOptions())
+    source = open_hugging_face(folder, SourceOptions(trust_remote_code=True))
+    assert type(source.module.network).__module__.startswith("transformers_modules.")
+
+
+def _runtime() -> Any:
+    from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime  # noqa: PLC0415
+
+    return OnnxRuntime()
+
+
+@pytest.mark.parametrize("pooling", ["cls_token", "lasttoken", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens"])
+def test_tokens_are_pooled_as_the_folder_says(pooling: str, tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "model", pooling)
+    source = open_hugging_face(folder, SourceOptions(task="embeddings"))
+    network = transformers.AutoModel.from_pretrained(folder).eval()
+    inputs = {name: tensor[:5] for name, tensor in source.samples.inputs.items()}
+    with torch.no_grad():
+        (embeddings,) = source.module(**inputs).values()
+        for row, embedding in enumerate(embeddings):
+            one = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+            count = int(one["attention_mask"].sum())
+            tokens = network(**one).last_hidden_state[0, :count]
+            pooled = {
+                "cls_token": tokens[0],
+                "lasttoken": tokens[-1],
+                "max_tokens": tokens.amax(0),
+                "mean_tokens": tokens.mean(0),
+                "mean_sqrt_len_tokens": tokens.sum(0) / count**0.5,
+            }[pooling]
+            torch.testing.assert_close(embedding, pooled / pooled.norm(), atol=1e-5, rtol=1e-5)
+
+
+def test_poolings_are_joined_and_a_dense_layer_follows(tmp_path: Path) -> None:
+    source = open_hugging_face(sentence_folder(tmp_path / "m", "cls_token", "max_tokens", dense=True), SourceOptions())
+    with torch.no_grad():
+        (embeddings,) = source.module(**{name: tensor[:4] for name, tensor in source.samples.inputs.items()}).values()
+    assert embeddings.shape == (4, 16)
+    torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(4))
+
+
+def test_pixels_are_normalised_in_the_graph(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "m")
+    source = open_hugging_face(folder, SourceOptions())
+    images = source.samples.inputs["image"][:4]
+    assert images.shape == (4, 32, 32, 3)
+    assert images.dtype == torch.uint8
+    content = json.loads((folder / "preprocessor_config.json").read_text())
+    mean, std = (torch.tensor(content[name]) for name in ("image_mean", "image_std"))
+    prepared = ((images * content["rescale_factor"] - mean) / std).permute(0, 3, 1, 2)
+    network = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(source.module(images)["logits"], network(prepared).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("content", [[1], {"size": 32, "image_mean": "x"}, {"size": 32, "image_std": 3}])
+def test_a_broken_preparation_of_images_is_refused(tmp_path: Path, content: Any) -> None:
+    folder = image_folder(tmp_path / "m")
+    (folder / "preprocessor_config.json").write_text(json.dumps(content))
+    with pytest.raises(ExportError, match=r"cannot read .*preprocessor_config.json, which says how the model's images are"):
+        open_hugging_face(folder, SourceOptions())
+
+
+def test_a_models_length_limits_the_samples(tmp_path: Path) -> None:
+    source = open_hugging_face(text_folder(tmp_path / "m", "BertModel", max_position_embeddings=9), SourceOptions())
+    assert source.samples.inputs["input_ids"].shape == (len(SENTENCES), 9)
+
+
+def _without(folder: Path, prefix: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def _edited(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _fewer_words(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("word_embeddings.weight"))
+    weights[name] = weights[name][:50].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    _edited(folder / "config.json", vocab_size=50)
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _no_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def _edit_config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: _edited(folder / "config.json", **changes)
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights of the head": (
+        lambda folder: _without(folder, "classifier."),
+        "lack 2 tensors of a BertForSequenceClassification, such as 'classifier.bias'",
+    ),
+    "no weights of the pooler": (
+        lambda folder: _without(folder, "bert.pooler."),
+        "lack 2 tensors of a BertForSequenceClassification, such as 'bert.pooler.dense.bias'",
+    ),
+    "other sizes": (_edit_config(intermediate_size=48), "cannot load the model in|do not fit config.json"),
+    "truncated weights": (lambda folder: _truncated(folder / "model.safetensors"), "cannot load the model in"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load the model in"),
+    "own code": (_edit_config(auto_map={"AutoModel": "m.Net"}), r"brings code of its own \(AutoModel\)"),
+    "an unknown kind": (_edit_config(model_type="no-such"), "does not take model_type 'no-such'"),
+    "no configuration": (lambda folder: (folder / "config.json").write_text("[]"), "has no model_type"),
+    "damaged configuration": (lambda folder: (folder / "config.json").write_text("{"), "cannot read .*config.json"),
+    "no tokenizer": (_no_tokenizer, "has no tokenizer, such as a tokenizer.json"),
+    "a tokenizer of another model": (_fewer_words, r"has \d+ tokens, the model 50; they do not belong together"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_folder_that_does_not_fit_is_refused_in_one_line(mistake: str, tmp_path: Path) -> None:
+    folder = classifier_folder(tmp_path / "m", "BertForSequenceClassification")
+    spoil, text = MISTAKES[mistake]
+    spoil(folder)
+    with pytest.raises(ExportError, match=text) as refused:
+        open_hugging_face(folder, SourceOptions())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_task_that_the_weights_are_not_for_is_refused(tmp_path: Path) -> None:
+    folder = classifier_folder(tmp_path / "m", "BertForSequenceClassification")
+    with pytest.raises(UsageError, match="'translate' is not known; expected one of embeddings, "):
+        open_hugging_face(folder, SourceOptions(task="translate"))
+    with pytest.raises(
+        UsageError,
+        match="--task token-classification needs .* a ...ForTokenClassification that takes text; .*--task text-classification",
+    ):
+        open_hugging_face(folder, SourceOptions(task="token-classification"))
+
+
+def test_unknown_layers_of_sentence_transformers_are_refused(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "m", "mean_tokens")
+    entries = json.loads((folder / "modules.json").read_text())
+    entries.append({"idx": 3, "name": "3", "path": "3", "type": "sentence_transformers.models.LSTM"})
+    (folder / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(ExportError, match="names a LSTM; expected Transformer, Pooling, Dense and Normalize"):
+        open_hugging_face(folder, SourceOptions())
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_tower_embeds_as_the_whole_model_does(tower: str, tmp_path: Path) -> None:
+    folder = towers_folder(tmp_path / "m")
+    source = open_hugging_face(folder, SourceOptions(task=f"{tower}-embeddings"))
+    inputs = {name: tensor[:4] for name, tensor in source.samples.inputs.items()}
+    whole = transformers.AutoModel.from_pretrained(folder).eval()
+    prepared = (inputs.get("image", torch.zeros(4, 32, 32, 3)) / 255 - torch.tensor([0.5, 0.4, 0.3])) / torch.tensor(
+        [0.2, 0.25, 0.3]
+    )
+    words = {name: inputs.get(name, torch.ones(4, 5, dtype=torch.int64)) for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        answer = whole(pixel_values=prepared.permute(0, 3, 1, 2), **words)
+        torch.testing.assert_close(source.module(**inputs)["embedding"], answer[f"{tower}_embeds"], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_of_two_towers_wants_to_know_which(tmp_path: Path) -> None:
+    folder = towers_folder(tmp_path / "m")
+    with pytest.raises(UsageError, match="--task image-embeddings and the other with --task text-embeddings"):
+        open_hugging_face(folder, SourceOptions())
+    with pytest.raises(UsageError, match="needs the weights of a"):
+        open_hugging_face(folder, SourceOptions(task="embeddings"))
+
+
+def test_a_model_that_is_given_no_mask_takes_texts_of_one_length(tmp_path: Path) -> None:
+    folder = towers_folder(tmp_path / "m")
+    _edited(folder / "tokenizer_config.json", model_input_names=["input_ids"])
+    source = open_hugging_face(folder, SourceOptions(task="text-embeddings"))
+    assert {name: tensor.shape[1] for name, tensor in source.samples.inputs.items()} == {"input_ids": 64}
+    assert not source.dynamic
+
+
+def test_a_body_of_audio_is_of_no_task(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "m", "Wav2Vec2Model")
+    with pytest.raises(UsageError, match="holds a Wav2Vec2Model; of raw audio, expected a ...ForSequenceClassification or"):
+        open_hugging_face(folder, SourceOptions())
+    with pytest.raises(UsageError, match="needs the weights of a ...Model that takes text"):
+        open_hugging_face(folder, SourceOptions(task="feature-extraction"))
+
+
+def test_clips_are_normalised_in_the_graph(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "m", "Wav2Vec2ForCTC")
+    source = open_hugging_face(folder, SourceOptions(samples=folder / "clips"))
+    audio = source.samples.inputs["audio"]
+    assert audio.shape == (12, 4000), "cut to the shortest"
+    assert 0.1 < float(audio.abs().max()) <= 1
+    extractor = transformers.Wav2Vec2FeatureExtractor.from_pretrained(folder)
+    prepared = extractor(list(audio.numpy()), sampling_rate=16000, return_tensors="pt").input_values
+    network = transformers.AutoModelForCTC.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(source.module(audio)["logits"], network(prepared).logits, atol=1e-4, rtol=1e-4)
+    assert source.task is not None
+    assert source.task.labels == ("<pad>", "|", "a", "b", "c")
+
+
+def _none(folder: Path) -> Path | None:
+    del folder
+    return None
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def _other_rate(folder: Path) -> Path:
+    write_clip(folder / "clips" / "00.wav", np.zeros((9000, 1)), rate=44100)
+    return folder / "clips"
+
+
+def _short(folder: Path) -> Path:
+    write_clip(folder / "clips" / "00.wav", np.zeros((90, 1)))
+    return folder / "clips"
+
+
+def _no_sound(folder: Path) -> Path:
+    (folder / "clips" / "00.wav").write_bytes(b"RIFF")
+    return folder / "clips"
+
+
+def _flat_array(folder: Path) -> Path:
+    np.save(folder / "clips.npy", np.zeros(9000, np.float32))
+    return folder / "clips.npy"
+
+
+def _short_array(folder: Path) -> Path:
+    np.save(folder / "clips.npy", np.zeros((4, 90), np.float32))
+    return folder / "clips.npy"
+
+
+CLIPS = {
+    "none": (_none, "give --samples FOLDER with .wav files of 16000 Hz"),
+    "empty": (_empty, "has no clip; expected files that end in .wav"),
+    "other rate": (_other_rate, "has 44100 Hz and 16 bits; the model takes 16000 Hz.*ffmpeg -i 00.wav -ar 16000"),
+    "short": (_short, "has 90 values a clip, 0.006 s; expected at least 0.1 s"),
+    "no sound": (_no_sound, "is no .wav file that can be read: it ends early"),
+    "short array": (_short_array, "has 90 values a clip"),
+    "flat array": (_flat_array, r"expected floats of shape \(clips, values\)"),
+}
+
+
+@pytest.mark.parametrize("case", CLIPS)
+def test_clips_that_cannot_be_used_are_refused(case: str, tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "m", "Wav2Vec2ForCTC")
+    make, message = CLIPS[case]
+    with pytest.raises(ExportError, match=message):
+        open_hugging_face(folder, SourceOptions(samples=make(folder)))
+
+
+def test_a_model_of_spectrograms_is_refused(tmp_path: Path) -> None:
+    folder = audio_folder(tmp_path / "m", "Wav2Vec2ForCTC")
+    (folder / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "ASTFeatureExtractor"}))
+    with pytest.raises(ExportError, match="names ASTFeatureExtractor; expected Wav2Vec2FeatureExtractor"):
+        open_hugging_face(folder, SourceOptions(samples=folder / "clips"))
