@@ -1,7 +1,8 @@
-"""Kernels that repair torch's own autocast: mixed dtypes, float16 LSTMs on the CPU, overwritten weights."""
+"""Kernels that repair torch's own autocast: mixed dtypes, LSTMs on the CPU, overwritten weights."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -58,19 +59,21 @@ def _widest(name: str, device_type: str) -> Callable[..., Any]:
 
 
 # torch passes a float32 LSTM to oneDNN, which casts it to the region's dtype. torch checks whether oneDNN supports the layer's
-# dtype, but not the region's: "could not create a primitive descriptor" on CPUs without float16 instructions. There the layer
-# computes in float32 here, and returns float16, as on CPUs with the instructions.
+# dtype, but not the region's: "could not create a primitive descriptor" on CPUs without float16 instructions, or, for bfloat16,
+# without AVX-512. There the layer computes in float32 here, and returns the region's dtype, as on CPUs with the instructions.
 
 _OURS = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
-CASTABLE = {torch.float16, torch.bfloat16, torch.float32}
+LOW = (torch.float16, torch.bfloat16)
+CASTABLE = {*LOW, torch.float32}
 _lstm_lock = threading.Lock()
 _lstm_library: Any = None
 
 
 def repair_lstm() -> None:
-    """Replace torch's kernel for CPU LSTMs, once, unless oneDNN supports float16 here or is missing."""
+    """Replace torch's kernel for CPU LSTMs, once, unless oneDNN supports both low dtypes here or is missing."""
     global _lstm_library  # noqa: PLW0603  (registrations are one set per process)
-    if _lstm_library is not None or not _is_needed():
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if _lstm_library is not None or not has_onednn or all(map(_computes, LOW)):
         return
     with _lstm_lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
@@ -80,15 +83,17 @@ def repair_lstm() -> None:
             _lstm_library = library
 
 
-def _is_needed() -> bool:
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(has_onednn and not torch.ops.mkldnn._is_mkldnn_fp16_supported())  # noqa: SLF001  (no public way to ask)
+@functools.cache
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in a dtype of `LOW` on this CPU."""
+    name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())  # no public way to ask
 
 
 @untraced
 def _layer(*args: Any) -> tuple[torch.Tensor, ...]:
     dtype = torch.get_autocast_dtype("cpu")
-    computed = torch.float32 if dtype is torch.float16 else dtype
+    computed = dtype if _computes(dtype) else torch.float32
     with _C._ExcludeDispatchKeyGuard(_OURS):  # noqa: SLF001  (no public form; torch's own casts use it)
         output, hidden, cell, workspace = torch.ops.aten.mkldnn_rnn_layer.default(*(_cast(arg, computed) for arg in args))
     return output.to(dtype), hidden.to(dtype), cell.to(dtype), workspace
