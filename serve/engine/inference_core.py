@@ -168,7 +168,7 @@ class InferenceCore:
             refusal = UnavailableError("the server is shutting down; send the request to another replica")
             self.figures.refuse(refusal)
             raise refusal
-        model.batcher.submit(request)
+        model.scheduler.submit(request)
 
     async def load(self, name: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Load a model from the repository, or reload it; a served one serves until the new one takes over.
@@ -285,7 +285,7 @@ class InferenceCore:
 
 async def _end(model: Model) -> None:
     """Let a model answer its accepted requests, and stop its guard."""
-    await model.batcher.drain()
+    await model.scheduler.drain()
     if model.guard is not None:
         model.guard.stop()
 

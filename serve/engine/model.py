@@ -17,6 +17,7 @@ from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import TensorSpec
 
 
@@ -97,6 +98,8 @@ class Model:
         reload: loads the copy of a number again; None where that cannot be done.
         short_s: seconds that short batches take, by their rows, as far as known; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
+        batcher: runs batches on the copies.
+        scheduler: takes the requests; the batcher, unless something is set that stands before it. Set before the first request.
     """
 
     name: str
@@ -130,6 +133,7 @@ class Model:
         limits, statistics = self.limits, self.statistics
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
         self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady)
+        self.scheduler: Scheduler = self.batcher
 
     @property
     def max_batch_size(self) -> int:

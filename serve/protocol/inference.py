@@ -10,11 +10,11 @@ from functools import partial
 from typing import Final, Protocol
 
 from halfserve.protos.inference_pb2 import ModelInferRequest
-from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
+from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
 from halfserve.serve.observability.observed_request import Caller, ObservedRequest
@@ -125,7 +125,7 @@ class Inference:
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
-        return _Cancellation(cached.model.batcher, queued, deferred)
+        return _Cancellation(cached.model.scheduler, queued, deferred)
 
     def failed(self, data: bytes, error: Exception) -> None:
         """Nothing: only observed inference records failures."""
@@ -211,17 +211,17 @@ class _Answering:
 class _Cancellation:
     """Frees a request's place in the queue, and drops its response."""
 
-    __slots__ = ("_batcher", "_deferred", "_request")
+    __slots__ = ("_deferred", "_request", "_scheduler")
 
-    def __init__(self, batcher: Batcher, request: InferRequest, deferred: DeferredResponse | None) -> None:
-        self._batcher = batcher
+    def __init__(self, scheduler: Scheduler, request: InferRequest, deferred: DeferredResponse | None) -> None:
+        self._scheduler = scheduler
         self._request = request
         self._deferred = deferred
 
     def __call__(self) -> None:
         if self._deferred is not None:
             self._deferred.gone()
-        self._batcher.cancel(self._request)
+        self._scheduler.cancel(self._request)
 
 
 def _timeout(request: ModelInferRequest) -> float | None:
