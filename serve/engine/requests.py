@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic_ns
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -232,6 +233,8 @@ class LateInputs(Mapping[str, Array]):
 
 
 Done = Callable[[Tensors | InferenceError], None]
+Parameter = bool | int | float | str
+NO_PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType({})
 
 
 class InferRequest:
@@ -253,11 +256,13 @@ class InferRequest:
         replayed: its copy of the model broke, and it was queued once more.
         line: set by the queue: the line in which the request waits.
         response_parameters: of the answer; None for none.
+        id: the client's, in UTF-8; empty for none.
+        parameters: the client's, by name; shared by requests that give the same.
     """
 
     __slots__ = (
-        "arrived_ns", "bucket", "cancelled", "deadline", "done", "inputs", "leave_by", "line", "outputs", "patience",
-        "priority", "replayed", "response_parameters", "rows", "size",
+        "arrived_ns", "bucket", "cancelled", "deadline", "done", "id", "inputs", "leave_by", "line", "outputs", "parameters",
+        "patience", "priority", "replayed", "response_parameters", "rows", "size",
     )  # fmt: skip
 
     def __init__(
@@ -273,6 +278,8 @@ class InferRequest:
         leave_by: float | None = None,
         size: int = 0,
         arrived_ns: int | None = None,
+        request_id: bytes = b"",
+        parameters: Mapping[str, Parameter] = NO_PARAMETERS,
     ) -> None:
         """It arrives now, unless `arrived_ns` says when."""
         self.inputs = inputs
@@ -290,6 +297,8 @@ class InferRequest:
         self.replayed = False
         self.line: object = None
         self.response_parameters: dict[str, str] | None = None
+        self.id = request_id
+        self.parameters = parameters
 
     def finish(self, result: Tensors | InferenceError) -> None:
         """Deliver the result, unless cancelled. An error in the callback is logged: it must not affect batch-mates."""

@@ -13,7 +13,7 @@ from halfserve.protos.inference_pb2 import ModelInferRequest
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Done, InferRequest, RawInputs, RawLayout
+from halfserve.serve.engine.requests import NO_PARAMETERS, Done, InferRequest, Parameter, RawInputs, RawLayout
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.observability.observability import Observer
@@ -121,6 +121,9 @@ class Inference:
             None if turn.delay_after_s is None else _deadline(turn.delay_after_s),
             None if turn.drop_after_s is None else _deadline(turn.drop_after_s),
             len(data) + cached.shared_bytes,
+            None,
+            request_id,
+            cached.parameters,
         )
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
@@ -171,6 +174,7 @@ class Inference:
             rows=decoded.rows,
             bucket=decoded.bucket,
             turn=model.queue_policy.turn(_whole(request, "priority", "the priority"), _timeout(request)),
+            parameters=_parameters(request),
             input_slices=tuple(of_inputs) if any(of_inputs) else None,
             slices=tuple(places),
             special=special,
@@ -222,6 +226,12 @@ class _Cancellation:
         if self._deferred is not None:
             self._deferred.gone()
         self._scheduler.cancel(self._request)
+
+
+def _parameters(request: ModelInferRequest) -> Mapping[str, Parameter]:
+    """The request's parameters by name; one without a value is left out."""
+    given = {name: parameter.WhichOneof("parameter_choice") for name, parameter in request.parameters.items()}
+    return {name: getattr(request.parameters[name], kind) for name, kind in given.items() if kind} or NO_PARAMETERS
 
 
 def _timeout(request: ModelInferRequest) -> float | None:

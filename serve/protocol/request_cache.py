@@ -13,7 +13,7 @@ from typing import Final
 from halfserve.protos.inference_pb2 import ModelInferResponse
 from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import Answer, RawLayout
+from halfserve.serve.engine.requests import Answer, Parameter, RawLayout
 from halfserve.serve.engine.tensors import Tensors
 from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag
 from halfserve.serve.protocol.raw_tensors import raw_view, to_raw
@@ -37,6 +37,7 @@ class CachedRequest:
     rows: int  # of the batch dimension
     bucket: Hashable  # requests of one bucket can share a batch
     turn: Turn  # priority and queue timeouts
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # by name
     # Per input its shared memory slice, or None if it is sent; None if all are sent
     input_slices: tuple[RegionSlice | None, ...] | None = None
     slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs
