@@ -48,6 +48,10 @@ TORCH_EXPORT = ModelKind(
 )
 
 
+# Made of other models (serve/engine/ensembles/): it has no file.
+ENSEMBLE = ModelKind(platform="ensemble", backend="", file_name="")
+
+
 # Where a version folder holds several and its configuration names none, the first one is used.
 KINDS = (ONNX, TORCH_EXPORT)
 

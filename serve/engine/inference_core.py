@@ -27,8 +27,8 @@ class Control(Protocol):
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model; returns once it serves."""
 
-    async def unload(self, name: str) -> None:
-        """Take a model out; returns once its accepted requests are answered."""
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
+        """Take a model out; returns once its accepted requests are answered. For `dependents` see `InferenceCore.unload`."""
 
     async def refresh(self) -> None:
         """Update `loadable` from the repository."""
@@ -150,10 +150,12 @@ class InferenceCore:
             known = self.states.of(name)
             served = {str(number) for number in self._models.get(name, {})}
             statuses += [status for version, status in known.items() if version not in served]
-            for version in served:
-                reason = known[version].reason if version in known else ""
-                state = VersionState.READY if self.is_ready else VersionState.UNLOADING
-                reason = reason if self.is_ready else "the server is shutting down"
+            for number, model in self._models.get(name, {}).items():
+                version, fault = str(number), model.fault
+                reason = fault or (known[version].reason if version in known else "")
+                state = VersionState.UNAVAILABLE if fault else VersionState.READY
+                if not self.is_ready:
+                    state, reason = VersionState.UNLOADING, "the server is shutting down"
                 statuses.append(VersionStatus(name=name, version=version, state=state, reason=reason))
         return in_order(statuses)
 
@@ -185,14 +187,16 @@ class InferenceCore:
         """
         await self._controlled().load(name, config, files or {})
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Take every version of a model out; returns once their accepted requests are answered.
+
+        `dependents`: with an ensemble, also the models that were loaded for its steps only.
 
         Raises:
             NotFoundError: no such model is served.
             FailedPreconditionError: unloading by request is off here.
         """
-        await self._controlled().unload(name)
+        await self._controlled().unload(name, dependents=dependents)
 
     async def refresh(self) -> None:
         """Update the list of loadable models from the repository, for `index`."""
@@ -215,6 +219,8 @@ class InferenceCore:
             for instance in model.batcher.instances:
                 instance.on_lost_device = self.on_lost_device
             model.batcher.occupancy = self._occupancy
+            if not model.backends:  # it computes by other models
+                continue
             if self.slots is not None and model.provider in CPU_PROVIDERS:
                 model.batcher.compete(self.slots)
             elif model.limits.compute_weight != 1:
@@ -284,7 +290,9 @@ class InferenceCore:
 
 
 async def _end(model: Model) -> None:
-    """Let a model answer its accepted requests, and stop its guard."""
+    """Let a model answer its accepted requests, those of other models that need it included, and stop its guard."""
+    for holder in tuple(model.holders):
+        await holder.released()
     await model.scheduler.drain()
     if model.guard is not None:
         model.guard.stop()
@@ -345,10 +353,10 @@ class RestrictedCore(InferenceCore):
             raise NotFoundError(f"the repository has no model {name!r}; RepositoryIndex lists what it has")
         await self._core.load(name, config, files)
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
         if not self._may_see(name):
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
-        await self._core.unload(name)
+        await self._core.unload(name, dependents=dependents)
 
     async def refresh(self) -> None:
         await self._core.refresh()

@@ -17,7 +17,7 @@ from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.pace import BatchLimits
-from halfserve.serve.engine.scheduler import Scheduler
+from halfserve.serve.engine.scheduler import Composition, Holder, Scheduler
 from halfserve.serve.engine.tensors import TensorSpec
 
 
@@ -100,6 +100,8 @@ class Model:
         invariance: whether requests may share batches; None where there are no rows to share.
         batcher: runs batches on the copies.
         scheduler: takes the requests; the batcher, unless something is set that stands before it. Set before the first request.
+        composition: what a model without backends is made of; set like `scheduler`.
+        holders: models that have requests under way which may need this one; it is not drained before they release it.
     """
 
     name: str
@@ -134,6 +136,8 @@ class Model:
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
         self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady)
         self.scheduler: Scheduler = self.batcher
+        self.composition: Composition | None = None
+        self.holders: list[Holder] = []
 
     @property
     def max_batch_size(self) -> int:
@@ -143,15 +147,22 @@ class Model:
     @property
     def is_ready(self) -> bool:
         """Whether requests are likely to be answered: a copy is up, and the guard does not block."""
+        if self.composition is not None:
+            return self.composition.is_ready
         up = any(instance.is_up for instance in self.batcher.instances)
         return up and (self.guard is None or not self.guard.blocks_readiness)
 
     @property
     def provider(self) -> str:
-        """See `Backend.provider`."""
-        return self.backends[0].provider
+        """See `Backend.provider`, and `Composition.provider`."""
+        return self.backends[0].provider if self.composition is None else self.composition.provider
 
     @property
     def precision(self) -> str:
-        """See `Backend.precision`."""
-        return self.backends[0].precision
+        """See `Backend.precision`, and `Composition.precision`."""
+        return self.backends[0].precision if self.composition is None else self.composition.precision
+
+    @property
+    def fault(self) -> str:
+        """See `Composition.fault`."""
+        return "" if self.composition is None else self.composition.fault

@@ -160,6 +160,11 @@ class RawInputs(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self.layout.inputs)
 
+    def late_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of an input whose bytes are fetched from outside the request; None for one in the request."""
+        place = self.layout.places[name]
+        return None if self._readers is None or self._readers[place] is None else self.layout.inputs[place].shape
+
     def size(self, name: str) -> int:
         return self.layout.inputs[self.layout.places[name]].size
 
@@ -224,6 +229,11 @@ class LateInputs(Mapping[str, Array]):
         """
         array = self._arrays[name]
         return array.read().reshape(array.shape) if isinstance(array, LateArray) else array
+
+    def late_shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of an input that is still to be parsed; None for one that is there."""
+        array = self._arrays[name]
+        return array.shape if isinstance(array, LateArray) else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)

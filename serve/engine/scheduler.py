@@ -22,3 +22,30 @@ class Scheduler(Protocol):
 
     async def drain(self) -> None:
         """Refuse new requests, finish the accepted ones, and stop."""
+
+
+class Composition(Protocol):
+    """What a model without backends of its own is made of."""
+
+    @property
+    def provider(self) -> str:
+        """The execution providers of its parts, in words."""
+
+    @property
+    def precision(self) -> str:
+        """The compute precisions of its parts, in words."""
+
+    @property
+    def fault(self) -> str:
+        """Why no request can be answered now; "" where they can."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are likely to be answered."""
+
+
+class Holder(Protocol):
+    """Sends requests to models on behalf of its own requests."""
+
+    async def released(self) -> None:
+        """Return once its accepted requests need these models no more."""

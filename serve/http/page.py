@@ -194,6 +194,8 @@ class Certificates:
 
     async def of(self, model: Model) -> Certificate | None:
         """A model version's certificate; None without a readable one."""
+        if not model.backends:  # an ensemble: its steps have certificates
+            return None
         copy = model.backends[0]  # not the model: a compiled class has no weak references
         if id(copy) not in self._read:
             path = model.path

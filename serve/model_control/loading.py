@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from halfserve.serve.engine.backend import CPU_PROVIDERS, DevicePlacement, Runtime
+from halfserve.serve.engine.backend import CPU_PROVIDERS, ENSEMBLE, DevicePlacement, ModelKind, Runtime
 from halfserve.serve.engine.background_threads import SHORT_SWITCH_INTERVAL, Worker, pause, pausing, sched_batch
-from halfserve.serve.engine.config.model_config import Defaults
+from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults
 from halfserve.serve.engine.config.parameters import ignored_settings
+from halfserve.serve.engine.ensembles.graph import is_ensemble
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.model_control.checks import check_batch_invariance, check_certificate, require_memory
@@ -159,11 +162,26 @@ class VersionLoader:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
         return replace(version, short_s=short_s)
 
+    def model(self, files: ModelFiles) -> Model:
+        """Load one version, with its threads; an ensemble is still to be connected to its steps. Any thread may do it.
+
+        Raises:
+            ModelLoadError: it cannot be served; the text says why.
+        """
+        if not is_ensemble(files.config.message):
+            return self.load(files).model()
+        model = load_ensemble(files, self.defaults)
+        _warn_of_ignored(files.config, ENSEMBLE, on_device=False)
+        return model
+
 
 def _report_ignored(version: LoadedVersion) -> None:
-    declared = version.files.config
     on_device = any(backend.provider not in CPU_PROVIDERS for backend in version.backends)
-    ignored = ignored_settings(declared.message, version.interface.kind, on_device=on_device)
+    _warn_of_ignored(version.files.config, version.interface.kind, on_device=on_device)
+
+
+def _warn_of_ignored(declared: DeclaredConfig, kind: ModelKind, *, on_device: bool) -> None:
+    ignored = ignored_settings(declared.message, kind, on_device=on_device)
     if ignored:
         logger.warning("%s: no effect here: %s", declared.source, ", ".join(ignored))
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from halfserve.serve.engine.config.model_config import config_from_json
+from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
 from halfserve.serve.engine.disk_files import temporary_folder
+from halfserve.serve.engine.ensembles.graph import step_models
 from halfserve.serve.engine.errors import (
     FailedPreconditionError,
     InferenceError,
@@ -23,6 +24,7 @@ from halfserve.serve.engine.errors import (
     UnavailableError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.repository.loaded_ensemble import models_below
 from halfserve.serve.engine.repository.model_repository import find_models, model_names
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
@@ -48,6 +50,8 @@ class ModelControl:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._uploads: dict[str, list[tempfile.TemporaryDirectory[str]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loaded_as_steps: set[str] = set()  # for ensembles, and not by a request of their own
+        self._refused_ensembles: set[str] = set()  # tried again when another model has come, in the mode POLL
         core.control = self
 
     async def start(self) -> None:
@@ -60,12 +64,19 @@ class ModelControl:
         watch = RepositoryWatch(self._path, self._thread, interval_s=options.poll_interval_s, settle_s=options.settle_s)
         if options.mode is ControlMode.POLL:
             await watch.remember()
-        for name in await self._thread.run(_wanted_at_start, self._path, options):
-            refused = await self._switch.bring_in(self._path, name)
-            if refused and not options.keep_going:
-                raise refused[0]
-            for error in refused:
-                logger.warning("%s", error)
+        tried = set[str]()
+        wanted = await self._thread.run(_wanted_at_start, self._path, options)
+        for name in wanted:
+            for model in [*await self._below(self._path, name), name]:
+                if model in tried:
+                    continue
+                tried.add(model)
+                refused = await self._switch.bring_in(self._path, model)
+                if refused and not options.keep_going:
+                    raise refused[0]
+                for error in refused:
+                    logger.warning("%s", error)
+        self._loaded_as_steps = tried.difference(wanted)
         self._switch.log_level = logging.INFO
         self._thread.in_service = True
         if options.mode is ControlMode.POLL:
@@ -90,13 +101,13 @@ class ModelControl:
         # A load that has begun is finished even if the client goes.
         await asyncio.shield(self._task(self._load(name, config, files)))
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
         """Unload a model by request; see `InferenceCore.unload`."""
         self._require_explicit("unloaded")
         check_name(name)
         if not self._core.knows(name):
             raise NotFoundError(f"model {name!r} is not loaded; RepositoryIndex lists what is")
-        await asyncio.shield(self._task(self._unload(name)))
+        await asyncio.shield(self._task(self._unload(name, dependents=dependents)))
 
     async def refresh(self) -> None:
         """List the loadable models."""
@@ -108,16 +119,40 @@ class ModelControl:
             logger.warning("%s", error)
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        self._loaded_as_steps.discard(name)
+        # Not in the lock of the ensemble: a lock inside of another could wait for ever.
+        refused_steps = [] if files else await self._load_steps(name, config)
         async with self._lock(name):
             upload = await self._thread.run(_upload, name, config, files) if self._takes(files) else None
             if upload is not None:
                 self._uploads.setdefault(name, []).append(upload)
             try:
-                await self._load_from(self._path if upload is None else Path(upload.name), name, config)
+                await self._load_from(self._path if upload is None else Path(upload.name), name, config, refused_steps)
             finally:
                 self._drop_uploads(name)
 
-    async def _load_from(self, path: Path, name: str, config: str | None) -> None:
+    async def _load_steps(self, name: str, config: str | None) -> list[str]:
+        """Load the models of an ensemble's steps that are not served; returns why some were refused."""
+        declared = None if config is None else await self._thread.run(config_from_json, config, self._path / name)
+        reasons = []
+        for step in await self._below(self._path, name, declared):
+            async with self._lock(step):
+                if self._core.served(step):
+                    continue
+                refused = await self._switch.bring_in(self._path, step)
+                reasons += self._switch.reasons(self._path, step, refused)
+                if not refused:
+                    self._loaded_as_steps.add(step)
+        return reasons
+
+    async def _below(self, path: Path, name: str, declared: DeclaredConfig | None = None) -> list[str]:
+        """The models that an ensemble needs, in the order to load them; none for a model that cannot be loaded either."""
+        try:
+            return await self._thread.run(models_below, path, name, declared)
+        except ModelLoadError:
+            return []
+
+    async def _load_from(self, path: Path, name: str, config: str | None, refused_steps: list[str]) -> None:
         try:
             known = name in await self._thread.run(model_names, path)
         except ModelLoadError as error:
@@ -128,12 +163,25 @@ class ModelControl:
         declared = None if config is None else await self._thread.run(config_from_json, config, path / name)
         refused = await self._switch.bring_in(path, name, declared)
         if refused:
-            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(self._switch.reasons(path, name, refused))}")
+            reasons = [*refused_steps, *self._switch.reasons(path, name, refused)]
+            raise FailedPreconditionError(f"model {name!r} was refused: {'; '.join(reasons)}")
 
-    async def _unload(self, name: str) -> None:
+    async def _unload(self, name: str, *, dependents: bool) -> None:
+        steps = self._steps(name)
         async with self._lock(name):
             await self._switch.take_out(name)
+            self._loaded_as_steps.discard(name)
             self._drop_uploads(name)
+        if not dependents:
+            return
+        in_use = {step for model in self._core.models() for step in self._steps(model.name)}
+        for step in steps:
+            if step in self._loaded_as_steps and step not in in_use:
+                await self._unload(step, dependents=True)
+
+    def _steps(self, name: str) -> list[str]:
+        """The models of the steps of a served ensemble; none for another model."""
+        return list(dict.fromkeys(step for model in self._core.served(name) for step in step_models(model.config)))
 
     def _drop_uploads(self, name: str) -> None:
         """Delete uploaded files that no serving version needs: a copy of a model may be loaded again from its files.
@@ -152,12 +200,34 @@ class ModelControl:
 
     async def _follow(self, name: str, there: bool) -> None:
         """The repository has changed."""
-        async with self._lock(name):
-            if not there:
+        self._refused_ensembles.discard(name)
+        if not there:
+            async with self._lock(name):
                 await self._switch.take_out(name)
-                return
-            for error in await self._switch.bring_in(self._path, name):
-                logger.warning("%s", error)
+            return
+        steps = await self._below(self._path, name)
+        for step in steps:
+            if not self._core.served(step):
+                await self._bring_in(step)
+        refused = await self._bring_in(name)
+        if refused and steps:
+            self._refused_ensembles.add(name)
+        elif not refused:
+            await self._retry_ensembles()
+
+    async def _bring_in(self, name: str) -> list[ModelLoadError]:
+        async with self._lock(name):
+            refused = await self._switch.bring_in(self._path, name)
+        for error in refused:
+            logger.warning("%s", error)
+        return refused
+
+    async def _retry_ensembles(self) -> None:
+        """A model has come, which may be what refused ensembles lacked."""
+        for name in sorted(self._refused_ensembles):
+            async with self._lock(name):
+                if not await self._switch.bring_in(self._path, name):
+                    self._refused_ensembles.discard(name)
 
     def _takes(self, files: Mapping[str, bytes]) -> bool:
         if files and not self._options.uploads:

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.ensembles.ensemble import Ensemble
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model, VersionState
+from halfserve.serve.engine.repository.loaded_ensemble import models_below
 from halfserve.serve.engine.repository.model_repository import ModelFiles, find_model
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.watch import VersionFingerprint, version_fingerprint
@@ -84,6 +86,8 @@ class Switch:
         self._core.notify()
         try:
             model = await self._made(files)
+            if isinstance(model.composition, Ensemble):
+                model.composition.connect(self._core)
         except ModelLoadError as error:
             self._refuse(path, name, [files.version], error)
             return error
@@ -120,7 +124,7 @@ class Switch:
 
     def _make(self, files: ModelFiles) -> Model:
         """On the loader's thread, including the start of the model's threads, which takes long on a busy machine."""
-        return self._loader.load(files).model()
+        return self._loader.model(files)
 
     def _refuse(self, path: Path, name: str, versions: list[int] | list[str], error: ModelLoadError) -> None:
         reason = _for_clients(str(error), path)
@@ -137,6 +141,7 @@ def _look(path: Path, name: str, declared: DeclaredConfig | None) -> list[tuple[
     try:
         bare = path.is_file()
         found = find_model(path, name, declared)
+        models_below(path, name, declared)  # refuses ensembles that need each other
         return [(files, version_fingerprint(files, bare=bare)) for files in found]
     except OSError as error:
         raise ModelLoadError(f"{path / name}: cannot be read: {error.strerror}") from None

@@ -135,14 +135,15 @@ class RepositoryRpcs:
     async def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
         """Unload a model; answers once its accepted requests are answered.
 
-        The parameter "unload_dependents" has no effect: no model depends on another.
+        Parameter "unload_dependents": with an ensemble, also unload the models that were loaded for its steps only.
         """
         _require_no_repository(request.repository_name)
+        dependents = False
         for name, parameter in request.parameters.items():
             if name != "unload_dependents":
                 raise InvalidArgumentError(f"parameter {name!r} is not known; expected 'unload_dependents'")
-            _value(name, parameter, "bool_param")
-        await self._core.unload(request.model_name)
+            dependents = _value(name, parameter, "bool_param")
+        await self._core.unload(request.model_name, dependents=dependents)
         return pb.RepositoryModelUnloadResponse()
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Unsupported settings that a model made for them cannot do without, and what to do.
 UNSERVED = {
     "sequence_batching": "use dynamic_batching or remove the setting",
-    "ensemble_scheduling": "use dynamic_batching or remove the setting",
+    "ensemble_scheduling": "set platform: 'ensemble', or use dynamic_batching",
     "batch_input": "remove the setting, and have clients send that input",
     "batch_output": "remove the setting, and export the model with the batch as first dimension",
 }

@@ -23,7 +23,9 @@ from halfserve.serve.engine.errors import ModelLoadError
 PREFIX = "halfserve."
 Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
-REPORTED = frozenset({"halfserve.certificate", "halfserve.nodes", "halfserve.precision", "halfserve.provider"})
+REPORTED = frozenset(
+    {"halfserve.certificate", "halfserve.nodes", "halfserve.precision", "halfserve.provider", "halfserve.steps"}
+)
 # Paths that this server acts on, "*" for all below; other settings are kept, shown to clients and named in a warning.
 HONOURED = frozenset(
     {
@@ -36,6 +38,8 @@ HONOURED = frozenset(
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
+        *("ensemble_scheduling.step.model_name", "ensemble_scheduling.step.model_version"),
+        *("ensemble_scheduling.step.input_map", "ensemble_scheduling.step.output_map"),
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.

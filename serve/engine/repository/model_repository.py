@@ -16,6 +16,7 @@ from pathlib import Path
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import KINDS, ONNX, asked_kinds
 from halfserve.serve.engine.config.model_config import DeclaredConfig, read_config, require_served
+from halfserve.serve.engine.ensembles.graph import is_ensemble
 from halfserve.serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class ModelFiles:
     Attributes:
         name: the model folder's name, or the bare file's without its ending.
         version: the version folder's name; 1 for a bare file.
-        model: the model file.
+        model: the model file; an ensemble's configuration.
         config: from the model folder's config.pbtxt.
     """
 
@@ -176,6 +177,8 @@ def _version_folders(folder: Path) -> dict[int, Path]:
 
 
 def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
+    if is_ensemble(declared.message):
+        return _ensemble_versions(folder, declared)
     names = _file_names(declared)
     present = {
         version: found
@@ -198,6 +201,16 @@ def _versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
     if not chosen:
         raise ModelLoadError(f"{folder}: none of its version folders to be served holds {' or '.join(names)}")
     return [ModelFiles(name=folder.name, version=v, model=present[v], config=declared) for v in chosen]
+
+
+def _ensemble_versions(folder: Path, declared: DeclaredConfig) -> list[ModelFiles]:
+    """An ensemble needs no version folder; Triton wants one, which may be empty."""
+    present = sorted(_version_folders(folder)) if folder.is_dir() else []
+    chosen = _chosen(declared.message, present or [1])
+    if not chosen:
+        known = ", ".join(map(str, present or [1]))
+        raise ModelLoadError(f"{folder}: version_policy asks for versions that are not there, expected some of {known}")
+    return [ModelFiles(name=folder.name, version=v, model=declared.source, config=declared) for v in chosen]
 
 
 def _places(path: Path) -> tuple[Path, ...]:

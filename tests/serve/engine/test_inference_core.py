@@ -193,7 +193,8 @@ class Loads:
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self.asked.append(f"load {name} {config} {sorted(files)}")
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, dependents: bool = False) -> None:
+        assert not dependents
         self.asked.append(f"unload {name}")
 
     async def refresh(self) -> None:

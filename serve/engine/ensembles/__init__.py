@@ -1,0 +1,1 @@
+"""Ensembles: models that are made of other models, their steps."""

@@ -1,0 +1,233 @@
+"""A step of an ensemble with the model that computes it: makes the model's requests from the tensors of the ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from time import monotonic
+from typing import Final
+
+from halfserve.serve.engine.config.batching import Turn
+from halfserve.serve.engine.ensembles.fit import TensorSource
+from halfserve.serve.engine.ensembles.graph import EnsembleStep
+from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.requests import Done, InferRequest, LateArray, LateInputs, Parameter, RawInputs
+from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
+
+MAX_SHAPES: Final = 1024  # combinations of shapes whose check is kept
+OUTSIDE: Final = -1  # the step of a tensor that is an input of the ensemble
+
+
+class StepInput:
+    """One input of a step and where its tensor comes from.
+
+    Attributes:
+        name: of the model's input.
+        step: index of the step that writes the tensor; OUTSIDE for an input of the ensemble.
+        tensor: its name in that step's answer, or among the ensemble's inputs.
+    """
+
+    __slots__ = ("_dimensions", "_label", "_source", "_spec", "_tensor", "name", "step", "tensor")
+
+    def __init__(self, step: int, tensor: str, name: str, source: TensorSource, spec: TensorSpec, label: str) -> None:
+        """`tensor`: the name in the writer's answer; `name`: of the ensemble's tensor; `label`: of this step."""
+        self.name = spec.name
+        self.step = step
+        self.tensor = tensor
+        self._tensor = name
+        self._source = source
+        self._spec = spec
+        self._label = label
+        self._dimensions = len(spec.shape)
+
+    def taken(self, array: Array) -> Array:
+        """The writer's array in the shape of this step's clients."""
+        if self._source.spec.model_shape is not None and self.step != OUTSIDE:
+            array = self._source.spec.to_client(array)
+        return array if array.ndim == self._dimensions else array.reshape(self.shape_of(array.shape))
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape with the batch dimension that this step has: it is added, or left out where it has one row.
+
+        Raises:
+            InvalidArgumentError: there are more rows.
+        """
+        if len(shape) == self._dimensions:
+            return shape
+        if len(shape) == self._dimensions - 1 and not self._source.batched:
+            return (1, *shape)
+        if len(shape) == self._dimensions + 1 and self._source.batched:
+            if shape[0] == 1:
+                return shape[1:]
+            raise InvalidArgumentError(
+                f"{self._label}: the model has no batch dimension, so it takes one row, but the tensor {self._tensor!r} has "
+                f"{shape[0]}; send one row a request"
+            )
+        return shape
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Check the shape of a tensor.
+
+        Raises:
+            InferenceError: it does not fit; the text names the step that is to blame.
+        """
+        wrong = self._spec.mismatch(shape)
+        if wrong is None:
+            return
+        declared = self._source.spec.shape
+        if self.step != OUTSIDE and len(declared) == len(shape) and self._source.spec.mismatch(shape) is not None:
+            raise BackendError(f"{self._source.what} has shape {list(shape)}, its model declares {list(declared)}")
+        raise InvalidArgumentError(f"{self._label}: input {self.name!r} (the tensor {self._tensor!r}) {wrong}")
+
+
+class _LateRead:
+    """Reads an input of the ensemble on the thread that computes."""
+
+    __slots__ = ("_inputs", "_name")
+
+    def __init__(self, inputs: Tensors, name: str) -> None:
+        self._inputs = inputs
+        self._name = name
+
+    def __call__(self) -> Array:
+        return self._inputs[self._name]
+
+
+class BoundStep:
+    """A step and its model, as long as that is served.
+
+    Attributes:
+        index: of the step in the ensemble's graph.
+        label: of the step, in error texts.
+        model: computes it.
+    """
+
+    __slots__ = ("_default_turn", "_is_direct", "_known", "_links", "index", "label", "model")
+
+    def __init__(self, index: int, step: EnsembleStep, model: Model, links: Sequence[StepInput], *, is_direct: bool) -> None:
+        """`links`: in the order of the model's inputs; `is_direct`: they are the ensemble's inputs, in every respect."""
+        self.index = index
+        self.label = step.label
+        self.model = model
+        self._links = tuple(links)
+        self._is_direct = is_direct
+        self._known: dict[tuple[tuple[int, ...], ...], tuple[int, Hashable, int]] = {}
+        self._default_turn = model.queue_policy.turn(0, None)
+
+    def request(self, whole: InferRequest, answers: Sequence[Tensors], outputs: tuple[str, ...], done: Done) -> InferRequest:
+        """The request to the step's model.
+
+        Args:
+            whole: the ensemble's request.
+            answers: of the steps that have been computed, by their index.
+            outputs: of the model that are needed.
+            done: of the request.
+
+        Raises:
+            InferenceError: a tensor does not fit the model.
+        """
+        inputs: Tensors
+        if self._is_direct:
+            inputs, rows, bucket, size = whole.inputs, whole.rows, whole.bucket, whole.size
+        else:
+            inputs, shapes = self._gathered(whole.inputs, answers)
+            known = self._known.get(shapes)
+            rows, bucket, size = self._measured(shapes) if known is None else known
+        turn = self._turn(whole)
+        return InferRequest(
+            inputs,
+            outputs,
+            rows,
+            bucket,
+            whole.deadline,
+            done,
+            turn.level,
+            None if turn.delay_after_s is None else monotonic() + turn.delay_after_s,
+            None if turn.drop_after_s is None else monotonic() + turn.drop_after_s,
+            size,
+            None,
+            whole.id,
+            whole.parameters,
+        )
+
+    def _gathered(self, given: Tensors, answers: Sequence[Tensors]) -> tuple[Tensors, tuple[tuple[int, ...], ...]]:
+        """The inputs by name, in the model's own shapes, and their shapes as its clients see them."""
+        arrays: dict[str, Array] = {}
+        late: dict[str, Array | LateArray] = {}
+        shapes: list[tuple[int, ...]] = []
+        for link in self._links:
+            if link.step == OUTSIDE:
+                shape = _late_shape(given, link.tensor)
+                if shape is not None:
+                    shape = link.shape_of(shape)
+                    own = self.model.inputs[link.name].shape_for_model(shape)
+                    late[link.name] = LateArray(own, _LateRead(given, link.tensor))
+                    shapes.append(shape)
+                    continue
+                array = link.taken(given[link.tensor])
+            else:
+                array = link.taken(answers[link.step][link.tensor])
+            shapes.append(array.shape)
+            spec = self.model.inputs[link.name]
+            if spec.model_shape is not None:
+                link.check(array.shape)
+                array = array.reshape(spec.shape_for_model(array.shape))
+            arrays[link.name] = array
+        return (LateInputs({**arrays, **late}) if late else arrays), tuple(shapes)
+
+    def _measured(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, Hashable, int]:
+        """Rows, bucket and bytes of inputs of these shapes, which are checked."""
+        for link, shape in zip(self._links, shapes, strict=True):
+            link.check(shape)
+        most, rows = self.model.max_batch_size, 1
+        if most:
+            rows = shapes[0][0]
+            if any(shape[0] != rows for shape in shapes):
+                sizes = {link.name: shape[0] for link, shape in zip(self._links, shapes, strict=True)}
+                raise InvalidArgumentError(
+                    f"{self.label}: inputs have different batch sizes {sizes}, expected the same for all"
+                )
+            if not 1 <= rows <= most:
+                raise InvalidArgumentError(f"{self.label}: the batch size is {rows}, expected 1 to {most}")
+        specs = [self.model.inputs[link.name] for link in self._links]
+        own = [spec.shape_for_model(shape)[1 if most else 0 :] for spec, shape in zip(specs, shapes, strict=True)]
+        size = 0
+        for spec, shape in zip(specs, shapes, strict=True):
+            elements = 1
+            for length in shape:
+                elements *= length
+            size += elements * spec.datatype.array_dtype.itemsize
+        # As the codec makes them, so that these requests share batches with those that clients send.
+        found: tuple[int, Hashable, int] = (rows, own[0] if len(own) == 1 else tuple(own), size)
+        if len(self._known) < MAX_SHAPES:
+            self._known[shapes] = found
+        return found
+
+    def _turn(self, whole: InferRequest) -> Turn:
+        """How the model's requests wait that ask for the ensemble's priority and timeout."""
+        if not whole.parameters:
+            return self._default_turn
+        priority, timeout_us = whole.parameters.get("priority", 0), whole.parameters.get("timeout", 0)
+        return self.model.queue_policy.turn(_whole(priority), _whole(timeout_us) / 1e6 or None)
+
+
+def _whole(parameter: Parameter) -> int:
+    return parameter if isinstance(parameter, int) else 0
+
+
+def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:
+    """The shape of an input that is read when it is computed; None for one that is there."""
+    if isinstance(inputs, LateInputs):
+        return inputs.late_shape(name)
+    if isinstance(inputs, RawInputs):
+        return inputs.late_shape(name)
+    return None
+
+
+def named(error: InferenceError, label: str) -> InferenceError:
+    """A step's error as the ensemble's: of the same class, and its text names the step."""
+    ours = type(error).__new__(type(error))
+    ours.__dict__.update(error.__dict__)
+    ours.args = (f"{label}: {error}",)
+    ours.__cause__ = error
+    return ours

@@ -1,0 +1,205 @@
+"""An ensemble that is served: takes its requests, and follows the models of its steps as they come, change and go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Final
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.ensembles.binding import Binding
+from halfserve.serve.engine.ensembles.fit import misfit
+from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep, first_cycle
+from halfserve.serve.engine.ensembles.run import EnsembleRun
+from halfserve.serve.engine.errors import ModelLoadError, UnavailableError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.requests import InferRequest
+
+logger = logging.getLogger(__name__)
+
+SHUTTING_DOWN: Final = "the model is shutting down; send the request to another replica"
+NOT_CONNECTED: Final = "the ensemble is being loaded"
+RETRY_S: Final = 1.0  # a model that is being reloaded is back after about as long
+
+
+class Ensemble:
+    """The scheduler of an ensemble, and what its model is made of. Lives on the event loop once it is connected.
+
+    Attributes:
+        graph: of the steps.
+        fault: why the models that are served now cannot compute it; "" where they can.
+    """
+
+    def __init__(self, graph: EnsembleGraph, config: ModelConfig, source: Path, statistics: Statistics, version: int) -> None:
+        """`config` is the model's, into which what the steps are is written; `source`: its file, for error texts."""
+        self.graph = graph
+        self._config = config
+        self._source = source
+        self._statistics = statistics
+        self._label = f"{graph.name}/{version}"
+        self._core: InferenceCore | None = None
+        self._binding: Binding | None = None
+        self._own_fault = NOT_CONNECTED
+        self._in_flight = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+
+    def connect(self, core: InferenceCore) -> None:
+        """Find the models of the steps, and follow their changes. Once, before the ensemble is served.
+
+        Raises:
+            ModelLoadError: a model is not served, or does not fit; the text names step and tensor.
+        """
+        found = self._found(core)
+        if isinstance(found, str):
+            raise ModelLoadError(f"{self._source}: {found}")
+        self._core = core
+        self._bind(found)
+        core.on_change(self._follow)
+
+    @property
+    def fault(self) -> str:
+        if self._binding is None:
+            return self._own_fault
+        for step in self._binding.steps:
+            if step.model.fault:
+                return f"{step.label}: {step.model.fault}"
+        return ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model of every step is."""
+        return self._binding is not None and all(model.is_ready for model in self._binding.models)
+
+    @property
+    def provider(self) -> str:
+        """The steps' providers, each once."""
+        return ", ".join(dict.fromkeys(model.provider for model in self._models()))
+
+    @property
+    def precision(self) -> str:
+        """The steps' precisions: one where all have the same, otherwise by model."""
+        models = self._models()
+        found = {model.precision for model in models}
+        if len(found) == 1:
+            return found.pop()
+        return ", ".join(dict.fromkeys(f"{model.name}: {model.precision}" for model in models))
+
+    def submit(self, request: InferRequest) -> None:
+        """Begin a request; see `Scheduler.submit`.
+
+        Raises:
+            UnavailableError: the ensemble is draining, or a step's model is not served or does not fit.
+            InferenceError: the model of a first step refuses its request.
+        """
+        binding = self._binding
+        if self._is_draining or binding is None:
+            away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
+            self._statistics.failed(request.arrived_ns, away)
+            raise away
+        self._in_flight += 1
+        EnsembleRun(request, binding, self._statistics, self._ended).start()
+
+    def cancel(self, request: InferRequest) -> None:
+        """The client has gone: the steps under way are dropped, further ones are not computed."""
+        request.cancelled = True
+        if isinstance(request.line, EnsembleRun):
+            request.line.cancel()
+
+    async def drain(self) -> None:
+        """Refuse new requests, finish the accepted ones, and let go of the steps' models."""
+        self._is_draining = True
+        while self._in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+        if self._core is not None:
+            self._core.off_change(self._follow)
+            self._core = None
+        if self._binding is not None:
+            self._binding.retire()
+
+    def _ended(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight and self._is_draining:
+            self._idle.set()
+
+    def _unbound(self) -> UnavailableError:
+        return UnavailableError(f"the ensemble cannot be computed now: {self._own_fault}", retry_after_s=RETRY_S)
+
+    def _models(self) -> tuple[Model, ...]:
+        return () if self._binding is None else self._binding.models
+
+    def _follow(self) -> None:
+        """The served models have changed."""
+        if self._core is None:
+            return
+        found = self._found(self._core)
+        if isinstance(found, str):
+            if found != self._own_fault:
+                logger.warning("%s: cannot be computed: %s", self._label, found)
+            self._unbind(found)
+        elif tuple(found) != self._models():
+            if self._own_fault:
+                logger.info("%s: can be computed again", self._label)
+            self._unbind("")
+            self._bind(found)
+
+    def _bind(self, models: list[Model]) -> None:
+        self._own_fault = ""
+        self._binding = Binding(self.graph, models, self._config.max_batch_size)
+        parameters = self._config.parameters
+        parameters["halfserve.provider"].string_value = self.provider
+        parameters["halfserve.precision"].string_value = self.precision
+        described = (_described(step, model) for step, model in zip(self.graph.steps, models, strict=True))
+        parameters["halfserve.steps"].string_value = "; ".join(described)
+
+    def _unbind(self, fault: str) -> None:
+        self._own_fault = fault
+        if self._binding is not None:
+            self._binding.retire()
+            self._binding = None
+
+    def _found(self, core: InferenceCore) -> list[Model] | str:
+        """The models of the steps that are served now, or why the graph cannot be computed by them."""
+        models = []
+        for step in self.graph.steps:
+            model = _served(core, step)
+            if isinstance(model, str):
+                return f"{step.label}: {model}"
+            models.append(model)
+        cycle = first_cycle([self.graph.name], lambda name: self._below(core, name))
+        if cycle:
+            return f"its steps lead back to it: {' -> '.join(map(repr, cycle))}; an ensemble cannot be a step of itself"
+        return misfit(self.graph, models, self._config.max_batch_size) or models
+
+    def _below(self, core: InferenceCore, name: str) -> list[str]:
+        """The models of the steps of an ensemble that is served, or of this one."""
+        if name == self.graph.name:
+            return [step.model for step in self.graph.steps]
+        made_of = (model.composition for model in core.served(name))
+        return [step.model for ensemble in made_of if isinstance(ensemble, Ensemble) for step in ensemble.graph.steps]
+
+
+def _served(core: InferenceCore, step: EnsembleStep) -> Model | str:
+    """The served model of a step, or why there is none."""
+    served = core.served(step.model)
+    if step.version is None and served:
+        return served[-1]
+    found = next((model for model in served if model.version == step.version), None)
+    if found is not None:
+        return found
+    if not served:
+        return "the model is not served; load it, or correct model_name"
+    return f"version {step.version} of the model is not served; served: {', '.join(str(model.version) for model in served)}"
+
+
+def _described(step: EnsembleStep, model: Model) -> str:
+    """A step's model, where and in which precision it computes, and its certificate's verdict."""
+    parameters = model.config.parameters
+    verdict = parameters["halfserve.certificate"].string_value if "halfserve.certificate" in parameters else ""
+    certificate = f", certificate {verdict}" if verdict else ""
+    inner = f" ({parameters['halfserve.steps'].string_value})" if "halfserve.steps" in parameters else ""
+    return f"{step.number}: {model.name}/{model.version} {model.provider}, {model.precision}{certificate}{inner}"

@@ -1,0 +1,113 @@
+"""Whether an ensemble's graph fits the models of its steps: names, types, shapes and batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSource:
+    """Where a tensor of an ensemble comes from.
+
+    Attributes:
+        spec: as its writer's clients see it.
+        batched: it begins with a batch dimension.
+        what: the source in error texts.
+    """
+
+    spec: TensorSpec
+    batched: bool
+    what: str
+
+
+def sources_of(graph: EnsembleGraph, models: Sequence[Model], *, batched: bool) -> dict[str, TensorSource]:
+    """The sources of the ensemble's tensors by name; one that its step's model does not have is left out.
+
+    Args:
+        graph: of the ensemble.
+        models: of the steps.
+        batched: the ensemble has a batch dimension.
+    """
+    found = {
+        spec.name: TensorSource(spec=spec, batched=batched, what=f"input {spec.name!r} of the ensemble")
+        for spec in graph.inputs
+    }
+    for step, model in zip(graph.steps, models, strict=True):
+        for output, tensor in step.outputs.items():
+            if output in model.outputs:
+                what = f"output {output!r} of {step.label}"
+                found[tensor] = TensorSource(spec=model.outputs[output], batched=model.max_batch_size > 0, what=what)
+    return found
+
+
+def misfit(graph: EnsembleGraph, models: Sequence[Model], max_batch_size: int) -> str | None:
+    """Why the models of the steps cannot compute the graph; None where they can.
+
+    Shapes meet where each size is equal or open (-1) on one side. Between a model with a batch dimension and one without,
+    they also meet where one has the batch dimension in front in addition; such a batch has one row.
+
+    Args:
+        graph: of the ensemble.
+        models: that are served for the steps, in their order.
+        max_batch_size: of the ensemble; 0 without a batch dimension.
+    """
+    for step, model in zip(graph.steps, models, strict=True):
+        wrong = _wrong_names(step, model) or _wrong_batch(model, max_batch_size)
+        if wrong is not None:
+            return f"{step.label}: {wrong}"
+    sources = sources_of(graph, models, batched=max_batch_size > 0)
+    for step, model in zip(graph.steps, models, strict=True):
+        for name, tensor in sorted(step.inputs.items()):
+            what = f"{step.label}: input {name!r}"
+            wrong = _differing(sources[tensor], tensor, model.inputs[name], what, batched=model.max_batch_size > 0)
+            if wrong is not None:
+                return wrong
+    for spec in graph.outputs:
+        what = f"output {spec.name!r} of the ensemble"
+        wrong = _differing(sources[spec.name], spec.name, spec, what, batched=max_batch_size > 0)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _wrong_names(step: EnsembleStep, model: Model) -> str | None:
+    for kind, asked, known in (("input", step.inputs, model.inputs), ("output", step.outputs, model.outputs)):
+        strange = sorted(asked.keys() - known.keys())
+        if strange:
+            return f"{kind}_map names {strange[0]!r}, but the model's {kind}s are {', '.join(map(repr, known))}"
+    missing = [name for name in model.inputs if name not in step.inputs]
+    return f"input_map has no entry for input {missing[0]!r} of the model; map a tensor to it" if missing else None
+
+
+def _wrong_batch(model: Model, max_batch_size: int) -> str | None:
+    if 0 < model.max_batch_size < max_batch_size:
+        return (
+            f"the model's max_batch_size is {model.max_batch_size}, the ensemble's is {max_batch_size}; "
+            f"set the ensemble's to {model.max_batch_size} or less"
+        )
+    return None
+
+
+def _differing(source: TensorSource, tensor: str, spec: TensorSpec, what: str, *, batched: bool) -> str | None:
+    given = source.spec
+    if given.datatype is not spec.datatype:
+        return (
+            f"{what} is {spec.datatype.wire}, but the tensor {tensor!r} is {given.datatype.wire}, as {source.what}; "
+            "put a step that casts between them"
+        )
+    if _meet(given.shape, spec.shape):
+        return None
+    if source.batched is not batched:
+        dropped, other = (given.shape[1:], spec.shape) if source.batched else (given.shape, spec.shape[1:])
+        if _meet(dropped, other):
+            return None
+    return f"{what} has shape {list(spec.shape)}, but the tensor {tensor!r} has shape {list(given.shape)}, as {source.what}"
+
+
+def _meet(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(a == b or ANY_SIZE in {a, b} for a, b in zip(one, other, strict=True))

@@ -1,0 +1,231 @@
+"""The graph of an ensemble: its steps, the tensors between them, and which step waits for which. A pure structure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from halfserve.protos.datatypes import BY_CONFIG
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ENSEMBLE
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
+
+# Settings of models that compute; as in Triton, an ensemble may not have them.
+NOT_FOR_ENSEMBLES = ("instance_group", "optimization", "model_warmup")
+N = TypeVar("N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleStep:
+    """One step of an ensemble.
+
+    Attributes:
+        number: in the configuration, from 1.
+        model: that computes it.
+        version: of the model; None for the latest.
+        inputs: the tensor that each input of the model gets, by the input's name.
+        outputs: the tensor that each output of the model becomes, by the output's name; outputs that are left out are dropped.
+    """
+
+    number: int
+    model: str
+    version: int | None
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+    @property
+    def label(self) -> str:
+        """The step in error texts."""
+        return f"step {self.number} (model {self.model!r})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleGraph:
+    """Steps that can be computed: every tensor is written once, before the steps that read it.
+
+    Attributes:
+        name: of the ensemble.
+        inputs: of the ensemble, in the shapes that the steps see.
+        outputs: likewise.
+        steps: in the order of the configuration.
+        writers: the index in `steps` of the step that writes a tensor, by the tensor's name; inputs have none.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    steps: tuple[EnsembleStep, ...]
+    writers: Mapping[str, int]
+
+    def needed(self, outputs: Iterable[str]) -> frozenset[int]:
+        """Indices of the steps that have to be computed for these outputs of the ensemble."""
+        found = set[int]()
+        open_steps = [self.writers[name] for name in outputs]
+        while open_steps:
+            index = open_steps.pop()
+            if index not in found:
+                found.add(index)
+                open_steps += self.waits_for(index)
+        return frozenset(found)
+
+    def waits_for(self, index: int) -> frozenset[int]:
+        """Indices of the steps whose outputs a step reads."""
+        return frozenset(self.writers[tensor] for tensor in self.steps[index].inputs.values() if tensor in self.writers)
+
+
+def is_ensemble(config: ModelConfig) -> bool:
+    """Whether a configuration is an ensemble's."""
+    return config.platform == ENSEMBLE.platform or (
+        config.HasField("ensemble_scheduling") and not config.platform and not config.backend
+    )
+
+
+def step_models(config: ModelConfig) -> list[str]:
+    """The models of an ensemble's steps, each once; none for another model's configuration."""
+    return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step)) if is_ensemble(config) else []
+
+
+def ensemble_specs(config: ModelConfig, source: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The inputs and outputs that an ensemble's configuration declares, as its clients see them.
+
+    Raises:
+        ModelLoadError: one has no name, type or valid shape, or there is none.
+    """
+    batch = (ANY_SIZE,) if config.max_batch_size else ()
+
+    def specs(kind: str, entries: Any) -> tuple[TensorSpec, ...]:
+        if not entries:
+            raise ModelLoadError(f"{source}: the ensemble has no {kind}, expected one at least; declare it")
+        twice = [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]
+        if twice:
+            raise ModelLoadError(f"{source}: {kind} {twice[0]!r} is there twice, expected each once; remove one")
+        return tuple(_spec(entry, batch, f"{source}: {kind} {entry.name!r}") for entry in entries)
+
+    return specs("input", config.input), specs("output", config.output)
+
+
+def _spec(entry: Any, batch: tuple[int, ...], where: str) -> TensorSpec:
+    datatype = BY_CONFIG.get(entry.data_type)
+    if not entry.name or datatype is None:
+        raise ModelLoadError(f"{where} has no {'data_type' if entry.name else 'name'}; an ensemble declares its tensors")
+    own = (*batch, *entry.reshape.shape) if entry.HasField("reshape") else None
+    if min([*entry.dims, *(own or ())], default=0) < ANY_SIZE:
+        raise ModelLoadError(f"{where} has dims {list(entry.dims)}, expected sizes of 0 or more, or {ANY_SIZE} for any size")
+    return TensorSpec(name=entry.name, datatype=datatype, shape=(*batch, *entry.dims), model_shape=own)
+
+
+def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
+    """The graph of an ensemble's configuration, which was read from `source`. The models of its steps are not looked at.
+
+    Raises:
+        ModelLoadError: the configuration is no graph that can be computed; the text names step and tensor.
+    """
+    for field in NOT_FOR_ENSEMBLES:
+        if field in {present.name for present, _ in config.ListFields()}:
+            raise ModelLoadError(f"{source}: {field} is not for ensembles; set it for the models of the steps instead")
+    if config.max_batch_size < 0:
+        raise ModelLoadError(f"{source}: max_batch_size is {config.max_batch_size}, expected 0 (no batching) or more")
+    inputs, outputs = ensemble_specs(config, source)
+    steps = tuple(_step(entry, number, source) for number, entry in enumerate(config.ensemble_scheduling.step, 1))
+    if not steps:
+        raise ModelLoadError(f"{source}: ensemble_scheduling has no step, expected one at least")
+    names = {spec.name for spec in inputs}
+    graph = EnsembleGraph(
+        name=config.name,
+        inputs=tuple(_inside(spec) for spec in inputs),
+        outputs=tuple(_inside(spec) for spec in outputs),
+        steps=steps,
+        writers=_writers(steps, names, source),
+    )
+    _require_written(graph, names, source)
+    _require_read(graph, names, source)
+    cycle = first_cycle(range(len(steps)), graph.waits_for)
+    if cycle:
+        loop = " -> ".join(steps[index].label for index in reversed(cycle))
+        raise ModelLoadError(f"{source}: the steps wait for each other: {loop}; remove one of the tensors between them")
+    return graph
+
+
+def _inside(spec: TensorSpec) -> TensorSpec:
+    """A tensor of the ensemble as its steps see it."""
+    shape = spec.shape if spec.model_shape is None else spec.model_shape
+    return TensorSpec(name=spec.name, datatype=spec.datatype, shape=shape)
+
+
+def _step(entry: Any, number: int, source: Path) -> EnsembleStep:
+    where = f"{source}: ensemble_scheduling: step {number}"
+    missing = next((field for field in ("model_name", "input_map", "output_map") if not getattr(entry, field)), None)
+    if missing is not None:
+        raise ModelLoadError(f"{where} has no {missing}; expected one")
+    if entry.model_namespace:
+        raise ModelLoadError(f"{where} has a model_namespace, which is not supported; one repository is served here")
+    return EnsembleStep(
+        number=number,
+        model=entry.model_name,
+        version=entry.model_version if entry.model_version > 0 else None,
+        inputs=dict(entry.input_map),
+        outputs=dict(entry.output_map),
+    )
+
+
+def _writers(steps: tuple[EnsembleStep, ...], inputs: set[str], source: Path) -> dict[str, int]:
+    writers: dict[str, int] = {}
+    for index, step in enumerate(steps):
+        for output, tensor in sorted(step.outputs.items()):
+            if tensor in inputs or tensor in writers:
+                by = "is an input of the ensemble" if tensor in inputs else f"is written by {steps[writers[tensor]].label}"
+                raise ModelLoadError(
+                    f"{source}: {step.label}: output {output!r} writes the tensor {tensor!r}, which {by}; give it another name"
+                )
+            writers[tensor] = index
+    return writers
+
+
+def _require_written(graph: EnsembleGraph, inputs: set[str], source: Path) -> None:
+    for step in graph.steps:
+        for name, tensor in sorted(step.inputs.items()):
+            if tensor not in graph.writers and tensor not in inputs:
+                raise ModelLoadError(
+                    f"{source}: {step.label}: input {name!r} reads the tensor {tensor!r}, which no step writes and which is no "
+                    f"input of the ensemble; there are {', '.join(map(repr, sorted({*inputs, *graph.writers})))}"
+                )
+    for spec in graph.outputs:
+        if spec.name not in graph.writers:
+            raise ModelLoadError(
+                f"{source}: no step writes the output {spec.name!r} of the ensemble; steps write "
+                f"{', '.join(map(repr, sorted(graph.writers)))}"
+            )
+
+
+def _require_read(graph: EnsembleGraph, inputs: set[str], source: Path) -> None:
+    read = {tensor for step in graph.steps for tensor in step.inputs.values()} | {spec.name for spec in graph.outputs}
+    unused = sorted(inputs - read)
+    if unused:
+        raise ModelLoadError(f"{source}: no step reads the input {unused[0]!r} of the ensemble; remove it, or map it")
+    unread = sorted(graph.writers.keys() - read)
+    if unread:
+        writer = graph.steps[graph.writers[unread[0]]]
+        raise ModelLoadError(
+            f"{source}: {writer.label} writes the tensor {unread[0]!r}, which no step reads and which is no output of the "
+            "ensemble; remove it from output_map"
+        )
+
+
+def first_cycle(nodes: Iterable[N], waits_for: Callable[[N], Iterable[N]]) -> list[N]:
+    """One way along `waits_for` that leads back to where it began, both ends included; empty where there is none."""
+    done = set[N]()
+
+    def visit(node: N, trail: list[N]) -> list[N]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        found = next(filter(None, (visit(other, [*trail, node]) for other in waits_for(node))), [])
+        done.add(node)
+        return found
+
+    return next(filter(None, (visit(node, []) for node in nodes)), [])

@@ -1,0 +1,92 @@
+"""Make an ensemble from its configuration: it has no file, and computes by the models of its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ENSEMBLE, ModelInterface
+from halfserve.serve.engine.config.batching import batch_limits
+from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, read_config
+from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
+from halfserve.serve.engine.ensembles.ensemble import Ensemble
+from halfserve.serve.engine.ensembles.graph import ensemble_specs, first_cycle, read_graph, step_models
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.loaded_version import read_labels
+from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, ModelFiles, model_names
+
+
+def load_ensemble(files: ModelFiles, defaults: Defaults) -> Model:
+    """The model of an ensemble, which is still to be connected to the models of its steps (`Ensemble.connect`).
+
+    Any thread may do it.
+
+    Raises:
+        ModelLoadError: the configuration is no ensemble that can be computed; the text names step and tensor.
+    """
+    source = files.config.source
+    check_own_parameters(files.config.message, source)
+    config = ModelConfig()
+    config.CopyFrom(files.config.message)
+    if config.name not in {"", files.name}:
+        raise ModelLoadError(
+            f"{source}: name is {config.name!r}, expected the folder's name {files.name!r}; change it or leave it out"
+        )
+    config.name, config.platform = files.name, ENSEMBLE.platform
+    drop_reported(config)
+    graph = read_graph(config, source)
+    inputs, outputs = ensemble_specs(config, source)
+    model = Model(
+        name=files.name,
+        version=files.version,
+        interface=ModelInterface(inputs=inputs, outputs=outputs, batched=config.max_batch_size > 0, kind=ENSEMBLE),
+        config=config,
+        backends=(),
+        limits=batch_limits(config, defaults),
+        labels=read_labels(files.config),
+        path=files.model,
+    )
+    ensemble = Ensemble(graph, config, source, model.statistics, files.version)
+    model.scheduler = model.composition = ensemble
+    return model
+
+
+def models_below(repository: Path, name: str, declared: DeclaredConfig | None = None) -> list[str]:
+    """The models in a repository that an ensemble needs, each after the ones that it needs itself; none for another model.
+
+    Args:
+        repository: its folder.
+        name: of the ensemble.
+        declared: its configuration in place of the one in the repository.
+
+    Raises:
+        ModelLoadError: an ensemble needs itself, or a configuration cannot be read.
+    """
+    if repository.is_file():
+        return []
+    config = declared.message if declared is not None else read_config(repository / name / CONFIG_FILE).message
+    known = {name: step_models(config)}
+    if not known[name]:
+        return []
+    present = frozenset(model_names(repository))
+
+    def steps(of: str) -> list[str]:
+        if of not in known:
+            known[of] = step_models(read_config(repository / of / CONFIG_FILE).message) if of in present else []
+        return known[of]
+
+    cycle = first_cycle([name], steps)
+    if cycle:
+        way = " -> ".join(map(repr, cycle))
+        raise ModelLoadError(f"{repository / name / CONFIG_FILE}: ensembles need each other: {way}; remove one of the steps")
+    found: dict[str, None] = {}
+
+    def visit(of: str) -> None:
+        for step in steps(of):
+            if step not in found and step in present:
+                visit(step)
+                found[step] = None
+
+    visit(name)
+    return list(found)
