@@ -14,6 +14,7 @@ from halfserve.serve.engine.model import Model, VersionState, VersionStates, Ver
 from halfserve.serve.engine.model_statistics import ServerFigures
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.sequences.handover import hand_over
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ class InferenceCore:
         before = self._models.pop(name, {})
         if models:
             self._models[name] = {model.version: model for model in models}
+        hand_over(before, models)
         for model in models:
             if model in before.values():
                 continue

@@ -63,6 +63,10 @@ class Answer(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def last_row(self, names: tuple[str, ...]) -> Answer:
+        """Its last row, of these outputs only."""
+        return Answer(self.batch, names, self._end - 1, self._end)
+
     def raw(self, name: str, row_bytes: int) -> bytes:
         """One output's elements in these rows as bytes, row-major; each row has `row_bytes` bytes."""
         raw = self.batch.raw(name)

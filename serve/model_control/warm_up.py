@@ -29,6 +29,7 @@ from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.repository.model_repository import named_file
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.resource_limits import available_bytes
+from halfserve.serve.engine.sequences.loading import first_step
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,11 @@ class WarmUpRequest:
     def to_model(self, version: LoadedVersion) -> InferRequest:
         """As a backend takes it; the answer is dropped."""
         interface = version.interface
+        inputs: Tensors = {spec.name: spec.to_model(self.inputs[spec.name]) for spec in interface.inputs}
+        if version.sequences is not None:
+            inputs = first_step(version.sequences, inputs, self.rows)
         return InferRequest(
-            inputs={spec.name: spec.to_model(self.inputs[spec.name]) for spec in interface.inputs},
+            inputs=inputs,
             outputs=tuple(spec.name for spec in interface.outputs),
             rows=self.rows,
             bucket=None,

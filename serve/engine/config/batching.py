@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelQueuePolicy
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.sequence_batching import batching_of
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.queueing.pace import BatchLimits
@@ -152,10 +153,13 @@ def batch_limits(config: ModelConfig, defaults: Defaults) -> BatchLimits:
         max_waiting = max(defaults.max_queue_size, sum(bounds.values()))
     target_ms = own_parameter(config, "halfserve.latency_target_ms", _source(config))
     weight = own_parameter(config, "halfserve.compute_weight", _source(config))
+    delay_us, preferred = dynamic.max_queue_delay_microseconds, tuple(dynamic.preferred_batch_size)
+    if config.HasField("sequence_batching"):
+        delay_us, preferred = batching_of(config)
     return BatchLimits(
         max_rows=max(1, config.max_batch_size),
-        max_delay_s=dynamic.max_queue_delay_microseconds / 1e6,
-        preferred_rows=_preferred_rows(config),
+        max_delay_s=delay_us / 1e6,
+        preferred_rows=_preferred_rows(config, preferred),
         max_waiting=max_waiting,
         max_waiting_bytes=defaults.max_queue_mib * 2**20,
         levels=policy.levels,
@@ -170,9 +174,8 @@ def _source(config: ModelConfig) -> str:
     return f"model {config.name!r}"
 
 
-def _preferred_rows(config: ModelConfig) -> tuple[int, ...]:
+def _preferred_rows(config: ModelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
     most = config.max_batch_size
-    sizes = tuple(config.dynamic_batching.preferred_batch_size)
     strange = [size for size in sizes if not 1 <= size <= most]
     if strange:
         raise ModelLoadError(f"{_source(config)}: preferred_batch_size has {strange[0]}, expected 1 to max_batch_size, {most}")

@@ -14,6 +14,7 @@ from google.protobuf import json_format, text_format
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from halfserve.serve.engine.backend import KINDS, ModelInterface, ModelKind, asked_kinds
+from halfserve.serve.engine.config.sequence_batching import complete_sequences
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 # Unsupported settings that a model made for them cannot do without, and what to do.
 UNSERVED = {
-    "sequence_batching": "use dynamic_batching or remove the setting",
     "ensemble_scheduling": "set platform: 'ensemble', or use dynamic_batching",
     "batch_input": "remove the setting, and have clients send that input",
     "batch_output": "remove the setting, and export the model with the batch as first dimension",
@@ -128,7 +128,9 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
     batched = result.max_batch_size > 0
     _complete_tensors(result.input, interface.inputs, f"{source}: input", batched=batched)
     _complete_tensors(result.output, interface.outputs, f"{source}: output", batched=batched)
-    if result.max_batch_size and not result.HasField("dynamic_batching"):
+    if result.HasField("sequence_batching"):
+        complete_sequences(result)
+    elif result.max_batch_size and not result.HasField("dynamic_batching"):
         result.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
     return result
 

@@ -40,6 +40,12 @@ HONOURED = frozenset(
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
         *("ensemble_scheduling.step.model_name", "ensemble_scheduling.step.model_version"),
         *("ensemble_scheduling.step.input_map", "ensemble_scheduling.step.output_map"),
+        *("sequence_batching.max_sequence_idle_microseconds", "sequence_batching.control_input.*"),
+        *("sequence_batching.direct.max_queue_delay_microseconds", "sequence_batching.direct.minimum_slot_utilization"),
+        *("sequence_batching.oldest.max_candidate_sequences", "sequence_batching.oldest.preferred_batch_size"),
+        *("sequence_batching.oldest.max_queue_delay_microseconds", "sequence_batching.iterative_sequence"),
+        *("sequence_batching.state.input_name", "sequence_batching.state.output_name", "sequence_batching.state.data_type"),
+        *("sequence_batching.state.dims", "sequence_batching.state.initial_state.*"),
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
@@ -105,6 +111,20 @@ def number(least: float, most: float = math.inf, *, above: bool = False) -> Pars
     return parse
 
 
+def named_numbers(value: str) -> dict[str, float]:
+    """Finite numbers by name, from "sr=16000, scale=0.5"."""
+    numbers: dict[str, float] = {}
+    for entry in value.split(","):
+        name, _, text = entry.rpartition("=")
+        try:
+            numbers[name.strip()] = number(-math.inf)(text)
+        except ValueError:
+            numbers[""] = 0
+    if "" in numbers:
+        raise ValueError("expected names and finite numbers, such as 'sr=16000, scale=0.5'")
+    return numbers
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnParameter:
     """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is written from these.
@@ -129,6 +149,12 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         default="1",
         values="a number above 0",
         meaning="The model's share of `--compute-slots`.",
+    ),
+    "halfserve.constant_inputs": OwnParameter(
+        parse=named_numbers,
+        default="none",
+        values="`name=number`, with commas between",
+        meaning="Inputs of a fixed size that the server fills with a number, and clients do not send.",
     ),
     "halfserve.cuda_graphs": OwnParameter(
         parse=switch,

@@ -15,20 +15,27 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
 from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
-from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular_text
+from halfserve.serve.engine.config.sequence_batching import SequencePlan, state_outputs
+from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular, read_regular_text
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
+from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
+from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
+
+STATE_FOLDER = "initial_state"  # of a model folder; holds the files that sequence_batching names
 
 
 def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:
     """A runtime for models of this configuration: outputs that it does not list do not exist (Triton). No list is all."""
     names = frozenset(entry.name for entry in config.output)
+    names |= state_outputs(config) if names else names
     return DeclaredOutputs(runtime, names, says_batch_size=config.max_batch_size > 0) if names else runtime
 
 
@@ -102,6 +109,7 @@ class LoadedVersion:
         reload: loads the copy of a number again.
         short_s: seconds that short batches take, by their rows, where measured; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
+        sequences: how its sequences run; None for a model without.
     """
 
     files: ModelFiles
@@ -114,10 +122,11 @@ class LoadedVersion:
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
     invariance: BatchInvariance | None = None
+    sequences: SequencePlan | None = None
 
     def model(self) -> Model:
         """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
-        return Model(
+        model = Model(
             name=self.files.name,
             version=self.files.version,
             interface=self.interface,
@@ -131,6 +140,9 @@ class LoadedVersion:
             short_s=self.short_s,
             invariance=self.invariance,
         )
+        if self.sequences is not None:
+            model.scheduler = sequence_scheduler(model, self.sequences)
+        return model
 
 
 def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> LoadedVersion:
@@ -141,12 +153,17 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     """
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = UnchangedFiles.look(files.model)
-    runtime = declared_outputs(runtime, files.config.message)
+    runtime = with_constants(runtime, files.config.message, files.config.source)
+    runtime = batch_first(declared_outputs(runtime, files.config.message), files.config)
     interface = runtime.describe(files.model)
     as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
-    config = complete_config(files.config, interface, name=files.name, defaults=defaults)
+    shown = client_view(files.config.message, interface)
+    config = complete_config(files.config, shown, name=files.name, defaults=defaults)
     drop_reported(config)
     copies = instances(config)
+    sequences = None
+    if config.HasField("sequence_batching"):
+        sequences = read_plan(files.config, config, interface, len(copies), lambda *named: _read_state(files.config, *named))
     places = [_place(placement, kind, device) for kind, device in copies]
     pause()
     backends = [runtime.load(files.model, interface, place, config) for place in places]
@@ -155,7 +172,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     pause()
     return LoadedVersion(
         files=files,
-        interface=client_interface(config, interface),
+        interface=client_interface(config, shown),
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),
@@ -171,6 +188,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
         invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size else None,
+        sequences=sequences,
     )
 
 
@@ -203,6 +221,14 @@ def read_labels(declared: DeclaredConfig) -> dict[str, list[str]]:
         # Not splitlines: a class name may hold other line separators, and all that follow would shift.
         labels[output.name] = text.removesuffix("\n").split("\n") if text else []
     return labels
+
+
+def _read_state(declared: DeclaredConfig, name: str, what: str) -> bytes:
+    path = named_file(declared, name, what, folder=STATE_FOLDER)
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise ModelLoadError(f"{what} {name!r}: cannot read {STATE_FOLDER}/{name}: {error.strerror}") from None
 
 
 def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacement:

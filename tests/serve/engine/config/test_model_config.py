@@ -96,7 +96,6 @@ def test_max_batch_size_is_read_anywhere_in_the_file(tmp_path: Path, before: str
         ("max_batch_size: -1", "max_batch_size is -1, expected 0"),
         ('name: "other"', "name is 'other', expected the folder's name 'm'"),
         ('platform: "tensorflow_savedmodel"', "'tensorflow_savedmodel' models are not supported, expected platform"),
-        ("sequence_batching {}", "sequence_batching is not supported; use dynamic_batching"),
         (
             'batch_input {target_name: "n"}',
             "batch_input is not supported; remove the setting, and have clients send that input",

@@ -1,0 +1,79 @@
+"""Make a model version's sequences from its configuration and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.backend import ONNX, ModelInterface
+from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.config.sequence_batching import ReadState, SequencePlan, sequence_plan, state_outputs
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
+from halfserve.serve.engine.sequences.slot_batches import SlotBatches
+from halfserve.serve.engine.sequences.step_inputs import ControlTensors
+from halfserve.serve.engine.tensors import Array, Tensors
+
+
+def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterface:
+    """The interface without controls and states. A state's output that the configuration lists is the clients' too."""
+    batching = declared.sequence_batching
+    hidden = {entry.name for entry in batching.control_input} | {state.input_name for state in batching.state}
+    outputs = state_outputs(declared) - {entry.name for entry in declared.output}
+    return replace(
+        interface,
+        inputs=tuple(spec for spec in interface.inputs if spec.name not in hidden),
+        outputs=tuple(spec for spec in interface.outputs if spec.name not in outputs),
+    )
+
+
+def read_plan(
+    declared: DeclaredConfig, config: ModelConfig, interface: ModelInterface, copies: int, read: ReadState
+) -> SequencePlan:
+    """How the sequences of a model run; see `sequence_plan`.
+
+    Args:
+        declared: the configuration before it was completed.
+        config: completed.
+        interface: of the model file.
+        copies: of the model.
+        read: reads a file with an initial state.
+
+    Raises:
+        ModelLoadError: the configuration contradicts the model, or cannot be followed.
+    """
+    plan = sequence_plan(config, interface, source=declared.source, copies=copies, read=read)
+    if copies > 1 and not plan.states and interface.kind is not ONNX:
+        raise ModelLoadError(
+            f"{declared.source}: sequence_batching has no state, so the model may keep it in its instance, and instance_group "
+            f"asks for {copies}; set count: 1, or hand the state over in state"
+        )
+    key = "halfserve.latency_target_ms"
+    if plan.aligned and own_parameter(config, key, declared.source) is not None:
+        raise ModelLoadError(
+            f"{declared.source}: {key} has no meaning for batches with a row for each sequence (direct, with "
+            "CONTROL_SEQUENCE_READY); remove it"
+        )
+    return plan
+
+
+def sequence_scheduler(model: Model, plan: SequencePlan) -> SequenceScheduler:
+    """What takes a model's requests, before its batcher."""
+    batcher = model.batcher
+    rows = max(1, model.max_batch_size)
+    before = SlotBatches(plan, batcher, model.statistics, rows=rows) if plan.aligned else batcher
+    return SequenceScheduler(model.name, plan, before, model.limits, model.statistics)
+
+
+def first_step(plan: SequencePlan, inputs: Mapping[str, Array], rows: int) -> Tensors:
+    """Inputs of `rows` new sequences, with their controls and states: what a model is tried out with."""
+    controls = ControlTensors(plan)
+    added = controls.of("1" if controls.takes_text else 1, starts=True, ends=False)
+    added |= {state.input.name: state.initial for state in plan.states}
+    repeated = {name: np.repeat(row, rows, axis=0) if plan.batched else row for name, row in added.items()}
+    return {**inputs, **repeated}

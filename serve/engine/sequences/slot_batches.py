@@ -1,0 +1,170 @@
+"""Batches with a row for each slot: the strategy `direct`, for models that are told which rows are ready.
+
+Each sequence has a slot, and its requests have the slot's row in every batch. A row without a request before one with a request
+belongs to the latter: that request brings several rows, of which the last one is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from halfserve.serve.engine.config.sequence_batching import SequencePlan
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.model_statistics import Statistics
+from halfserve.serve.engine.queueing.admission_control import late_error
+from halfserve.serve.engine.queueing.batch_queue import is_late
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.scheduler import Scheduler
+from halfserve.serve.engine.sequences.sequence import Step
+from halfserve.serve.engine.sequences.step_inputs import ControlTensors
+from halfserve.serve.engine.tensors import Array, Tensors
+
+
+class SlotInputs(Mapping[str, Array]):
+    """The inputs of a request, behind those of rows that are not ready."""
+
+    __slots__ = ("_given", "_missing", "_not_ready")
+
+    def __init__(self, given: Tensors, missing: int, not_ready: Tensors) -> None:
+        """`missing` rows come first, with these controls and otherwise like the request's own, which the model can take."""
+        self._given = given
+        self._missing = missing
+        self._not_ready = not_ready
+
+    def __getitem__(self, name: str) -> Array:
+        own = self._given[name]
+        other = self._not_ready.get(name, own)
+        return np.concatenate([np.repeat(other, self._missing, axis=0), own])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+
+class _Group:
+    """The slots of one batch.
+
+    Attributes:
+        ready: requests for the next batch, by row.
+        computing: those of the batch that the batcher has.
+        token: part of its requests' bucket. It changes where a request of a batch was cancelled: the next batch could otherwise
+            be joined to what is left of that one.
+        timer: of the next batch, where it is due.
+    """
+
+    __slots__ = ("computing", "ready", "timer", "token")
+
+    def __init__(self) -> None:
+        self.ready: dict[int, InferRequest] = {}
+        self.computing: set[InferRequest] = set()
+        self.token = object()
+        self.timer: asyncio.Handle | None = None
+
+
+class SlotBatches:
+    """Stands before the batcher of a model whose batches have a row for each slot. Takes requests whose `done` is a Step."""
+
+    def __init__(self, plan: SequencePlan, batcher: Scheduler, statistics: Statistics, *, rows: int) -> None:
+        """`rows` in one batch, at most."""
+        self._plan = plan
+        self._batcher = batcher
+        self._statistics = statistics
+        self._rows = rows
+        self._groups: dict[int, _Group] = {}
+        self._not_ready = ControlTensors(plan).not_ready()
+
+    def submit(self, request: InferRequest) -> None:
+        """Take the request of a slot that has no other one here; its errors go to `done`."""
+        number, row = self._place(request)
+        group = self._groups.get(number)
+        if group is None:
+            group = self._groups[number] = _Group()
+        group.ready[row] = request
+        self._dispatch_soon(group)
+
+    def cancel(self, request: InferRequest) -> None:
+        """Drop a request, or its answer: rows of a batch that is under way stay in their places."""
+        request.cancelled = True
+        number, row = self._place(request)
+        group = self._groups[number]
+        if group.ready.get(row) is request:
+            del group.ready[row]
+            self._statistics.failed(request.arrived_ns)
+        elif request in group.computing:
+            group.token = object()
+            self.computed(request)
+
+    def computed(self, request: InferRequest) -> None:
+        """A request has its result: the next batch may go once all of its batch have theirs."""
+        group = self._groups[self._place(request)[0]]
+        group.computing.discard(request)
+        if group.ready:
+            self._dispatch_soon(group)
+
+    async def drain(self) -> None:
+        """Stop; every request has its answer."""
+        await self._batcher.drain()
+
+    def _place(self, request: InferRequest) -> tuple[int, int]:
+        """The group of a request's slot, and the row in its batches."""
+        step = request.done
+        if not isinstance(step, Step) or step.sequence.slot is None:
+            raise TypeError("the request is no step of a sequence with a slot")
+        return divmod(step.sequence.slot, self._rows)
+
+    def _dispatch_soon(self, group: _Group) -> None:
+        """Later in this turn of the loop, so that requests of one turn share a batch."""
+        if group.timer is None and not group.computing:
+            group.timer = asyncio.get_running_loop().call_soon(self._dispatch, group)
+
+    def _dispatch(self, group: _Group) -> None:
+        """Give the batcher the ready requests of one shape, or wait for more."""
+        group.timer = None
+        self._drop_late(group)
+        if group.computing or not group.ready:
+            return
+        wait_s = self._wait_s(group)
+        if wait_s > 0:
+            group.timer = asyncio.get_running_loop().call_later(wait_s, self._dispatch, group)
+            return
+        shape = min(group.ready.values(), key=lambda request: request.arrived_ns).bucket
+        rows = sorted(row for row, request in group.ready.items() if request.bucket == shape)
+        before = -1
+        for row in rows:
+            request = group.ready.pop(row)
+            request.rows = row - before
+            if request.rows > 1:
+                request.inputs = SlotInputs(request.inputs, request.rows - 1, self._not_ready)
+            request.bucket = (group.token, shape)
+            request.deadline = request.leave_by = request.patience = None  # the batch must not lose a row in the queue
+            group.computing.add(request)
+            try:
+                self._batcher.submit(request)
+            except InferenceError as error:
+                group.computing.discard(request)
+                request.finish(error)  # its rows are left to the next one
+            else:
+                before = row
+
+    def _wait_s(self, group: _Group) -> float:
+        """Seconds that the next batch may still wait for more rows."""
+        if len(group.ready) >= self._plan.enough_rows or not self._plan.max_delay_s:
+            return 0.0
+        first_s = min(request.arrived_ns for request in group.ready.values()) / 1e9
+        bounds = [end for request in group.ready.values() for end in (request.deadline, request.leave_by) if end is not None]
+        return 0.0 if bounds else first_s + self._plan.max_delay_s - time.monotonic()
+
+    def _drop_late(self, group: _Group) -> None:
+        now = time.monotonic()
+        for row, request in list(group.ready.items()):
+            if is_late(request, now, now):
+                del group.ready[row]
+                error = late_error(request, now)
+                self._statistics.failed(request.arrived_ns, error)
+                request.finish(error)

@@ -1,0 +1,129 @@
+"""What a request says about its sequence, and the inputs that the server adds to the client's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from halfserve.serve.engine.config.sequence_batching import CORRID, END, READY, START, Control, SequencePlan
+from halfserve.serve.engine.errors import InvalidArgumentError
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.sequences.sequence import SequenceId
+from halfserve.serve.engine.tensors import Array, Tensors
+
+SEQUENCE_ID: Final = "sequence_id"
+SEQUENCE_START: Final = "sequence_start"
+SEQUENCE_END: Final = "sequence_end"
+MAX_ID_BYTES: Final = 128  # Triton's bound
+UINT64: Final = 1 << 64
+
+
+class StepInputs(Mapping[str, Array]):
+    """The client's inputs of a request, with controls and states. The client's are read on the thread that computes."""
+
+    __slots__ = ("_added", "_given")
+
+    def __init__(self, given: Tensors, added: Tensors) -> None:
+        self._given = given
+        self._added = added
+
+    def __getitem__(self, name: str) -> Array:
+        array = self._added.get(name)
+        return self._given[name] if array is None else array
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._given
+        yield from self._added
+
+    def __len__(self) -> int:
+        return len(self._given) + len(self._added)
+
+
+class ControlTensors:
+    """The control inputs of one row, made once for each combination."""
+
+    def __init__(self, plan: SequencePlan) -> None:
+        flags = [(kind, control) for kind in (START, END, READY) if (control := plan.control(kind)) is not None]
+        self._corrid = plan.control(CORRID)
+        self._flags: dict[tuple[bool, bool], Tensors] = {
+            (starts, ends): {
+                control.spec.name: _row(control, control.values[{START: starts, END: ends, READY: True}[kind]], plan)
+                for kind, control in flags
+            }
+            for starts in (False, True)
+            for ends in (False, True)
+        }
+        self._not_ready: Tensors = {control.spec.name: _row(control, control.values[False], plan) for _, control in flags}
+        self._plan = plan
+
+    def of(self, key: SequenceId, *, starts: bool, ends: bool) -> dict[str, Array]:
+        """For a row of the sequence `key`, each [1, 1], or in the model's own shape."""
+        tensors = dict(self._flags[starts, ends])
+        if self._corrid is not None:
+            tensors[self._corrid.spec.name] = self._id(self._corrid, key)
+        return tensors
+
+    def not_ready(self) -> dict[str, Array]:
+        """For a row without a request."""
+        tensors = dict(self._not_ready)
+        if self._corrid is not None:
+            tensors[self._corrid.spec.name] = _row(self._corrid, b"" if self.takes_text else 0, self._plan)
+        return tensors
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether the model reads the id as a string."""
+        return self._corrid is not None and self._corrid.spec.datatype.itemsize is None
+
+    def require_fitting(self, key: SequenceId, model: str) -> None:
+        """Check that the model can be told this id.
+
+        Raises:
+            InvalidArgumentError: it takes numbers and the id is text, or the other way round.
+        """
+        if self._corrid is not None and isinstance(key, str) != self.takes_text:
+            given, taken = ("a string", "a number") if isinstance(key, str) else ("a number", "a string")
+            raise InvalidArgumentError(f"{SEQUENCE_ID} is {given}, expected {taken}: model {model!r} reads it as such")
+
+    def _id(self, control: Control, key: SequenceId) -> Array:
+        if isinstance(key, str):
+            return _row(control, key.encode(), self._plan)
+        size = 8 * (control.spec.datatype.itemsize or 8)
+        bits = np.array(key & ((1 << size) - 1), f"<u{size // 8}")  # Triton's: the low bits
+        return _row(control, bits.view(control.spec.datatype.array_dtype), self._plan)
+
+
+def _row(control: Control, value: object, plan: SequencePlan) -> Array:
+    own = control.spec.shape[1:] if plan.batched else control.spec.shape
+    shape = tuple(1 for _ in own)
+    return np.full((1, *shape) if plan.batched else shape, value, control.spec.datatype.array_dtype)
+
+
+def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bool]:
+    """The sequence that a request belongs to, whether it starts it, and whether it ends it.
+
+    Raises:
+        InvalidArgumentError: its parameters are wrong, or it names no sequence; or it has several rows.
+    """
+    parameters = request.parameters
+    key = parameters.get(SEQUENCE_ID, 0)
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise InvalidArgumentError(f"parameter {SEQUENCE_ID!r} is {key!r}, expected a whole number or a string")
+    if not key:
+        raise InvalidArgumentError(
+            f"model {model!r} takes sequences: set the parameter {SEQUENCE_ID!r} to a number other than 0, or a string"
+        )
+    if isinstance(key, str) and len(key.encode()) > MAX_ID_BYTES:
+        raise InvalidArgumentError(f"parameter {SEQUENCE_ID!r} has {len(key.encode())} bytes, expected at most {MAX_ID_BYTES}")
+    if request.rows != 1:
+        raise InvalidArgumentError(
+            f"the batch size is {request.rows}, expected 1: model {model!r} takes one row of a sequence at a time"
+        )
+    flags = [parameters.get(name, False) for name in (SEQUENCE_START, SEQUENCE_END)]
+    for name, flag in zip((SEQUENCE_START, SEQUENCE_END), flags, strict=True):
+        if not isinstance(flag, bool):
+            raise InvalidArgumentError(f"parameter {name!r} is {flag!r}, expected true or false")
+    starts, ends = flags
+    return (key if isinstance(key, str) else key % UINT64), bool(starts), bool(ends)
