@@ -26,6 +26,8 @@ from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.caching.caching_scheduler import cache_answers
+from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
@@ -159,17 +161,32 @@ def _room(path: str) -> str | None:
     return next((room for start, room in ROOMS.items() if below != path and below.startswith(start)), None)
 
 
-async def _measure(path: Path, in_flight: int, rounds: int) -> tuple[float, Counter[str]]:
-    model = loaded(path)
-    server = Nghttp2Server(Service(InferenceCore([model]), server_version="0"), "127.0.0.1", 0)
-    client = Client(server.connection(), one_row(model))
+async def _seconds(client: Client, in_flight: int, rounds: int) -> float:
     for _ in range(rounds // 4):
         await client.round(in_flight)
-    seconds = statistics.median([await client.round(in_flight) for _ in range(rounds)])
+    return statistics.median([await client.round(in_flight) for _ in range(rounds)]) / in_flight
+
+
+def _client(model: Model) -> Client:
+    server = Nghttp2Server(Service(InferenceCore([model]), server_version="0"), "127.0.0.1", 0)
+    return Client(server.connection(), one_row(model))
+
+
+async def _measure_hits(path: Path, in_flight: int, rounds: int) -> float:
+    """Seconds of a request that the response cache answers."""
+    model = loaded(path)
+    model.config.response_cache.enable = True
+    cache_answers(model, ResponseCache(DEFAULT_MIB * 2**20))
+    return await _seconds(_client(model), in_flight, rounds)
+
+
+async def _measure(path: Path, in_flight: int, rounds: int) -> tuple[float, Counter[str]]:
+    client = _client(loaded(path))
+    seconds = await _seconds(client, in_flight, rounds)
     profile = cProfile.Profile()
     for _ in range(rounds):
         await client.round(in_flight, profile)
-    return seconds / in_flight, shares(profile)
+    return seconds, shares(profile)
 
 
 def main(
@@ -182,8 +199,10 @@ def main(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, infrequent_collection():  # as in a server
         seconds, by_room = runner.run(_measure(model, in_flight, rounds))
+        hit = runner.run(_measure_hits(model, in_flight, rounds))
     build = build_in_use().name
     print(f"{seconds * 1e6:.1f} us a request, {in_flight} at a time (median of {rounds} rounds, {build} build)")
+    print(f"{hit * 1e6:.1f} us a request that the response cache answers")
     if build == "compiled":
         print(f"The parts of the sources, as the profiler does not see compiled calls: set {SWITCH}=0.")
         return

@@ -75,7 +75,7 @@ def _metrics() -> str:
     with _server() as port, urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in sorted(families, key=lambda f: f.name)]
-    heading = "# Metrics\n\nThe metrics of a server with one model, on its metrics port. "
+    heading = "# Metrics\n\nThe metrics of a server with one model, which has a response cache, on its metrics port. "
     counters = "The samples of a `halfserve_` counter end in `_total`.\n\n"
     return heading + counters + _table(("name", "type", "meaning"), rows)
 
@@ -86,9 +86,12 @@ def _server() -> Iterator[int]:
     with tempfile.TemporaryDirectory() as folder:
         x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in "xy")
         graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "relu", [x], [y])
-        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), f"{folder}/relu.onnx")
+        model = Path(folder, "relu", "1", "model.onnx")
+        model.parent.mkdir(parents=True)
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), model)
+        Path(folder, "relu", "config.pbtxt").write_text("response_cache { enable: true }")
         ports = ["--grpc-port", "0", "--http-port", "0", "--metrics-port", "0"]
-        command = [sys.executable, "-m", "halfserve", "serve", f"{folder}/relu.onnx", *ports]
+        command = [sys.executable, "-m", "halfserve", "serve", folder, *ports]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             lines = iter(server.stdout or ())

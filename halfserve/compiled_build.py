@@ -23,6 +23,9 @@ from typing import NamedTuple
 # what compiling a lone module gains. Asynchronous generators cannot be compiled and live in modules of their own.
 MODULES = (
     "engine.batcher",
+    "engine.caching.caching_scheduler",
+    "engine.caching.request_keys",
+    "engine.caching.response_cache",
     "engine.execution.batch",
     "engine.execution.batch_invariance",
     "engine.execution.instance",

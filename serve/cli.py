@@ -143,6 +143,13 @@ def serve(
             min=0, help="Batches computed at once on the CPU over all models, handed out fairly; 0 leaves it to the system."
         ),
     ] = BatchingOptions.compute_slots,
+    response_cache_mib: Annotated[
+        int,
+        _computing(
+            min=0,
+            help="MiB of answers to keep for the models whose config says `response_cache { enable: true }`; 0 keeps none.",
+        ),
+    ] = ServerOptions.response_cache_mib,
     threads: Annotated[
         int, _computing(min=0, max=MAX_THREADS, help="CPU threads of one operator; 0 lets the runtime choose.")
     ] = DevicePlacement.threads,
@@ -271,6 +278,7 @@ def serve(
         drain_s=drain_seconds,
         transport=transport,
         shared_memory=shared_memory,
+        response_cache_mib=response_cache_mib,
         http=rest if http else None,
         security=SecurityOptions(
             tls=TlsOptions(certificate=tls_cert, key=tls_key, client_authorities=tls_client_ca)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfserve.serve.engine.backend import DevicePlacement, Runtime
+from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseCache
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -68,6 +69,7 @@ class ServerOptions:
         batching: limits over all models together.
         http: the REST interface, the page and the metrics; None serves none of them.
         security: who may talk to the server, and how.
+        response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
     """
 
     path: Path
@@ -84,6 +86,7 @@ class ServerOptions:
     batching: BatchingOptions = field(default_factory=BatchingOptions)
     http: HttpOptions | None = None
     security: SecurityOptions = field(default_factory=SecurityOptions)
+    response_cache_mib: int = DEFAULT_MIB
 
 
 class LostDeviceError(Exception):
@@ -155,6 +158,7 @@ async def serve(
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts
     core.slots = options.batching.slots()
+    _keep_responses(core, options.response_cache_mib)
     security = Security(options.security, core.figures.refuse, shared_memory=options.shared_memory)
     security.reload_on_hang_up()
     security.warn_if_exposed(options.host)
@@ -205,6 +209,13 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     elif security.admin_port is not None:
         found[ADMIN] = Address(host, security.admin_port, "--admin-port")
     return found
+
+
+def _keep_responses(core: InferenceCore, mib: int) -> None:
+    if mib:
+        cache = core.response_cache = ResponseCache(mib * 2**20)
+        core.figures.readings["response_cache_bytes"] = lambda: cache.size
+        core.figures.readings["response_cache_evictions"] = lambda: cache.evictions
 
 
 async def start_http(

@@ -9,6 +9,8 @@ from typing import Final, Protocol
 
 from halfserve.serve.engine.backend import CPU_PROVIDERS
 from halfserve.serve.engine.batcher import LoopOccupancy
+from halfserve.serve.engine.caching.caching_scheduler import cache_answers
+from halfserve.serve.engine.caching.response_cache import ResponseCache
 from halfserve.serve.engine.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
 from halfserve.serve.engine.model import Model, VersionState, VersionStates, VersionStatus, in_order
 from halfserve.serve.engine.model_statistics import ServerFigures
@@ -43,6 +45,7 @@ class InferenceCore:
         loadable: models that could be loaded by request.
         control: loads and unloads at run time; None where only the models of the start are served.
         slots: for the batches of all models on the CPU, set before there are models; None: no bound.
+        response_cache: for the models whose configuration asks for it, set like `slots`; None: they have none.
         on_lost_device: called with the error of a device that is lost to this process; set like `slots`.
     """
 
@@ -60,6 +63,7 @@ class InferenceCore:
         self.loadable: frozenset[str] = frozenset()
         self.control: Control | None = None
         self.slots: ComputeSlots | None = None
+        self.response_cache: ResponseCache | None = None
         self._occupancy = LoopOccupancy()
         self.on_lost_device: Callable[[str], None] = lambda _: None
 
@@ -228,6 +232,7 @@ class InferenceCore:
             elif model.limits.compute_weight != 1:
                 reason = "it does not compute on the CPU" if self.slots else "the server has no --compute-slots"
                 logger.warning("%s/%s: halfserve.compute_weight has no effect, as %s", model.name, model.version, reason)
+            cache_answers(model, self.response_cache)
         gone = [model for model in before.values() if model not in models]
         leaving = [self._let_go(model) for model in gone]
         self.notify()

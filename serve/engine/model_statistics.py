@@ -136,7 +136,9 @@ class BatchSizeStatistics:
 
 @dataclass
 class Totals:
-    """Totals since the model was loaded. Every successful request counts once in each of the four stages."""
+    """Totals since the model was loaded. Every computed request counts once in each of the four stages; one that the response
+    cache answered counts in `queue`, `success` and `cache_hit`.
+    """
 
     success: Duration = field(default_factory=Duration)
     fail: Duration = field(default_factory=Duration)
@@ -144,6 +146,8 @@ class Totals:
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
+    cache_hit: Duration = field(default_factory=Duration)  # of the look-ups
+    cache_miss: Duration = field(default_factory=Duration)  # of the look-ups, and of keeping the answers
     by_batch_size: dict[int, BatchSizeStatistics] = field(default_factory=dict)
     rows: int = 0
     batches: int = 0
@@ -207,6 +211,27 @@ class Statistics:
         uncounted.append((times, arrivals_ns, rows))
         if len(uncounted) == TOGETHER:
             self._count()
+
+    def cache_hits(self, count: int, *, arrived_ns: int, asked_ns: int, looked_ns: int, ended_ns: int) -> None:
+        """Record requests that the response cache answers now; without `latest`'s batch.
+
+        Args:
+            count: of the requests.
+            arrived_ns: sum of their arrivals.
+            asked_ns: sum of the times at which they were looked up.
+            looked_ns: nanoseconds of these look-ups.
+            ended_ns: now.
+        """
+        totals = self._totals
+        totals.success.add(ended_ns * count - arrived_ns, count)
+        totals.queue.add(asked_ns - arrived_ns, count)
+        totals.cache_hit.add(looked_ns, count)
+        self.latest, self.latest_rows = BatchTimes(started=ended_ns, assembled=ended_ns, computed=ended_ns, split=ended_ns), 0
+
+    def cache_miss(self, spent_ns: int) -> None:
+        """Record an answer that was computed, as the response cache did not have it: the cache's part of its time."""
+        self._totals.success.ns += spent_ns
+        self._totals.cache_miss.add(spent_ns)
 
     def failed(self, arrived_ns: int, error: InferenceError | None = None) -> None:
         """Record a request that got an error or was refused; None: its client has gone."""

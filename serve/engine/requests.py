@@ -26,10 +26,11 @@ class BatchOutputs:
 
     __slots__ = ("_raw", "arrays", "row_shapes")
 
-    def __init__(self, arrays: Tensors) -> None:
+    def __init__(self, arrays: Tensors, raw: dict[str, bytes | None] | None = None) -> None:
+        """`raw`: the bytes of outputs, by name, as far as known."""
         self.arrays = arrays
         self.row_shapes = tuple(array.shape[1:] for array in arrays.values())
-        self._raw: dict[str, bytes | None] = {}
+        self._raw: dict[str, bytes | None] = {} if raw is None else raw
 
     def raw(self, name: str) -> bytes | None:
         """All elements of one output as bytes, row-major; None for a large one."""
@@ -168,6 +169,11 @@ class RawInputs(Mapping[str, Array]):
         """The shape of an input whose bytes are fetched from outside the request; None for one in the request."""
         place = self.layout.places[name]
         return None if self._readers is None or self._readers[place] is None else self.layout.inputs[place].shape
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether all bytes lie in the request, and none in shared memory."""
+        return self._readers is None
 
     def size(self, name: str) -> int:
         return self.layout.inputs[self.layout.places[name]].size

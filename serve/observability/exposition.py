@@ -53,6 +53,8 @@ READINGS = {
     "calls": ("gauge", "halfserve_calls", "gRPC calls in flight, streams included"),
     "access_log_dropped": ("counter", "halfserve_access_log_dropped_total", "Lines that the log could not take in time"),
     "worker_restarts": ("counter", "halfserve_worker_restarts_total", "Servers that a supervisor has started after the first"),
+    "response_cache_bytes": ("gauge", "halfserve_response_cache_bytes", "Answers that the response cache holds"),
+    "response_cache_evictions": ("counter", "halfserve_response_cache_evictions_total", "Answers that it dropped to make room"),
     "traces": ("counter", "halfserve_traces_total", "Requests that were traced"),
     "traces_dropped": ("counter", "halfserve_traces_dropped_total", "Traces that the exporter could not take in time"),
 }

@@ -49,6 +49,17 @@ TRITON_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
     ("compute_infer_duration_us", "Time in the backend", lambda t: t.compute_infer.ns // 1000),
     ("compute_output_duration_us", "Time to take outputs apart", lambda t: t.compute_output.ns // 1000),
 )
+# Of models with a response cache.
+CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
+    ("nv_cache_num_hits_per_model", "Requests that the response cache answered", lambda t: t.cache_hit.count),
+    ("nv_cache_num_misses_per_model", "Requests that it had no answer for", lambda t: t.cache_miss.count),
+    ("nv_cache_hit_duration_per_model", "Microseconds of the look-ups that found one", lambda t: t.cache_hit.ns // 1000),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Microseconds of the other look-ups, and of keeping the answers",
+        lambda t: t.cache_miss.ns // 1000,
+    ),
+)
 MODEL_GAUGES: tuple[tuple[str, str, Callable[[Model], float]], ...] = (
     ("halfserve_queue_depth", "Requests that wait for their batch now", lambda m: m.batcher.waiting),
     (
@@ -140,6 +151,12 @@ def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
         for model in models:
             metric.add_sample(metric.name, labels_of(model), read(model.statistics.totals))
         yield metric
+    caching = [model for model in models if model.config.response_cache.enable]
+    for name, text, read in CACHE_COUNTERS:
+        metric = Metric(name, text, "counter")
+        for model in caching:
+            metric.add_sample(name, labels_of(model), read(model.statistics.totals))
+        yield metric
     failures = Metric("nv_inference_request_failure", "Requests that got an error, by Triton's reasons", "counter")
     for model in models:
         counts = dict.fromkeys(TRITON_REASONS, 0)
@@ -156,7 +173,7 @@ def triton_metrics(models: Sequence[Model]) -> Iterator[Metric]:
 
 def model_metrics(models: Sequence[Model]) -> Iterator[Metric]:
     """The halfserve_* metrics of models."""
-    stages = Metric("halfserve_request_stage_seconds", "Time of answered requests by stage; total is all of them", "histogram")
+    stages = Metric("halfserve_request_stage_seconds", "Time of computed requests by stage; total is all of them", "histogram")
     rows = Metric("halfserve_batch_rows", "Batches by the rows that were computed together", "histogram")
     restarts = Metric("halfserve_model_instance_restarts", "Instances that failed and were loaded again", "counter")
     info = Metric("halfserve_model_info", "Where the model really computes, and in what", "gauge")

@@ -33,7 +33,6 @@ Answer = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
 FILE_PREFIX = "file:"
 MAX_SETTINGS = 64  # of one request, more than exist
 TensorMetadata = pb.ModelMetadataResponse.TensorMetadata
-NO_DURATION = pb.StatisticDuration()  # of the response cache; set, so that JSON has the field
 # v1 has v1alpha's messages under another package name; newer tools ask for it first.
 VERSIONS = ("v1", "v1alpha")
 
@@ -302,8 +301,8 @@ def model_statistics(model: Model) -> pb.ModelStatistics:
             compute_input=_duration(s.compute_input),
             compute_infer=_duration(s.compute_infer),
             compute_output=_duration(s.compute_output),
-            cache_hit=NO_DURATION,
-            cache_miss=NO_DURATION,
+            cache_hit=_duration(s.cache_hit),
+            cache_miss=_duration(s.cache_miss),
         ),
         batch_stats=[
             pb.InferBatchStatistics(

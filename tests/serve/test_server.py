@@ -250,11 +250,11 @@ def test_what_was_taken_before_the_signal_is_answered_after_it(mlp: Path) -> Non
 
 def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
     save_mlp(tmp_path / "mlp" / "1" / "model.onnx")
-    (tmp_path / "mlp" / "config.pbtxt").write_text("response_cache { enable: true }")
+    (tmp_path / "mlp" / "config.pbtxt").write_text("optimization { eager_batching: true }")
     with serving(tmp_path) as (process, _):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=20)
-    assert errors.strip().endswith("config.pbtxt: no effect here: response_cache")
+    assert errors.strip().endswith("config.pbtxt: no effect here: optimization.eager_batching")
 
 
 def test_torch_is_not_imported(mlp: Path) -> None:

@@ -158,9 +158,25 @@ def _names(kind: ModelKind) -> str:
 
 
 def _require_served_scheduling(declared: DeclaredConfig) -> None:
+    _require_cacheable(declared)
     for field, _ in declared.message.ListFields():
         if field.name in UNSERVED:
             raise ModelLoadError(f"{declared.source}: {field.name} is not supported; {UNSERVED[field.name]}")
+
+
+def _require_cacheable(declared: DeclaredConfig) -> None:
+    config = declared.message
+    if not config.response_cache.enable:
+        return
+    for field, has_it in (
+        ("sequence_batching", config.HasField("sequence_batching")),
+        ("model_transaction_policy { decoupled: true }", config.model_transaction_policy.decoupled),
+    ):
+        if has_it:
+            raise ModelLoadError(
+                f"{declared.source}: response_cache is for models with one answer that the inputs alone decide, expected no "
+                f"{field}; remove one of them"
+            )
 
 
 def _has_whole_shapes(config: ModelConfig, interface: ModelInterface) -> bool:

@@ -34,6 +34,7 @@ HONOURED = frozenset(
         *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
         *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
+        "response_cache.enable",
         *("optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators.*"),
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),

@@ -103,9 +103,9 @@ def test_any_text_is_taken_or_refused_and_never_breaks(key: str, value: str) -> 
 
 def test_settings_without_effect_are_named() -> None:
     config = text_format.Parse(
-        "optimization { eager_batching: true } response_cache { enable: true } max_batch_size: 2", ModelConfig()
+        "optimization { eager_batching: true } metric_tags { key: 'a' value: 'b' } max_batch_size: 2", ModelConfig()
     )
-    assert ignored_settings(config, ONNX, on_device=True) == ["optimization.eager_batching", "response_cache"]
+    assert ignored_settings(config, ONNX, on_device=True) == ["metric_tags", "optimization.eager_batching"]
 
 
 def test_settings_without_effect_inside_others_are_named_too() -> None:

@@ -1,0 +1,1 @@
+"""The response cache: a model's answers kept in memory, and identical requests computed once."""
