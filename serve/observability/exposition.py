@@ -38,6 +38,7 @@ from halfserve.serve.observability.metrics import (
     MetricTexts,
     guard_metrics,
     model_metrics,
+    sequence_metrics,
     state_metric,
     triton_metrics,
 )
@@ -88,7 +89,7 @@ async def exposition(core: InferenceCore) -> tuple[bytes, str]:
     texts, models = MetricTexts(), core.models()
     for at in range(0, len(models), TOGETHER):
         some = models[at : at + TOGETHER]
-        for metrics in (triton_metrics, model_metrics, guard_metrics):
+        for metrics in (triton_metrics, model_metrics, guard_metrics, sequence_metrics):
             texts.add(metrics(some))
         await asyncio.sleep(0)
     statuses = core.index()

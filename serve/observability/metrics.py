@@ -26,6 +26,7 @@ from halfserve.serve.engine.model import Model, VersionState, VersionStatus
 from halfserve.serve.engine.model_statistics import CANCELLED, EDGES_NS, Totals, zeros
 from halfserve.serve.engine.precision_guard.guard import NonFiniteError
 from halfserve.serve.engine.precision_guard.tally import GuardCounters, OutputCounters
+from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
@@ -72,6 +73,15 @@ MODEL_GAUGES: tuple[tuple[str, str, Callable[[Model], float]], ...] = (
         "halfserve_model_instances_up",
         "Instances that take batches; the others are loading again",
         lambda m: sum(instance.is_up for instance in m.batcher.instances),
+    ),
+)
+SEQUENCE_GAUGES: tuple[tuple[str, str, Callable[[SequenceScheduler], int]], ...] = (
+    ("halfserve_sequences_active", "Sequences that have a slot", lambda s: s.running_sequences),
+    ("halfserve_sequences_waiting", "Sequences that wait for a slot", lambda s: s.backlog),
+    (
+        "halfserve_sequence_requests_waiting",
+        "Requests that wait for a slot, or for the one before them",
+        lambda s: s.waiting,
     ),
 )
 FAILURES = {CANCELLED: 0} | zeros(
@@ -239,6 +249,20 @@ def guard_metrics(models: Sequence[Model]) -> Iterator[Metric]:
             edges = map(number, output.drift.bounds)
             _add_histogram(drift, labels, edges, accumulate(output.drift.counts), output.drift.total)
     yield drift
+
+
+def sequence_metrics(models: Sequence[Model]) -> Iterator[Metric]:
+    """The halfserve_sequence* metrics of the models that have sequences."""
+    found = [(labels_of(model), model.scheduler) for model in models if isinstance(model.scheduler, SequenceScheduler)]
+    for name, text, read in SEQUENCE_GAUGES:
+        gauge = Metric(name, text, "gauge")
+        for labels, scheduler in found:
+            gauge.add_sample(name, labels, read(scheduler))
+        yield gauge
+    expired = Metric("halfserve_sequences_expired", "Sequences that were ended as no request came for too long", "counter")
+    for labels, scheduler in found:
+        expired.add_sample("halfserve_sequences_expired_total", labels, scheduler.expired)
+    yield expired
 
 
 def labels_of(model: Model) -> Labels:

@@ -95,8 +95,11 @@ class Inference:
             if pattern is not None and (not request_id or request_id.isascii()):
                 cached = pattern.cached
                 inputs = self._raw_inputs(cached, pattern.layout, data, pattern.offsets)
+                parameters = cached.parameters
+                if pattern.sequence_end:
+                    parameters = cached.with_sequence(bytes(data[pattern.sequence_start : pattern.sequence_end]))
             else:
-                cached, request_id, inputs = self._understand(bytes(data))
+                cached, request_id, inputs, parameters = self._understand(bytes(data))
         except InferenceError as error:
             self._core.figures.refuse(error)
             raise
@@ -123,7 +126,7 @@ class Inference:
             len(data) + cached.shared_bytes,
             None,
             request_id,
-            cached.parameters,
+            parameters,
         )
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
@@ -136,18 +139,20 @@ class Inference:
     def gone(self, data: bytes) -> None:
         """Nothing: only observed inference records cancellations."""
 
-    def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors]:
+    def _understand(self, data: bytes) -> tuple[CachedRequest, bytes, Tensors, Mapping[str, Parameter]]:
         check_fields(data)
         cut = split_request(data)
         cached = self._cache.find(cut)
         offsets = None if cached is None or cut is None else cached.offsets(cut.raw)
         if cached is not None and cached.layout is not None and cut is not None and offsets is not None:
             self._cache.keep_pattern(data, cut, cached)
-            return cached, cut.id, self._raw_inputs(cached, cached.layout, data, offsets)
+            start, size = cut.sequence
+            parameters = cached.with_sequence(data[start : start + size]) if size else cached.parameters
+            return cached, cut.id, self._raw_inputs(cached, cached.layout, data, offsets), parameters
         request = parse(ModelInferRequest, data)
         cached, decoded = self._checked(request)
         self._cache.keep(cut, cached)
-        return cached, request.id.encode(), decoded
+        return cached, request.id.encode(), decoded, cached.parameters
 
     def _raw_inputs(
         self, cached: CachedRequest, layout: RawLayout, data: bytes | memoryview, offsets: tuple[int, ...]

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
 from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
 
@@ -29,6 +29,11 @@ REQUEST_TENSORS = {5 << 3 | WITH_LENGTH, 6 << 3 | WITH_LENGTH}
 TENSOR_SHAPE: Final = 3 << 3 | WITH_LENGTH
 REQUEST_ID: Final = 3 << 3 | WITH_LENGTH
 REQUEST_RAW: Final = 7 << 3 | WITH_LENGTH
+REQUEST_PARAMETER: Final = 4 << 3 | WITH_LENGTH
+# How the parameter of a sequence's id begins: the key of the map's entry, and the tag of its value, whose length is one byte.
+SEQUENCE_ID_ENTRY: Final = b"\x0a\x0bsequence_id\x12"
+INT64_ID: Final = 2 << 3 | NUMBER
+STRING_ID: Final = 3 << 3 | WITH_LENGTH
 RESPONSE_ID: Final = b"\x1a"
 RESPONSE_RAW: Final = b"\x32"
 M = TypeVar("M", bound=Message)
@@ -42,16 +47,18 @@ MAX_MEMBERS: Final = 1024  # concatenated gzip members: an empty one takes 20 by
 class SplitRequest:
     """A request, split into its fixed and its varying bytes."""
 
-    skeleton: bytes  # the message without its id and its raw contents
+    skeleton: bytes  # the message without its id, the value of its sequence id and its raw contents
     id: bytes  # the request's id, ASCII
     id_offset: int  # of the id in the message; 0 without one
     raw: list[tuple[int, int]]  # (offset, size) of each entry of raw_input_contents in the message
+    sequence: tuple[int, int] = (0, 0)  # (offset, size) of the parameter sequence_id's value, an InferParameter
 
 
 def split_request(data: bytes) -> SplitRequest | None:
     """Split a request; None if it has unusual fields or is malformed."""
     pieces: list[bytes] = []
     raw: list[tuple[int, int]] = []
+    sequences: list[tuple[int, int]] = []
     request_id = b""
     position = start = id_offset = 0
     end = len(data)
@@ -64,22 +71,72 @@ def split_request(data: bytes) -> SplitRequest | None:
             if tag & 0x87 != WITH_LENGTH or (tag == REQUEST_ID and id_offset):
                 return None
             after = body + length
-            if tag in (REQUEST_RAW, REQUEST_ID):
-                if start != position:
-                    pieces.append(data[start:position])
+            hole = _hole(data, tag, position, body, after)
+            if hole >= 0:
+                if start != hole:
+                    pieces.append(data[start:hole])
                 start = after
                 if tag == REQUEST_RAW:
                     raw.append((body, length))
-                else:
+                elif tag == REQUEST_ID:
                     request_id, id_offset = data[body:after], body
+                else:
+                    sequences.append((hole, after - hole))
             position = after
     except IndexError:
         return None
-    if position != end or not request_id.isascii():
+    # A second sequence id would replace the first.
+    if position != end or not request_id.isascii() or len(sequences) > 1:
         return None
-    if start != end:
-        pieces.append(data[start:])
-    return SplitRequest(pieces[0] if len(pieces) == 1 else b"".join(pieces), request_id, id_offset, raw)
+    pieces.append(data[start:])
+    skeleton = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return SplitRequest(skeleton, request_id, id_offset, raw, sequences[0] if sequences else (0, 0))
+
+
+def _hole(data: bytes, tag: int, position: int, body: int, after: int) -> int:
+    """Where a field's varying bytes begin, which end with the field; -1 for a field without.
+
+    Raises:
+        IndexError: the message is malformed.
+    """
+    if tag in (REQUEST_RAW, REQUEST_ID):
+        return position
+    return _sequence_value(data, body, after) if tag == REQUEST_PARAMETER else -1
+
+
+def _sequence_value(data: bytes, start: int, end: int) -> int:
+    """Where the value of the parameter sequence_id begins, which ends at `end`; -1 where the entry is another one.
+
+    Raises:
+        IndexError: the message is malformed.
+    """
+    value = start + len(SEQUENCE_ID_ENTRY) + 1
+    if data[start : value - 1] != SEQUENCE_ID_ENTRY or data[value - 1] > 0x7F or value + data[value - 1] != end:
+        return -1
+    return value
+
+
+def sequence_id(value: bytes) -> int | str | None:
+    """The id in the value of the parameter sequence_id; None where it is none.
+
+    Raises:
+        InvalidArgumentError: it is malformed.
+    """
+    try:
+        if value[0] == STRING_ID and value[1] == len(value) - 2:
+            return value[2:].decode()
+        if value[0] == INT64_ID:
+            number, end = _varint(value, 1)
+            if end == len(value) and number < 1 << 63:
+                return number
+    except (IndexError, UnicodeDecodeError):
+        pass
+    try:
+        parameter = InferParameter.FromString(value)  # a negative one, or another type
+    except DecodeError:
+        raise _malformed(ModelInferRequest) from None
+    choice = parameter.WhichOneof("parameter_choice")
+    return getattr(parameter, choice) if choice else None
 
 
 def has_too_many_fields(data: bytes) -> bool:
@@ -182,9 +239,11 @@ def parse(message: type[M], data: bytes) -> M:
     try:
         return message.FromString(data)
     except DecodeError:
-        raise InvalidArgumentError(
-            f"the request is not a {message.DESCRIPTOR.name} message; check the client's .proto files"
-        ) from None
+        raise _malformed(message) from None
+
+
+def _malformed(message: type[Message]) -> InvalidArgumentError:
+    return InvalidArgumentError(f"the request is not a {message.DESCRIPTOR.name} message; check the client's .proto files")
 
 
 def parse_request(data: bytes) -> ModelInferRequest:

@@ -1,7 +1,7 @@
-"""The request cache: requests that differ only in id and tensor bytes are parsed and checked once.
+"""The request cache: requests that differ only in id, sequence id and tensor bytes are parsed and checked once.
 
-A request's bytes without its id and raw contents are its skeleton. A request of known length that matches a pattern byte for
-byte outside id and tensors is not even split.
+A request's bytes without its ids and raw contents are its skeleton. A request of known length that matches a pattern byte for
+byte outside ids and tensors is not even split.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from halfserve.serve.engine.config.batching import Turn
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.requests import Answer, Parameter, RawLayout
 from halfserve.serve.engine.tensors import Tensors
-from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag
+from halfserve.serve.protocol.messages import SplitRequest, put_id, put_response, raw_tag, sequence_id
 from halfserve.serve.protocol.raw_tensors import raw_view, to_raw
 from halfserve.serve.protocol.requested_outputs import BYTES, RequestedOutput, classify, parameters_of
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, put_slice
@@ -25,6 +25,7 @@ MAX_CACHED: Final = 1024
 MAX_SKELETON_BYTES: Final = 4096
 MAX_PATTERNS_OF_A_LENGTH: Final = 4
 MAX_SHAPES: Final = 1024  # output shapes with a template
+SEQUENCE_ID: Final = "sequence_id"  # the parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class CachedRequest:
     rows: int  # of the batch dimension
     bucket: Hashable  # requests of one bucket can share a batch
     turn: Turn  # priority and queue timeouts
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # by name
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)  # by name; sequence_id is the first request's
     # Per input its shared memory slice, or None if it is sent; None if all are sent
     input_slices: tuple[RegionSlice | None, ...] | None = None
     slices: tuple[RegionSlice, ...] = ()  # all shared memory slices, of inputs and outputs
@@ -51,6 +52,20 @@ class CachedRequest:
         object.__setattr__(self, "shared_bytes", sum(place.byte_size for place in self.input_slices or () if place is not None))
         object.__setattr__(self, "takes_long", bool(self.special) or texts)
         object.__setattr__(self, "responses", ResponseTemplates(self.model, self.rows, self.special))
+
+    def with_sequence(self, value: bytes) -> Mapping[str, Parameter]:
+        """The parameters with another sequence id, given as a serialized InferParameter.
+
+        Raises:
+            InvalidArgumentError: it is malformed.
+        """
+        parameters = dict(self.parameters)
+        key = sequence_id(value)
+        if key is None:
+            parameters.pop(SEQUENCE_ID, None)
+        else:
+            parameters[SEQUENCE_ID] = key
+        return parameters
 
     def offsets(self, raw: list[tuple[int, int]]) -> tuple[int, ...] | None:
         """Offsets of the inputs, given (offset, size) of each raw entry; None if number or sizes differ.
@@ -72,7 +87,7 @@ class CachedRequest:
 
 @dataclass(frozen=True)
 class RequestPattern:
-    """A request with holes for id and tensors; bytes that match outside the holes need no parsing."""
+    """A request with holes for ids and tensors; bytes that match outside the holes need no parsing."""
 
     cached: CachedRequest  # of the request
     layout: RawLayout  # of its raw contents
@@ -80,6 +95,8 @@ class RequestPattern:
     offsets: tuple[int, ...]  # of the inputs
     id_start: int  # start of the id
     id_end: int  # end of the id; equal to the start without one
+    sequence_start: int = 0  # start of the value of the parameter sequence_id
+    sequence_end: int = 0  # end of it; 0 without one
 
     def is_like(self, data: bytes | memoryview) -> bool:
         """Whether `data`, of the pattern's length, matches."""
@@ -132,7 +149,7 @@ class RequestCache:
             of_length.pop()
         else:
             self._pattern_count += 1
-        holes = sorted([(cut.id_offset, len(cut.id)), *cut.raw])
+        holes = sorted([(cut.id_offset, len(cut.id)), cut.sequence, *cut.raw])
         segments, start = [], 0
         for offset, size in holes:
             if offset > start:
@@ -140,7 +157,11 @@ class RequestCache:
             start = offset + size
         if start < len(data):
             segments.append((start, data[start:]))
-        pattern = RequestPattern(cached, cached.layout, tuple(segments), offsets, cut.id_offset, cut.id_offset + len(cut.id))
+        id_end, sequence_start = cut.id_offset + len(cut.id), cut.sequence[0]
+        sequence_end = sequence_start + cut.sequence[1]
+        pattern = RequestPattern(
+            cached, cached.layout, tuple(segments), offsets, cut.id_offset, id_end, sequence_start, sequence_end
+        )
         of_length.insert(0, pattern)
 
     def forget(self) -> None:

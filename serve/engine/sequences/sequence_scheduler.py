@@ -246,7 +246,7 @@ class SequenceScheduler:
         for name, state in zip(self._state_inputs, states, strict=True):
             added[name] = state
         request.inputs = StepInputs(request.inputs, added)
-        request.outputs = tuple(dict.fromkeys((*step.wanted, *self._state_outputs)))
+        request.outputs = step.wanted + tuple([name for name in self._state_outputs if name not in step.wanted])
         if self._sizes_vary:
             request.bucket = (request.bucket, *(state.shape for state in states))
         if step.starts:

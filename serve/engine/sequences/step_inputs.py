@@ -109,21 +109,30 @@ def sequence_of(request: InferRequest, model: str) -> tuple[SequenceId, bool, bo
     """
     parameters = request.parameters
     key = parameters.get(SEQUENCE_ID, 0)
-    if isinstance(key, bool) or not isinstance(key, int | str):
+    starts, ends = parameters.get(SEQUENCE_START, False), parameters.get(SEQUENCE_END, False)
+    if isinstance(key, bool) or not isinstance(key, (int, str)):
         raise InvalidArgumentError(f"parameter {SEQUENCE_ID!r} is {key!r}, expected a whole number or a string")
     if not key:
         raise InvalidArgumentError(
             f"model {model!r} takes sequences: set the parameter {SEQUENCE_ID!r} to a number other than 0, or a string"
         )
-    if isinstance(key, str) and len(key.encode()) > MAX_ID_BYTES:
-        raise InvalidArgumentError(f"parameter {SEQUENCE_ID!r} has {len(key.encode())} bytes, expected at most {MAX_ID_BYTES}")
+    if isinstance(key, str):
+        if len(key.encode()) > MAX_ID_BYTES:
+            raise InvalidArgumentError(
+                f"parameter {SEQUENCE_ID!r} has {len(key.encode())} bytes, expected at most {MAX_ID_BYTES}"
+            )
+    elif key < 0:
+        key += UINT64
     if request.rows != 1:
         raise InvalidArgumentError(
             f"the batch size is {request.rows}, expected 1: model {model!r} takes one row of a sequence at a time"
         )
-    flags = [parameters.get(name, False) for name in (SEQUENCE_START, SEQUENCE_END)]
-    for name, flag in zip((SEQUENCE_START, SEQUENCE_END), flags, strict=True):
-        if not isinstance(flag, bool):
-            raise InvalidArgumentError(f"parameter {name!r} is {flag!r}, expected true or false")
-    starts, ends = flags
-    return (key if isinstance(key, str) else key % UINT64), bool(starts), bool(ends)
+    if not isinstance(starts, bool):
+        raise _no_flag(SEQUENCE_START, starts)
+    if not isinstance(ends, bool):
+        raise _no_flag(SEQUENCE_END, ends)
+    return key, starts, ends
+
+
+def _no_flag(name: str, value: object) -> InvalidArgumentError:
+    return InvalidArgumentError(f"parameter {name!r} is {value!r}, expected true or false")

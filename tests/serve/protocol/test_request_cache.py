@@ -231,3 +231,74 @@ def test_an_output_that_does_not_fit_is_an_error_each_time(memory: SharedMemory)
         with pytest.raises(InvalidArgumentError, match="an output of 16 bytes does not fit its 12 bytes"):
             response(made, {"y": np.zeros((4, 2), np.float16)}, memory)
         response(made, {"y": np.zeros((3, 2), np.float16)}, memory)
+
+
+# Sequence ids
+
+ids = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=40))
+
+
+def in_sequence(key: int | str, kind: str = "", **more: bool) -> ModelInferRequest:
+    message = request(A)
+    kind = kind or ("string_param" if isinstance(key, str) else "int64_param")
+    setattr(message.parameters["sequence_id"], kind, key)
+    for name, flag in more.items():
+        message.parameters[name].bool_param = flag
+    return message
+
+
+def split(message: ModelInferRequest) -> tuple[bytes, SplitRequest]:
+    data = message.SerializeToString(deterministic=True)
+    cut = split_request(data)
+    assert cut is not None
+    return data, cut
+
+
+@given(ids)
+def test_a_sequence_id_is_read_from_its_bytes(key: int | str) -> None:
+    data, cut = split(in_sequence(key, sequence_start=True))
+    start, size = cut.sequence
+    assert cached(in_sequence(1)).with_sequence(data[start : start + size]) == {"sequence_id": key}
+
+
+def test_requests_of_many_sequences_have_one_skeleton() -> None:
+    cuts = [split(in_sequence(key, sequence_start=True, sequence_end=False))[1] for key in range(200, 300)]
+    assert len({cut.skeleton for cut in cuts}) == 1
+    assert split(in_sequence(200, sequence_start=False, sequence_end=False))[1].skeleton != cuts[0].skeleton
+
+
+def test_a_pattern_has_a_hole_for_the_sequence_id() -> None:
+    data, cut = split(in_sequence("first"))
+    cache, known = RequestCache(), cached(in_sequence("first"))
+    cache.keep_pattern(data, cut, known)
+    other = split(in_sequence("other"))[0]
+    pattern = cache.match(other)
+    assert pattern is not None
+    assert known.with_sequence(other[pattern.sequence_start : pattern.sequence_end]) == {"sequence_id": "other"}
+    assert cache.match(split(in_sequence("other", sequence_end=True))[0]) is None
+    assert cache.match(split(request(A))[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "expected"),
+    [
+        (2**64 - 1, "uint64_param", {"sequence_id": 2**64 - 1}),
+        (True, "bool_param", {"sequence_id": True}),
+        (1.5, "double_param", {"sequence_id": 1.5}),
+    ],
+)
+def test_a_sequence_id_of_any_type_is_read(key: int, kind: str, expected: dict[str, object]) -> None:
+    data, cut = split(in_sequence(key, kind))
+    start, size = cut.sequence
+    assert cached(request(A)).with_sequence(data[start : start + size]) == expected
+
+
+def test_a_malformed_sequence_id_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a ModelInferRequest message"):
+        cached(request(A)).with_sequence(b"\x1a\x02\xff\xff")
+    assert cached(in_sequence(7)).with_sequence(b"") == {}
+
+
+def test_a_second_sequence_id_is_parsed() -> None:
+    data = in_sequence(1).SerializeToString() + ModelInferRequest(parameters=in_sequence(2).parameters).SerializeToString()
+    assert split_request(data) is None
