@@ -124,6 +124,14 @@ def serve(
             "user.",
         ),
     ] = False,
+    trust_custom_operators: Annotated[
+        bool,
+        _models(
+            "--trust-custom-operators",
+            help="Load the libraries of PATH that models name in model_operations. This trusts everybody who writes there: a "
+            "library can run any code as this user. The package onnxruntime-extensions needs no option.",
+        ),
+    ] = False,
     max_batch_size: Annotated[
         int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")
     ] = Defaults.max_batch_size,
@@ -298,7 +306,8 @@ def serve(
     )
     if link and link.restarts:
         report = partial(log_restart, restarts=link.restarts)
-    _run(options, partial(report_startup, report), link, trust_torch_archives=trust_torch_archives)
+    trust = {"trust_torch_archives": trust_torch_archives, "trust_custom_operators": trust_custom_operators}
+    _run(options, partial(report_startup, report), link, trust)
 
 
 def _check_without_http(http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None) -> None:
@@ -335,15 +344,14 @@ def _run(
     options: ServerOptions,
     on_ready: Callable[[StartupReport], None],
     link: SupervisorLink | None,
-    *,
-    trust_torch_archives: bool,
+    trust: dict[str, bool],
 ) -> None:
     # Imported here, so that `halfserve serve --help` does not wait for the runtimes.
     from halfserve.serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
     from halfserve.serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
     log_to_standard_error()
-    runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)
+    runtimes = probing_runtimes(**trust)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
             runner.run(serve_until_signal(options, runtimes, on_ready, link))

@@ -18,12 +18,15 @@ ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf
 class Runtimes:
     """ONNX files go to ONNX Runtime, exported torch programs to torch, which is imported for the first of them."""
 
-    def __init__(self, probe: CrashProbe | None = None, *, trust_torch_archives: bool = False) -> None:
+    def __init__(
+        self, probe: CrashProbe | None = None, *, trust_torch_archives: bool = False, trust_custom_operators: bool = False
+    ) -> None:
         """`probe` loads ONNX models in another process first; None trusts them.
 
-        Torch programs can run any code as this process's user; `trust_torch_archives` loads them.
+        Torch programs can run any code as this process's user; `trust_torch_archives` loads them. For `trust_custom_operators`
+        see `OnnxRuntime`.
         """
-        self._onnx = OnnxRuntime(probe)
+        self._onnx = OnnxRuntime(probe, trust_custom_operators=trust_custom_operators)
         self._trust_torch_archives = trust_torch_archives
         self._torch: Runtime | None = None
 
@@ -70,6 +73,7 @@ class Runtimes:
         return self._torch
 
 
-def probing_runtimes(*, trust_torch_archives: bool = False) -> Runtimes:
+def probing_runtimes(*, trust_torch_archives: bool = False, trust_custom_operators: bool = False) -> Runtimes:
     """All runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
-    return Runtimes(CrashProbe(CrashVerdictCache(default_folder())), trust_torch_archives=trust_torch_archives)
+    probe = CrashProbe(CrashVerdictCache(default_folder()))
+    return Runtimes(probe, trust_torch_archives=trust_torch_archives, trust_custom_operators=trust_custom_operators)

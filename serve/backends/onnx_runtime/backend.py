@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import onnxruntime as ort
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
+from halfserve.serve.backends.onnx_runtime.custom_operators import operator_libraries
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
 from halfserve.serve.backends.onnx_runtime.session import (
     CPU,
@@ -39,9 +40,14 @@ ARENA_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 
 class OnnxRuntime:
-    def __init__(self, probe: CrashProbe | None = None) -> None:
-        """`probe` loads models in another process first; None trusts them."""
+    def __init__(self, probe: CrashProbe | None = None, *, trust_custom_operators: bool = False) -> None:
+        """`probe` loads models in another process first; None trusts them.
+
+        Libraries of custom operators can run any code as this process's user; `trust_custom_operators` loads those that lie in
+        the repository.
+        """
         self._probe = probe
+        self._trust_custom_operators = trust_custom_operators
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface without its weights.
@@ -63,7 +69,8 @@ class OnnxRuntime:
             GPU
                 cannot be used.
         """
-        settings = read_settings(config, path)
+        libraries = operator_libraries(config, path, trusted=self._trust_custom_operators)
+        settings = replace(read_settings(config, path), operator_libraries=libraries)
         rows = max(1, config.max_batch_size)
         opened = SessionOpener(path=path, placement=placement, settings=settings, probe=self._probe, rows=rows).open()
         if settings.session_entries.get(DENORMALS) == "1":
@@ -169,5 +176,7 @@ def _as_text(name: str, array: Array) -> Array:
     try:
         text[:] = [element.decode() if isinstance(element, bytes) else element for element in array.ravel()]
     except UnicodeDecodeError:
-        raise InvalidArgumentError(f"input {name!r} has a BYTES element that is not UTF-8, expected text") from None
+        raise InvalidArgumentError(
+            f"input {name!r} has a BYTES element that is not UTF-8, expected text; models take other bytes as UINT8"
+        ) from None
     return text.reshape(array.shape)

@@ -23,6 +23,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from halfserve.serve.backends.onnx_runtime.custom_operators import stamp
 from halfserve.serve.backends.onnx_runtime.probe_process import CrashedError, ProbeProcess, TrialEndedError, timer
 from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, SessionSettings
 from halfserve.serve.engine.background_threads import pause
@@ -115,6 +116,7 @@ class CrashTrial:
             "parallel": self.settings.parallel,
             "memory_arena": self.settings.memory_arena,
             "memory_pattern": self.settings.memory_pattern,
+            "operator_libraries": self.settings.operator_libraries,
         }
 
     @cached_property
@@ -122,7 +124,8 @@ class CrashTrial:
         """Equal for trials with equal results; reads the whole file, but not external weights."""
         message = self.message(b"", OptimizationLevel.ALL)
         # This package's version too: it changes models before they are loaded.
-        return verdict_key(self.path, [ort.__version__, OWN_VERSION, repr(sorted(message.items()))])
+        libraries = map(stamp, self.settings.operator_libraries)
+        return verdict_key(self.path, [ort.__version__, OWN_VERSION, repr(sorted(message.items())), *libraries])
 
 
 class CrashProbe:

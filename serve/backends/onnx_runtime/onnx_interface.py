@@ -11,7 +11,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from halfserve.protos.datatypes import BY_ONNX
-from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
+from halfserve.serve.backends.onnx_runtime.onnx_file import nodes_below, open_onnx
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
@@ -30,6 +30,7 @@ SIZES = {
     "Resize": (1, 2, 3),
 }
 BRANCHES = frozenset({"If", "Scan", "SequenceMap"})  # other operators with subgraphs
+STANDARD = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})  # domains of operators that are known here
 OF_SHAPES = frozenset({"Shape", "Size"})  # results independent of values
 
 
@@ -86,12 +87,17 @@ def _spec(value: onnx.ValueInfoProto, where: str) -> TensorSpec:
 def is_open_ended(model: ModelProto) -> bool:
     """Whether the compute time of a batch depends on values, not on shapes alone. Weights may be left out of the model.
 
-    It does with loops and tensor sizes controlled by values, and with strings, whose lengths are not in the shape.
+    It does with loops and tensor sizes controlled by values, and with strings, whose lengths are not in the shape. It may with
+    custom operators, such as image decoders.
     """
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
     given = [value for value in graph.input if value.name not in weights]
     if any(value.type.tensor_type.elem_type == TensorProto.STRING for value in given):
+        return True
+    own = {(function.domain, function.name) for function in model.functions}
+    nodes = nodes_below(graph.node, *(function.node for function in model.functions))
+    if any(node.domain not in STANDARD and (node.domain, node.op_type) not in own for node in nodes):
         return True
     # Function arguments are assumed to be values.
     return _in_nodes(graph.node, {value.name for value in given}) or any(

@@ -43,7 +43,7 @@ def try_out(trial: dict[str, Any], models: BinaryIO) -> dict[str, Any]:
 
     Args:
         trial: "path", or "bytes" of the model that follow in `models`; "level"; "providers", names and options; "entries",
-            "parallel", "memory_arena" and "memory_pattern" of the session.
+            "parallel", "memory_arena" and "memory_pattern" of the session; "operator_libraries", paths.
         models: the stream of model bytes.
 
     Returns:
@@ -73,6 +73,8 @@ def _options(trial: dict[str, Any]) -> Any:
     for key, value in trial["entries"].items():
         options.add_session_config_entry(key, value)
     options.add_session_config_entry(*FORMAT_ENTRY)
+    for library in trial["operator_libraries"]:
+        options.register_custom_ops_library(library)
     return options
 
 

@@ -185,6 +185,7 @@ class SessionOpener:
             settle_thread(self.placement.device_id)
         try:
             options = self._options(level)
+            self._register_operators(options)
             with RECORDING_LOCK.opening() if on_gpu else contextlib.nullcontext():
                 session = ort.InferenceSession(
                     model.source,
@@ -193,12 +194,25 @@ class SessionOpener:
                     provider_options=[choices for _, choices in providers],
                     enable_fallback=0,  # fallback prints to stdout and moves to the CPU silently
                 )
+        except ModelLoadError:
+            raise
         except Exception as error:
             # The runtime's exceptions share no class. RuntimeErrors concern providers, not models.
             if on_gpu and isinstance(error, RuntimeError) and not (is_about_an_option(error) or is_device_lost(error)):
                 raise _UnusableDeviceError(reason_of(error)) from error
             raise ModelLoadError(f"{self.path}: ONNX Runtime refuses the model: {reason_of(error)}") from error
         return session
+
+    def _register_operators(self, options: Any) -> None:
+        for library in self.settings.operator_libraries:
+            try:
+                options.register_custom_ops_library(library)
+            except Exception as error:
+                # The runtime's exceptions share no class, and their texts name the library's path.
+                raise ModelLoadError(
+                    f"{self.path}: ONNX Runtime cannot load the operators of {Path(library).name!r}: "
+                    f"{reason_of(error).replace(library, Path(library).name)}"
+                ) from error
 
     def _options(self, level: OptimizationLevel) -> Any:
         settings = self.settings

@@ -161,6 +161,7 @@ class SessionSettings:
     session_entries: Mapping[str, str] = field(default_factory=dict)  # the runtime's own keys, passed on
     accelerators: Accelerators = field(default_factory=Accelerators)  # options of the CUDA and TensorRT providers
     cuda_graphs: bool = False  # record and replay CUDA graphs per batch size
+    operator_libraries: tuple[str, ...] = ()  # paths of libraries with custom operators
 
 
 def read_settings(config: ModelConfig, path: Path) -> SessionSettings:

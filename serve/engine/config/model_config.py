@@ -34,6 +34,8 @@ MAX_COPIES = 1000  # of one model; each has a thread
 # Parts of keys of the CUDA and TensorRT providers whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
 SOURCE = "config of the load request"
+# Names in `model_operations` of the installed package's operators; any other is a file in the repository.
+OPERATOR_PACKAGES = frozenset({"onnxruntime_extensions", "onnxruntime-extensions", "ortextensions"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +318,12 @@ def config_from_json(text: str, folder: Path) -> DeclaredConfig:
 
 def _require_no_files(message: ModelConfig) -> None:
     """Refuse settings that name files or addresses of the server: loading models does not permit access to these."""
+    for library in message.model_operations.op_library_filename:
+        if library not in OPERATOR_PACKAGES:
+            raise InvalidArgumentError(
+                f"the config of the load request sets model_operations to {library!r}, a library on the server; expected "
+                "'onnxruntime_extensions', or put it into config.pbtxt in the repository"
+            )
     for accelerator in message.optimization.execution_accelerators.gpu_execution_accelerator:
         for key in accelerator.parameters:
             if any(word in key for word in NAMING_FILES):

@@ -34,7 +34,7 @@ HONOURED = frozenset(
         *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
         *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
-        "response_cache.enable",
+        *("response_cache.enable", "model_operations.op_library_filename"),
         *("optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators.*"),
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
@@ -50,7 +50,9 @@ HONOURED = frozenset(
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
-ONNX_ONLY = frozenset({"optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators"})
+ONNX_ONLY = frozenset(
+    {"optimization.graph.level", "optimization.cuda.graphs", "optimization.execution_accelerators", "model_operations"}
+)
 ONNX_ONLY_PARAMETERS = frozenset(
     {
         *("halfserve.optimization_level", "halfserve.cuda_graphs"),

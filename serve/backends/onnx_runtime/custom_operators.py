@@ -1,0 +1,81 @@
+"""Libraries of custom operators, which a configuration names: `model_operations { op_library_filename: "..." }`.
+
+The package onnxruntime-extensions (tokenizers, text operators, image decoders) goes by its name and is trusted as any installed
+package. A file in the repository can run any code as the server's user once it is loaded, so it needs an option.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
+from halfserve.serve.engine.disk_files import require_regular
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import require_file_name, require_inside
+
+TRUST_OPTION = "--trust-custom-operators"
+PACKAGE = "onnxruntime_extensions"
+FOLDERS = 3  # a version's, with the fp32 twin's below it, and the model's above
+
+
+def operator_libraries(config: ModelConfig, path: Path, *, trusted: bool) -> tuple[str, ...]:
+    """The paths of the libraries that a model's sessions register.
+
+    Args:
+        config: the model's.
+        path: the model file. A library lies in its version's folder or in its model's.
+        trusted: whether libraries of the repository may be loaded.
+
+    Raises:
+        ModelLoadError: a library is not trusted, not there, or not in the model's folder, or the package is not installed.
+    """
+    return tuple(_library(name, path, trusted=trusted) for name in config.model_operations.op_library_filename)
+
+
+def _library(name: str, path: Path, *, trusted: bool) -> str:
+    if name in OPERATOR_PACKAGES:
+        found = _packaged()
+        if found is None:
+            raise ModelLoadError(
+                f"{path}: needs the operators of onnxruntime-extensions, which is not installed; "
+                "in a checkout of halfserve, pip install '.[extensions]'"
+            )
+        return found
+    if not trusted:
+        raise ModelLoadError(
+            f"{path}: model_operations names the library {name!r}, which can run any code as the server's user when it is "
+            f"loaded; start the server with {TRUST_OPTION} if you trust everybody who writes files there. "
+            f"The package {PACKAGE!r} needs no option"
+        )
+    require_file_name(name, f"{path}: op_library_filename is")
+    folders = path.absolute().parents[:FOLDERS]
+    library = next((folder / name for folder in folders if (folder / name).exists()), None)
+    if library is None:
+        raise ModelLoadError(f"{path}: the library {name!r} of model_operations is not in the model's folder; copy it there")
+    require_inside(folders[-1], library)
+    try:
+        require_regular(library)
+    except OSError as error:
+        raise ModelLoadError(f"{path}: the library {name!r} cannot be read: {error.strerror}") from None
+    return str(library)
+
+
+@cache
+def _packaged() -> str | None:
+    """The library of the package; None where it is not installed."""
+    try:
+        return str(importlib.import_module(PACKAGE).get_library_path())
+    except ImportError:
+        return None
+
+
+def stamp(library: str) -> str:
+    """What changes when a library does; "" where it is gone."""
+    try:
+        status = Path(library).stat()
+    except OSError:
+        return ""
+    return f"{library} {status.st_size} {status.st_mtime_ns}"
