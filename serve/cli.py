@@ -124,6 +124,13 @@ def serve(
             "user.",
         ),
     ] = False,
+    trust_python_models: Annotated[
+        bool,
+        _models(
+            "--trust-python-models",
+            help="Serve Python models (model.py) of PATH too. This trusts everybody who writes there: they run as this user.",
+        ),
+    ] = False,
     max_batch_size: Annotated[
         int, _batching(min=1, max=MAX_ROWS, help="Rows in one batch, where the model's config does not say.")
     ] = Defaults.max_batch_size,
@@ -290,7 +297,13 @@ def serve(
     )
     if link and link.restarts:
         report = partial(log_restart, restarts=link.restarts)
-    _run(options, partial(report_startup, report), link, trust_torch_archives=trust_torch_archives)
+    _run(
+        options,
+        partial(report_startup, report),
+        link,
+        trust_torch_archives=trust_torch_archives,
+        trust_python_models=trust_python_models,
+    )
 
 
 def _check_without_http(http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None) -> None:
@@ -329,13 +342,14 @@ def _run(
     link: SupervisorLink | None,
     *,
     trust_torch_archives: bool,
+    trust_python_models: bool,
 ) -> None:
     # Imported here, so that `halfserve serve --help` does not wait for the runtimes.
     from halfserve.serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
     from halfserve.serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
     log_to_standard_error()
-    runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives)
+    runtimes = probing_runtimes(trust_torch_archives=trust_torch_archives, trust_python_models=trust_python_models)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
             runner.run(serve_until_signal(options, runtimes, on_ready, link))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
@@ -48,8 +51,12 @@ TORCH_EXPORT = ModelKind(
 )
 
 
+# Triton's models in Python.
+PYTHON = ModelKind(platform="python", backend="python", file_name="model.py")
+
+
 # Where a version folder holds several and its configuration names none, the first one is used.
-KINDS = (ONNX, TORCH_EXPORT)
+KINDS = (ONNX, TORCH_EXPORT, PYTHON)
 
 
 def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:
@@ -132,6 +139,35 @@ class Backend(Protocol):
 
     def give_up(self) -> None:
         """End a computation of another thread here, where the runtime can. This copy is not used again."""
+
+
+class RequestBackend:
+    """A loaded copy that takes whole requests, and not one batch of their inputs. A `Backend` too, for one thread at a time."""
+
+    provider: str
+    precision: str
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        """See `Backend`."""
+        raise NotImplementedError(name)
+
+    def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
+        """Answer requests, each by its outputs or its error; None: its responses come later, through `respond` and `done`.
+
+        Raises:
+            InstanceLostError: this copy is broken.
+        """
+        raise NotImplementedError(len(requests))
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """See `Backend`: one request with these inputs."""
+        raise NotImplementedError(len(inputs))
+
+    def give_up(self) -> None:
+        """See `Backend`."""
+
+    def close(self) -> None:
+        """Clean up: the copy is not used again. May take long."""
 
 
 class Runtime(Protocol):

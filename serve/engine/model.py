@@ -134,6 +134,7 @@ class Model:
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
         self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady)
         self.scheduler: Scheduler = self.batcher
+        self.is_decoupled: bool = self.config.model_transaction_policy.decoupled  # it may answer any number of times
 
     @property
     def max_batch_size(self) -> int:

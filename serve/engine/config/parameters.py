@@ -36,6 +36,7 @@ HONOURED = frozenset(
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
+        "model_transaction_policy.decoupled",
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.

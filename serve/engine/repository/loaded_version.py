@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
@@ -24,6 +24,7 @@ from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
+from halfserve.serve.engine.whole_requests import DecoupledRequests, OneByOne
 
 
 def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:
@@ -87,6 +88,31 @@ class _SomeOutputs:
         self._backend.give_up()
 
 
+@dataclass(frozen=True)
+class OwnDeclaration:
+    """A model whose interface is in its configuration, and not in its file.
+
+    Attributes:
+        config: with what the model itself adds.
+        interface: that it declares.
+    """
+
+    config: DeclaredConfig
+    interface: ModelInterface
+
+
+@runtime_checkable
+class DeclaringRuntime(Protocol):
+    """A runtime that knows models with a configuration in place of a described file."""
+
+    def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
+        """Configuration and interface of the model `name`; None where its file describes itself.
+
+        Raises:
+            ModelLoadError: the model cannot be used.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedVersion:
     """A model version that is ready to run and not served yet.
@@ -117,7 +143,7 @@ class LoadedVersion:
 
     def model(self) -> Model:
         """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
-        return Model(
+        model = Model(
             name=self.files.name,
             version=self.files.version,
             interface=self.interface,
@@ -131,6 +157,9 @@ class LoadedVersion:
             short_s=self.short_s,
             invariance=self.invariance,
         )
+        if self.interface.kind is PYTHON:
+            _take_whole_requests(model)
+        return model
 
 
 def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement, defaults: Defaults) -> LoadedVersion:
@@ -141,8 +170,12 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     """
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = UnchangedFiles.look(files.model)
-    runtime = declared_outputs(runtime, files.config.message)
-    interface = runtime.describe(files.model)
+    own = runtime.declared(files.model, files.config, files.name) if isinstance(runtime, DeclaringRuntime) else None
+    if own is None:
+        runtime = declared_outputs(runtime, files.config.message)
+        interface = runtime.describe(files.model)
+    else:
+        files, interface = replace(files, config=own.config), own.interface
     as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
     config = complete_config(files.config, interface, name=files.name, defaults=defaults)
     drop_reported(config)
@@ -160,7 +193,9 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
-        guard=make_guard(
+        guard=None
+        if interface.kind is PYTHON
+        else make_guard(
             files.model,
             runtime,
             places[0],
@@ -170,7 +205,9 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
             source=files.config.source,
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
-        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size else None,
+        invariance=BatchInvariance(f"{files.name}/{files.version}")
+        if config.max_batch_size and interface.kind is not PYTHON
+        else None,
     )
 
 
@@ -210,3 +247,9 @@ def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacemen
     return replace(
         placement, use_gpu=use_gpu, require_gpu=use_gpu and (placement.require_gpu or kind == "gpu"), device_id=device
     )
+
+
+def _take_whole_requests(model: Model) -> None:
+    """Batch only where the configuration asks for it, as Triton does; and let a decoupled model answer as often as it wants."""
+    scheduler = model.batcher if model.config.HasField("dynamic_batching") else OneByOne(model.batcher)
+    model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler
