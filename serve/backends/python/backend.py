@@ -111,6 +111,8 @@ class PythonBackend(RequestBackend):
     def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
         """See `RequestBackend`."""
         model = self._model
+        if self._has_ended and model.is_decoupled:  # nothing of these has begun: another copy can take them
+            raise InstanceLostError(f"the process of {model.label} has ended")
         messages: list[dict[str, Any]] = []
         tensors: list[WireTensor] = []
         failed: dict[int, InferenceError] = {}  # requests whose inputs cannot be read, by place
@@ -176,6 +178,7 @@ class PythonBackend(RequestBackend):
         """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
         error = self._lost_error()
         with self._lock:
+            self._has_ended = True
             return [error if self._active.pop(number, None) is not None else None for number in numbered]
 
     def _lost_error(self) -> InferenceError:

@@ -191,11 +191,11 @@ class InferenceRequest:
 
     def __init__(
         self,
-        request_id: str = "",
+        request_id: str | bytes = "",
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] = (),
-        requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        requested_output_names: Sequence[str | bytes] = (),
+        model_name: str | bytes = "",
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -213,10 +213,10 @@ class InferenceRequest:
             raise TritonModelException("inputs has something else than pb_utils.Tensor")
         if not isinstance(correlation_id, int | str):
             raise TritonModelException("Correlation ID must be integer or string")
-        self._id = str(request_id)
+        self._id = text_of(request_id)
         self._correlation_id = correlation_id
-        self._requested = list(requested_output_names)
-        self._model = model_name
+        self._requested = [text_of(name) for name in requested_output_names]
+        self._model = text_of(model_name)
         self._version = int(model_version)
         self._flags = int(flags)
         self._timeout = int(timeout)
@@ -353,6 +353,11 @@ class InferenceRequest:
             "timeout": self._timeout,
             "p": self._parameters,
         }
+
+
+def text_of(value: str | bytes) -> str:
+    """A name, which may be an element of a BYTES tensor."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def error_of(error: BaseException) -> TritonError:

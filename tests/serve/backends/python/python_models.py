@@ -14,7 +14,8 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_calls import ModelCalls
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
-from tests.serve.running_server import RunningServer, running_server
+from halfserve.serve.transports.nghttp2.server import Nghttp2Server
+from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
 ON_CPU = DevicePlacement(use_gpu=False, threads=1)
 HEAD = "import json, os, sys, threading, time\nimport numpy as np\nimport triton_python_backend_utils as pb_utils\n\n"
@@ -49,9 +50,9 @@ def load(root: Path, runtimes: Runtimes) -> list[Model]:
 
 
 @contextmanager
-def serving(root: Path) -> Iterator[RunningServer]:
+def serving(root: Path, make_transport: MakeTransport = Nghttp2Server) -> Iterator[RunningServer]:
     """A server on the models in `root`, which may call each other."""
     runtimes = Runtimes(trust_python_models=True)
-    with running_server(lambda: load(root, runtimes)) as running:
+    with running_server(lambda: load(root, runtimes), make_transport) as running:
         running.call(lambda: runtimes.connect(ModelCalls(running.core)))
         yield running
