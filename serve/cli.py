@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
@@ -130,6 +130,13 @@ def serve(
             "--trust-custom-operators",
             help="Load the libraries of PATH that models name in model_operations. This trusts everybody who writes there: a "
             "library can run any code as this user. The package onnxruntime-extensions needs no option.",
+        ),
+    ] = False,
+    trust_python_models: Annotated[
+        bool,
+        _models(
+            "--trust-python-models",
+            help="Serve Python models (model.py) of PATH too. This trusts everybody who writes there: they run as this user.",
         ),
     ] = False,
     max_batch_size: Annotated[
@@ -306,7 +313,9 @@ def serve(
     )
     if link and link.restarts:
         report = partial(log_restart, restarts=link.restarts)
-    trust = {"trust_torch_archives": trust_torch_archives, "trust_custom_operators": trust_custom_operators}
+    trust = Trust(
+        torch_archives=trust_torch_archives, python_models=trust_python_models, custom_operators=trust_custom_operators
+    )
     _run(options, partial(report_startup, report), link, trust)
 
 
@@ -344,14 +353,14 @@ def _run(
     options: ServerOptions,
     on_ready: Callable[[StartupReport], None],
     link: SupervisorLink | None,
-    trust: dict[str, bool],
+    trust: Trust,
 ) -> None:
     # Imported here, so that `halfserve serve --help` does not wait for the runtimes.
     from halfserve.serve.backends.runtimes import probing_runtimes  # noqa: PLC0415  (see above)
     from halfserve.serve.server import serve as serve_until_signal  # noqa: PLC0415  (the command has its name)
 
     log_to_standard_error()
-    runtimes = probing_runtimes(**trust)
+    runtimes = probing_runtimes(trust)
     with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
         try:
             runner.run(serve_until_signal(options, runtimes, on_ready, link))

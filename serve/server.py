@@ -18,6 +18,7 @@ from halfserve.serve.engine.caching.response_cache import DEFAULT_MIB, ResponseC
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model_calls import CoreUser, ModelCalls
 from halfserve.serve.engine.resource_limits import memory_limit_bytes
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.model_control.loading import VersionLoader
@@ -154,6 +155,8 @@ async def serve(
     core = InferenceCore([])
     lost = LostDevice(stop, is_supervised=link is not None)
     core.on_lost_device = lost.report
+    if isinstance(runtime, CoreUser):
+        runtime.connect(ModelCalls(core))
     if link is not None:
         link.on_supervisor_end(stop.set)
         core.figures.readings["worker_restarts"] = lambda: link.restarts

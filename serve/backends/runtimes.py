@@ -7,28 +7,41 @@ from pathlib import Path
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache, default_folder
-from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.backends.python.runtime import PythonRuntime
+from halfserve.serve.engine.backend import NO_TRUST, Backend, DevicePlacement, ModelInterface, Runtime, Trust
+from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.disk_files import open_regular
 from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.model_calls import ModelCalls
+from halfserve.serve.engine.repository.loaded_version import OwnDeclaration
 
 TRUST_OPTION = "--trust-torch-archives"
+TRUST_PYTHON_OPTION = "--trust-python-models"
+PYTHON_SUFFIX = ".py"
 ZIP = b"PK\x03\x04"  # what torch.export.save writes; an ONNX file is a protobuf message, which cannot begin so
 
 
 class Runtimes:
     """ONNX files go to ONNX Runtime, exported torch programs to torch, which is imported for the first of them."""
 
-    def __init__(
-        self, probe: CrashProbe | None = None, *, trust_torch_archives: bool = False, trust_custom_operators: bool = False
-    ) -> None:
-        """`probe` loads ONNX models in another process first; None trusts them.
-
-        Torch programs can run any code as this process's user; `trust_torch_archives` loads them. For `trust_custom_operators`
-        see `OnnxRuntime`.
-        """
-        self._onnx = OnnxRuntime(probe, trust_custom_operators=trust_custom_operators)
-        self._trust_torch_archives = trust_torch_archives
+    def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST) -> None:
+        """`probe` loads ONNX models in another process first; None trusts them. `trust`: the code of a repository that may run."""
+        self._trust = trust
+        self._python = PythonRuntime()
+        self._onnx = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)
         self._torch: Runtime | None = None
+
+    def connect(self, calls: ModelCalls) -> None:
+        """See `CoreUser`."""
+        self._python.connect(calls)
+
+    def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
+        """See `DeclaringRuntime`; only Python models have their interface in their configuration.
+
+        Raises:
+            ModelLoadError: Python models are not trusted here, or this one cannot be used.
+        """
+        return self._trusted_python(path).declared(path, config, name) if path.suffix == PYTHON_SUFFIX else None
 
     def describe(self, path: Path) -> ModelInterface:
         """Read a model file's interface.
@@ -48,7 +61,17 @@ class Runtimes:
         """
         return self._of(path).load(path, interface, placement, config)
 
+    def _trusted_python(self, path: Path) -> PythonRuntime:
+        if not self._trust.python_models:
+            raise ModelLoadError(
+                f"{path}: is a Python model, which runs any code as the server's user; start the server with "
+                f"{TRUST_PYTHON_OPTION} if you trust everybody who writes model files there"
+            )
+        return self._python
+
     def _of(self, path: Path) -> Runtime:
+        if path.suffix == PYTHON_SUFFIX:
+            return self._trusted_python(path)
         try:
             with open_regular(path) as file:
                 is_torch = file.read(len(ZIP)) == ZIP
@@ -56,7 +79,7 @@ class Runtimes:
             raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
         if not is_torch:
             return self._onnx
-        if not self._trust_torch_archives:
+        if not self._trust.torch_archives:
             raise ModelLoadError(
                 f"{path}: is a torch archive, which can run any code as the server's user when it is loaded; export the model "
                 f"to ONNX, or start the server with {TRUST_OPTION} if you trust everybody who writes model files there"
@@ -73,7 +96,6 @@ class Runtimes:
         return self._torch
 
 
-def probing_runtimes(*, trust_torch_archives: bool = False, trust_custom_operators: bool = False) -> Runtimes:
+def probing_runtimes(trust: Trust = NO_TRUST) -> Runtimes:
     """All runtimes, with a crash probe that caches its verdicts in the user's cache folder."""
-    probe = CrashProbe(CrashVerdictCache(default_folder()))
-    return Runtimes(probe, trust_torch_archives=trust_torch_archives, trust_custom_operators=trust_custom_operators)
+    return Runtimes(CrashProbe(CrashVerdictCache(default_folder())), trust)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
 CPU_PROVIDERS = frozenset({"CPUExecutionProvider", "torch on cpu"})  # `Backend.provider` of backends on the CPU
@@ -51,9 +54,12 @@ TORCH_EXPORT = ModelKind(
 # Made of other models (serve/engine/ensembles/): it has no file.
 ENSEMBLE = ModelKind(platform="ensemble", backend="", file_name="")
 
+# Triton's models in Python.
+PYTHON = ModelKind(platform="python", backend="python", file_name="model.py")
+
 
 # Where a version folder holds several and its configuration names none, the first one is used.
-KINDS = (ONNX, TORCH_EXPORT)
+KINDS = (ONNX, TORCH_EXPORT, PYTHON)
 
 
 def asked_kinds(config: ModelConfig) -> tuple[ModelKind, ...]:
@@ -90,6 +96,24 @@ class ModelInterface:
         """Whether batches of equal rows take about equally long: neither their shapes nor values make a difference."""
         own = 1 if batched else 0
         return not self.open_ended and not any(ANY_SIZE in spec.shape[own:] for spec in self.inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """Which code of a model repository may run, as the server's user.
+
+    Attributes:
+        torch_archives: of torch programs, whose pickles can call anything.
+        python_models: of model.py files.
+        custom_operators: of the libraries that `model_operations` names.
+    """
+
+    torch_archives: bool = False
+    python_models: bool = False
+    custom_operators: bool = False
+
+
+NO_TRUST = Trust()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +160,35 @@ class Backend(Protocol):
 
     def give_up(self) -> None:
         """End a computation of another thread here, where the runtime can. This copy is not used again."""
+
+
+class RequestBackend:
+    """A loaded copy that takes whole requests, and not one batch of their inputs. A `Backend` too, for one thread at a time."""
+
+    provider: str
+    precision: str
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        """See `Backend`."""
+        raise NotImplementedError(name)
+
+    def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
+        """Answer requests, each by its outputs or its error; None: its responses come later, through `respond` and `done`.
+
+        Raises:
+            InstanceLostError: this copy is broken.
+        """
+        raise NotImplementedError(len(requests))
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """See `Backend`: one request with these inputs."""
+        raise NotImplementedError(len(inputs))
+
+    def give_up(self) -> None:
+        """See `Backend`."""
+
+    def close(self) -> None:
+        """Clean up: the copy is not used again. May take long."""
 
 
 class Runtime(Protocol):

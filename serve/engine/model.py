@@ -138,6 +138,7 @@ class Model:
         self.scheduler: Scheduler = self.batcher
         self.composition: Composition | None = None
         self.holders: list[Holder] = []
+        self.is_decoupled: bool = self.config.model_transaction_policy.decoupled  # it may answer any number of times
 
     @property
     def max_batch_size(self) -> int:

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -270,6 +270,22 @@ def _label(error: type[InferenceError]) -> str:
     return CAPITALS.sub("_", error.__name__.removesuffix("Error")).lower()
 
 
+class CustomMetric(NamedTuple):
+    """A family of metrics that a model declares.
+
+    Attributes:
+        name: of the family.
+        text: its description.
+        kind: "counter", "gauge" or "histogram".
+        samples: (suffix of the name, labels, value).
+    """
+
+    name: str
+    text: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
 @dataclass
 class ServerFigures:
     """Counters since the start, and gauges that others provide.
@@ -277,10 +293,12 @@ class ServerFigures:
     Attributes:
         refused: inference requests that reached no model's queue, by `reason_of` the error.
         readings: functions that return a gauge's value, by name, such as "connections".
+        custom_metrics: returns the metrics that models declare.
     """
 
     refused: dict[str, int] = field(default_factory=dict)
     readings: dict[str, Callable[[], float]] = field(default_factory=dict)
+    custom_metrics: Callable[[], list[CustomMetric]] = list
 
     def refuse(self, error: InferenceError) -> None:
         """Record a request that was invalid, or asked for an unknown model."""

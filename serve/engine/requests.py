@@ -76,6 +76,9 @@ class Answer(Mapping[str, Array]):
         return np.ascontiguousarray(self.batch.arrays[name][self._start : self._end]).tobytes()
 
 
+Parameter = bool | int | float | str
+
+
 class RemarkedAnswer(dict[str, Array]):
     """An answer with response parameters.
 
@@ -83,7 +86,7 @@ class RemarkedAnswer(dict[str, Array]):
         parameters: of the response, such as halfserve.precision.
     """
 
-    def __init__(self, outputs: Tensors, parameters: Mapping[str, str]) -> None:
+    def __init__(self, outputs: Tensors, parameters: Mapping[str, Parameter]) -> None:
         super().__init__(outputs)
         self.parameters = parameters
 
@@ -253,7 +256,7 @@ class LateInputs(Mapping[str, Array]):
 
 
 Done = Callable[[Tensors | InferenceError], None]
-Parameter = bool | int | float | str
+Respond = Callable[[Tensors | InferenceError, bool], None]
 NO_PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType({})
 
 
@@ -278,11 +281,14 @@ class InferRequest:
         response_parameters: of the answer; None for none.
         id: the client's, in UTF-8; empty for none.
         parameters: the client's, by name; shared by requests that give the same.
+        respond: of a client that takes any number of responses: called on the event loop with the outputs or the error of each,
+            and whether it is the last one; then `done` is called without outputs. None: it takes one, by `done`.
+        callers: models whose execution waits for the answer, each "name/version"; the first one got the client's request.
     """
 
     __slots__ = (
-        "arrived_ns", "bucket", "cancelled", "deadline", "done", "id", "inputs", "leave_by", "line", "outputs", "parameters",
-        "patience", "priority", "replayed", "response_parameters", "rows", "size",
+        "arrived_ns", "bucket", "callers", "cancelled", "deadline", "done", "id", "inputs", "leave_by", "line", "outputs",
+        "parameters", "patience", "priority", "replayed", "respond", "response_parameters", "rows", "size",
     )  # fmt: skip
 
     def __init__(
@@ -319,6 +325,8 @@ class InferRequest:
         self.response_parameters: dict[str, str] | None = None
         self.id = request_id
         self.parameters = parameters
+        self.respond: Respond | None = None
+        self.callers: tuple[str, ...] = ()
 
     def finish(self, result: Tensors | InferenceError) -> None:
         """Deliver the result, unless cancelled. An error in the callback is logged: it must not affect batch-mates."""

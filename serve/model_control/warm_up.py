@@ -16,7 +16,7 @@ import numpy as np
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelWarmup
-from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.backend import PYTHON, Backend
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.config.parameters import own_parameter
@@ -234,7 +234,8 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
     Raises:
         ModelLoadError: the model failed, or its answer does not fit its interface.
     """
-    if own_parameter(version.config, "halfserve.warm_up") is False:
+    is_code = version.interface.kind is PYTHON  # runs on declared requests alone: guessed ones may have effects
+    if own_parameter(version.config, "halfserve.warm_up") is False or version.config.model_transaction_policy.decoupled:
         return
     for warm_up_declared in too_large_declared(version):
         what = f"model_warmup {warm_up_declared.name!r}"
@@ -254,7 +255,7 @@ def warm_up(version: LoadedVersion, budget_s: float) -> None:
             if done < request.times:
                 how_often = f"{done} of {request.times} times"
                 logger.warning("%s: %s was run %s, for as long as %g s", _name(version), request.what, how_often, budget_s)
-        for request in sized_requests(version, like):
+        for request in () if is_code else sized_requests(version, like):
             if request.rows > 1 and time.monotonic() > until:
                 logger.warning("%s: %s and more were not tried out in %g s", _name(version), request.what, budget_s)
                 break

@@ -116,6 +116,11 @@ def server_metrics(figures: ServerFigures, *, is_ready: bool) -> Iterator[Metric
         metric = Metric(name, text, kind)
         metric.add_sample(name, {}, read())
         yield metric
+    for custom in figures.custom_metrics():
+        metric = Metric(custom.name, custom.text, custom.kind)
+        for suffix, labels, value in custom.samples:
+            metric.add_sample(custom.name + suffix, labels, value)
+        yield metric
     build = Metric("halfserve_build_info", "Versions, and whether the hot path is compiled or plain", "gauge")
     build.add_sample(build.name, _versions(), 1)
     yield build

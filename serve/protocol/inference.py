@@ -30,6 +30,7 @@ Reply = Callable[[bytes | InferenceError], None]
 Cancel = Callable[[], None]
 MANY_TEXTS: Final = 4096  # texts
 LARGE_BYTES: Final = 2**20
+EMPTY_FINAL: Final = "triton_enable_empty_final_response"
 
 
 class Watch(Protocol):
@@ -37,6 +38,30 @@ class Watch(Protocol):
 
     def taken(self, model: Model, request_id: bytes, request: InferRequest) -> None:
         """The request is valid and about to be queued."""
+
+
+class ManyReplies(Protocol):
+    """A client that takes any number of responses to one request."""
+
+    def begin(self, *, wants_empty_final: bool) -> None:
+        """The request is one of a decoupled model; the client may want a last response without outputs."""
+
+    def response(self, response: bytes | InferenceError, *, final: bool) -> None:
+        """One response. At the end the request's `Reply` gets one without outputs, or the error."""
+
+
+class TakenRequest:
+    """The request that is being taken now, so that what lies between a stream and `Inference` need not hand it on.
+
+    Attributes:
+        many: takes its responses; None where it gets one.
+    """
+
+    def __init__(self) -> None:
+        self.many: ManyReplies | None = None
+
+
+TAKEN: Final = TakenRequest()
 
 
 class OutcomeListener(Protocol):
@@ -128,6 +153,9 @@ class Inference:
             request_id,
             parameters,
         )
+        if cached.model.is_decoupled and TAKEN.many is not None:
+            TAKEN.many.begin(wants_empty_final=bool(cached.parameters.get(EMPTY_FINAL)))
+            queued.respond = _Responding(self, cached, request_id, TAKEN.many)
         if watch is not None:
             watch.taken(cached.model, request_id, queued)
         self._core.submit(cached.model, queued)
@@ -215,6 +243,21 @@ class _Answering:
 
     def __call__(self, result: Tensors | InferenceError) -> None:
         self._reply(self._inference.response(self._cached, self._request_id, 0, result))
+
+
+class _Responding:
+    """Serializes each response of a decoupled model."""
+
+    __slots__ = ("_cached", "_inference", "_many", "_request_id")
+
+    def __init__(self, inference: Inference, cached: CachedRequest, request_id: bytes, many: ManyReplies) -> None:
+        self._inference = inference
+        self._cached = cached
+        self._request_id = request_id
+        self._many = many
+
+    def __call__(self, result: Tensors | InferenceError, final: bool) -> None:
+        self._many.response(self._inference.response(self._cached, self._request_id, 0, result), final=final)
 
 
 class _Cancellation:

@@ -1,4 +1,7 @@
-"""ModelStreamInfer: many requests over one call, answered in the requests' order."""
+"""ModelStreamInfer: many requests over one call, answered in the requests' order.
+
+Requests of decoupled models get any number of responses, which are sent as they come, between the others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from functools import partial
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InferenceError
-from halfserve.serve.protocol.inference import AnyInference, Cancel
+from halfserve.serve.protocol.inference import TAKEN, AnyInference, Cancel
 from halfserve.serve.protocol.messages import check_fields, parse, split_request
 from halfserve.serve.protocol.status import status_of
 
@@ -18,83 +21,160 @@ logger = logging.getLogger(__name__)
 
 INFER_RESPONSE = b"\x12"  # the field of a ModelStreamInferResponse
 STATUS = "grpc-status"  # gRPC's own name for the number of a status
-# Triton's clients read this to know a request's last response; here each request has one.
-FINAL = ModelInferResponse()
-FINAL.parameters["triton_final_response"].bool_param = True
-FINAL_BYTES = FINAL.SerializeToString()
+IS_FINAL = "triton_final_response"  # Triton's clients read this to know a request's last response
+
+
+def _marked(*, final: bool) -> ModelInferResponse:
+    message = ModelInferResponse()
+    message.parameters[IS_FINAL].bool_param = final
+    return message
+
+
+MARKS = {final: _marked(final=final) for final in (False, True)}
+MARK_BYTES = {final: mark.SerializeToString() for final, mark in MARKS.items()}
 
 
 class _Slot:
-    __slots__ = ("answer", "cancel", "request")
+    """One request of the stream.
 
-    def __init__(self, request: bytes) -> None:
+    Attributes:
+        request: as received.
+        answer: that waits for its turn.
+        cancel: takes the request back.
+        is_many: it gets any number of responses, out of turn.
+        wants_empty_final: the client wants a last response without outputs.
+        is_final_sent: the last response has been sent.
+    """
+
+    __slots__ = ("_stream", "answer", "cancel", "is_final_sent", "is_many", "request", "wants_empty_final")
+
+    def __init__(self, stream: InferenceStream, request: bytes) -> None:
+        self._stream = stream
         self.request = request
         self.answer: bytes | None = None
         self.cancel: Cancel | None = None
+        self.is_many = self.wants_empty_final = self.is_final_sent = False
+
+    def begin(self, *, wants_empty_final: bool) -> None:
+        """See ManyReplies."""
+        self.is_many, self.wants_empty_final = True, wants_empty_final
+        self._stream.leave_order(self)
+
+    def response(self, response: bytes | InferenceError, *, final: bool) -> None:
+        """See ManyReplies."""
+        self.is_final_sent |= final
+        self._stream.respond(self, response, final=final)
 
 
 class InferenceStream:
     """One streaming call. A failed request gets an error response; the stream continues."""
 
-    def __init__(self, inference: AnyInference, send: Callable[[bytes], None]) -> None:
-        """`send` gets each serialized ModelStreamInferResponse, on the event loop."""
+    def __init__(self, inference: AnyInference, send: Callable[[bytes], None], ended: Callable[[], None] | None = None) -> None:
+        """A stream without requests.
+
+        Args:
+            inference: answers them.
+            send: gets each serialized ModelStreamInferResponse, on the event loop.
+            ended: called when a request has ended without a message.
+        """
         self._inference = inference
         self._send = send
+        self._ended = ended
         self._slots: deque[_Slot] = deque()
+        self._many: set[_Slot] = set()
         self.held_bytes = 0  # of unanswered requests
 
     def __len__(self) -> int:
         """Unanswered requests."""
-        return len(self._slots)
+        return len(self._slots) + len(self._many)
 
     def receive(self, data: bytes, time_left_s: float | None) -> None:
         """Take a serialized ModelInferRequest. Errors are answered, not raised."""
-        slot = _Slot(data)
+        slot = _Slot(self, data)
         self._slots.append(slot)
         self.held_bytes += len(data)
+        TAKEN.many = slot
         try:
             slot.cancel = self._inference.infer(data, time_left_s, partial(self._reply, slot, data))
         except Exception as error:  # noqa: BLE001  (any failure is this request's, not the stream's)
             self._fail(slot, data, error)
+        finally:
+            TAKEN.many = None
 
     def cancel(self) -> None:
         """Cancel all requests and send nothing more."""
-        self._send = _discard  # breaks a reference cycle
-        for slot in self._slots:
+        self._send, self._ended = _discard, None  # breaks a reference cycle
+        for slot in (*self._slots, *self._many):
             cancel, slot.cancel = slot.cancel, None  # breaks a reference cycle
             if cancel is not None and slot.answer is None:
                 cancel()
                 self._inference.gone(slot.request)
         self._slots.clear()
+        self._many.clear()
         self.held_bytes = 0
+
+    def leave_order(self, slot: _Slot) -> None:
+        """The responses to this request are sent as they come. It is the latest one."""
+        self._slots.remove(slot)
+        self._many.add(slot)
+
+    def respond(self, slot: _Slot, response: bytes | InferenceError, *, final: bool) -> None:
+        """Send one of many responses."""
+        if slot in self._many:
+            self._send(_error(slot.request, response, final=final) if isinstance(response, Exception) else _ok(response, final))
 
     def _reply(self, slot: _Slot, data: bytes, result: bytes | InferenceError) -> None:
         slot.cancel = None  # breaks a reference cycle
         if isinstance(result, InferenceError):
             self._fail(slot, data, result)
-            return
-        response = result + FINAL_BYTES  # protobuf merges concatenated messages
-        self._answer(slot, INFER_RESPONSE + encoded_varint(len(response)) + response)
+        elif slot.is_many:
+            self._end(slot, _ok(result, final=True) if slot.wants_empty_final and not slot.is_final_sent else None)
+        else:
+            self._answer(slot, _ok(result, final=True))
 
     def _fail(self, slot: _Slot, data: bytes, error: Exception) -> None:
         if not isinstance(error, InferenceError):
             logger.error("a request in a stream failed", exc_info=error)
         self._inference.failed(data, error)
-        status = status_of(error)
-        response = ModelStreamInferResponse(error_message=status.details)
-        response.infer_response.MergeFrom(FINAL)
-        # The protocol has only a text here; status code and trailers go into parameters.
-        response.infer_response.parameters[STATUS].int64_param = status.code
-        for name, value in status.trailers:
-            response.infer_response.parameters[name].string_param = value
-        response.infer_response.id = _id_of(data)
-        self._answer(slot, response.SerializeToString())
+        answer = _error(data, error, final=True)
+        if slot.is_many:
+            self._end(slot, answer)
+        else:
+            self._answer(slot, answer)
+
+    def _end(self, slot: _Slot, last: bytes | None) -> None:
+        """A request with many responses has ended."""
+        if slot not in self._many:
+            return
+        self._many.remove(slot)
+        self.held_bytes -= len(slot.request)
+        if last is not None:
+            self._send(last)
+        elif self._ended is not None:
+            self._ended()
 
     def _answer(self, slot: _Slot, answer: bytes) -> None:
         slot.answer = answer
         while self._slots and (first := self._slots[0].answer) is not None:
             self.held_bytes -= len(self._slots.popleft().request)
             self._send(first)
+
+
+def _ok(response: bytes, final: bool) -> bytes:
+    marked = response + MARK_BYTES[final]  # protobuf merges concatenated messages
+    return INFER_RESPONSE + encoded_varint(len(marked)) + marked
+
+
+def _error(data: bytes, error: Exception, *, final: bool) -> bytes:
+    status = status_of(error)
+    response = ModelStreamInferResponse(error_message=status.details)
+    response.infer_response.MergeFrom(MARKS[final])
+    # The protocol has only a text here; status code and trailers go into parameters.
+    response.infer_response.parameters[STATUS].int64_param = status.code
+    for name, value in status.trailers:
+        response.infer_response.parameters[name].string_param = value
+    response.infer_response.id = _id_of(data)
+    return response.SerializeToString()
 
 
 def _discard(_: bytes) -> None:

@@ -13,7 +13,7 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import RemarkedAnswer
+from halfserve.serve.engine.requests import Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 from halfserve.serve.protocol.shared_memory import RegionSlice, SharedMemory, slice_of
 
@@ -152,5 +152,20 @@ def parameters_of(outputs: Tensors) -> bytes:
         return b""
     message = ModelInferResponse()
     for name, value in outputs.parameters.items():
-        message.parameters[name].string_param = value
+        put_parameter(message.parameters[name], value)
     return message.SerializeToString(deterministic=True)
+
+
+def put_parameter(target: Any, value: Parameter) -> None:
+    """Set an InferParameter, by the kind of the value; integers are int64, larger ones uint64."""
+    if isinstance(value, bool):
+        target.bool_param = value
+    elif isinstance(value, int):
+        if value < 2**63:
+            target.int64_param = value
+        else:
+            target.uint64_param = value
+    elif isinstance(value, float):
+        target.double_param = value
+    else:
+        target.string_param = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -192,7 +193,7 @@ def _infer_stream(
     async def handle(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_UNANSWERED)
-        stream = InferenceStream(_inference(service, context, given), answers.put_nowait)
+        stream = InferenceStream(_inference(service, context, given), answers.put_nowait, partial(answers.put_nowait, b""))
 
         async def receive() -> None:
             async for data in messages:
@@ -209,7 +210,8 @@ def _infer_stream(
                     ended = True
                 else:
                     room.release()
-                    yield answer
+                    if answer:
+                        yield answer
         finally:
             receiving.cancel()
             stream.cancel()

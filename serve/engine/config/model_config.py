@@ -13,7 +13,7 @@ from google.protobuf import json_format, text_format
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
-from halfserve.serve.engine.backend import KINDS, ModelInterface, ModelKind, asked_kinds
+from halfserve.serve.engine.backend import KINDS, PYTHON, ModelInterface, ModelKind, asked_kinds
 from halfserve.serve.engine.config.sequence_batching import complete_sequences
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
@@ -132,7 +132,7 @@ def complete_config(declared: DeclaredConfig, interface: ModelInterface, *, name
     _complete_tensors(result.output, interface.outputs, f"{source}: output", batched=batched)
     if result.HasField("sequence_batching"):
         complete_sequences(result)
-    elif result.max_batch_size and not result.HasField("dynamic_batching"):
+    elif result.max_batch_size and interface.kind is not PYTHON and not result.HasField("dynamic_batching"):
         result.dynamic_batching.max_queue_delay_microseconds = defaults.max_queue_delay_us
     return result
 

@@ -47,6 +47,7 @@ HONOURED = frozenset(
         *("sequence_batching.oldest.max_queue_delay_microseconds", "sequence_batching.iterative_sequence"),
         *("sequence_batching.state.input_name", "sequence_batching.state.output_name", "sequence_batching.state.data_type"),
         *("sequence_batching.state.dims", "sequence_batching.state.initial_state.*"),
+        "model_transaction_policy.decoupled",
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.backend import Backend, RequestBackend
 from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
 from halfserve.serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.request_batch import Begun, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.batch_queue import is_late
@@ -58,7 +59,7 @@ class LateRequests:
     requests: list[InferRequest]
 
 
-Results = Sequence[Answered | Failed | LostRequests | LateRequests]
+Results = Sequence[Answered | Failed | Begun | LostRequests | LateRequests]
 Finished = Callable[[Results], None]
 
 
@@ -195,6 +196,8 @@ class Instance:
         self._stopped = True
         self.on_change = lambda _: None  # breaks a reference cycle that would keep an unloaded model
         self._cancel_timer()
+        if isinstance(self._copy.backend, RequestBackend):
+            self._worker.submit(self._copy.backend.close)
         self._worker.stop()
 
     def _compute(self, job: _Job, copy: _Copy) -> None:
@@ -215,13 +218,17 @@ class Instance:
         how = self._how
         if copy.is_broken:
             return [_lost(requests, untouched=True)], None
+        results: Results
         try:
+            if isinstance(copy.backend, RequestBackend):
+                return run_requests(copy.backend, requests), None
             results = run_batch(
                 copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes, invariance=how.invariance
             )
         except InstanceLostError as error:
             copy.is_broken = True
-            return [_lost(requests)], _first_line(error)
+            what = "model's process" if isinstance(copy.backend, RequestBackend) else "device"
+            return [_lost(requests, what=what)], _first_line(error)
         return results, None
 
     def _done(self, job: _Job, results: Results) -> None:
@@ -325,9 +332,9 @@ def _late(requests: list[InferRequest]) -> list[InferRequest]:
     return [request for request in requests if is_late(request, now, now)]
 
 
-def _lost(requests: list[InferRequest], *, untouched: bool = False) -> LostRequests:
+def _lost(requests: list[InferRequest], *, untouched: bool = False, what: str = "device") -> LostRequests:
     return LostRequests(
-        requests, UnavailableError("the device failed while it computed this request; send it again"), untouched
+        requests, UnavailableError(f"the {what} failed while it computed this request; send it again"), untouched
     )
 
 

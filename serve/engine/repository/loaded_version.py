@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
@@ -28,6 +28,7 @@ from halfserve.serve.engine.repository.model_repository import ModelFiles, named
 from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
+from halfserve.serve.engine.whole_requests import DecoupledRequests, OneByOne
 
 STATE_FOLDER = "initial_state"  # of a model folder; holds the files that sequence_batching names
 
@@ -94,6 +95,31 @@ class _SomeOutputs:
         self._backend.give_up()
 
 
+@dataclass(frozen=True)
+class OwnDeclaration:
+    """A model whose interface is in its configuration, and not in its file.
+
+    Attributes:
+        config: with what the model itself adds.
+        interface: that it declares.
+    """
+
+    config: DeclaredConfig
+    interface: ModelInterface
+
+
+@runtime_checkable
+class DeclaringRuntime(Protocol):
+    """A runtime that knows models with a configuration in place of a described file."""
+
+    def declared(self, path: Path, config: DeclaredConfig, name: str) -> OwnDeclaration | None:
+        """Configuration and interface of the model `name`; None where its file describes itself.
+
+        Raises:
+            ModelLoadError: the model cannot be used.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedVersion:
     """A model version that is ready to run and not served yet.
@@ -142,6 +168,8 @@ class LoadedVersion:
         )
         if self.sequences is not None:
             model.scheduler = sequence_scheduler(model, self.sequences)
+        elif self.interface.kind is PYTHON:
+            _take_whole_requests(model)
         return model
 
 
@@ -153,9 +181,13 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     """
     check_own_parameters(files.config.message, files.config.source)
     as_loaded = UnchangedFiles.look(files.model)
-    runtime = with_constants(runtime, files.config.message, files.config.source)
-    runtime = batch_first(declared_outputs(runtime, files.config.message), files.config)
-    interface = runtime.describe(files.model)
+    own = runtime.declared(files.model, files.config, files.name) if isinstance(runtime, DeclaringRuntime) else None
+    if own is None:
+        runtime = with_constants(runtime, files.config.message, files.config.source)
+        runtime = batch_first(declared_outputs(runtime, files.config.message), files.config)
+        interface = runtime.describe(files.model)
+    else:
+        files, interface = replace(files, config=own.config), own.interface
     as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
     shown = client_view(files.config.message, interface)
     config = complete_config(files.config, shown, name=files.name, defaults=defaults)
@@ -177,7 +209,9 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
-        guard=make_guard(
+        guard=None
+        if interface.kind is PYTHON
+        else make_guard(
             files.model,
             runtime,
             places[0],
@@ -187,7 +221,9 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
             source=files.config.source,
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
-        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size else None,
+        invariance=BatchInvariance(f"{files.name}/{files.version}")
+        if config.max_batch_size and interface.kind is not PYTHON
+        else None,
         sequences=sequences,
     )
 
@@ -236,3 +272,9 @@ def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacemen
     return replace(
         placement, use_gpu=use_gpu, require_gpu=use_gpu and (placement.require_gpu or kind == "gpu"), device_id=device
     )
+
+
+def _take_whole_requests(model: Model) -> None:
+    """Batch only where the configuration asks for it, as Triton does; and let a decoupled model answer as often as it wants."""
+    scheduler = model.batcher if model.config.HasField("dynamic_batching") else OneByOne(model.batcher)
+    model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler

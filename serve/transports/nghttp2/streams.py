@@ -69,7 +69,7 @@ class InferStreamCall(_Stream):
         self, session: GrpcSession, stream: int, encoding: bytes | None, inference: AnyInference, time_left_s: float | None
     ) -> None:
         super().__init__(session, stream, encoding, session.limits.max_message_bytes)
-        self._requests = InferenceStream(inference, self._answer)
+        self._requests = InferenceStream(inference, self._answer, self._one_less)
         self._coming: Iterator[bytes] = iter(())  # messages of the current piece
         self._counted = 0  # bytes of unanswered requests reported to the session
         self._is_over = False
@@ -153,6 +153,10 @@ class InferStreamCall(_Stream):
     def _answer(self, answer: bytes) -> None:
         self._begin()
         self._session.send(self._stream, answer)
+        self._one_less()
+
+    def _one_less(self) -> None:
+        """A request was answered, or has ended without a message."""
         self._count()
         self._go_on()
 

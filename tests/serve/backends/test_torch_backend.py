@@ -20,7 +20,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.backends.torch_backend import TorchBackend, TorchRuntime
 from halfserve.serve.backends.torch_program import written
-from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
+from halfserve.serve.engine.backend import DevicePlacement, ModelInterface, Trust
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, complete_config
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -211,7 +211,7 @@ def test_settings_of_onnx_runtime_are_named_in_a_warning(tmp_path: Path, caplog:
     config = tmp_path / "m" / "config.pbtxt"
     config.write_text('parameters { key: "execution_mode" value { string_value: "1" } }')
     loader = VersionLoader(
-        runtime=Runtimes(trust_torch_archives=True), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0
+        runtime=Runtimes(trust=Trust(torch_archives=True)), placement=ON_CPU, defaults=Defaults(), warm_up_budget_s=5.0
     )
     loader.load(*find_models(tmp_path))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -224,7 +224,7 @@ def test_a_zip_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelLoadError, match="m.pt2: is not a readable exported program .*; write it with torch.export.save"
     ) as no:
-        Runtimes(trust_torch_archives=True).describe(path)
+        Runtimes(trust=Trust(torch_archives=True)).describe(path)
     assert "\n" not in str(no.value)
 
 
@@ -252,7 +252,7 @@ def test_without_torch_the_error_says_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "halfserve.serve.backends.torch_backend")
     with pytest.raises(ModelLoadError, match=r"'torch' is not installed; .* pip install '.\[train\]', or export"):
-        Runtimes(trust_torch_archives=True).describe(path)
+        Runtimes(trust=Trust(torch_archives=True)).describe(path)
 
 
 def test_onnx_models_are_served_without_torch() -> None:
@@ -293,7 +293,7 @@ def test_of_a_trusted_archive_tensors_alone_are_unpickled(tmp_path: Path, monkey
     marker = tmp_path / "ran"
     path = save_hostile_archive(tmp_path / "model.pt2", place, marker)
     with pytest.raises(ModelLoadError, match=r"model.pt2: holds pickled objects other than tensors, which are not loaded"):
-        Runtimes(trust_torch_archives=True).describe(path)
+        Runtimes(trust=Trust(torch_archives=True)).describe(path)
     assert not marker.exists()
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ

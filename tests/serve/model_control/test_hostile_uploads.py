@@ -15,6 +15,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Trust
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.model_control.options import ControlMode
 from tests.models import save_mlp
@@ -30,7 +31,7 @@ PARTS = "expected an ONNX model, a data file that one names, or text such as lab
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One that takes uploads, and trusts the torch archives of its own repository."""
-    runtimes = Runtimes(trust_torch_archives=True)
+    runtimes = Runtimes(trust=Trust(torch_archives=True))
     folder = tmp_path_factory.mktemp("repository")
     with controlled_server(folder, ControlMode.EXPLICIT, runtime=runtimes, uploads=True) as server:
         yield server

@@ -1,0 +1,266 @@
+"""One copy of a Python model behind the engine's interface."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+
+from halfserve.serve.backends.python.messages import ResponseReader, error_of, request_message, to_wire
+from halfserve.serve.backends.python.process import ChildFailedError
+from halfserve.serve.backends.python.services import CopyServices, Services
+from halfserve.serve.backends.python_child.wire import WireTensor
+from halfserve.serve.engine.backend import ModelInterface, RequestBackend
+from halfserve.serve.engine.errors import BackendError, InferenceError, InstanceLostError, UnavailableError
+from halfserve.serve.engine.requests import InferRequest, Respond
+from halfserve.serve.engine.tensors import Tensors
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Runs a model.py: a process, or this one."""
+
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
+        """See `ChildProcess.call`."""
+
+    def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
+        """See `ChildProcess.answer`."""
+
+    def kill(self) -> None:
+        """See `ChildProcess.kill`."""
+
+
+# Starts a runner, given what takes its events and what is called at its end.
+Start = Callable[[Callable[[Mapping[str, Any], list[WireTensor]], None], Callable[[], None]], Runner]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonModel:
+    """What all copies of one version have in common.
+
+    Attributes:
+        name: of the model.
+        version: its number.
+        interface: as the model sees it.
+        batched: its tensors begin with a batch dimension.
+        is_decoupled: it gives any number of responses to a request.
+        path: of its model.py.
+    """
+
+    name: str
+    version: int
+    interface: ModelInterface
+    batched: bool
+    is_decoupled: bool
+    path: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}/{self.version}"
+
+
+class PythonBackend(RequestBackend):
+    """A model.py that runs."""
+
+    def __init__(self, model: PythonModel, provider: str, services: Services, start: Start) -> None:
+        """Start the runner; `load` makes it ready."""
+        self.provider = provider
+        self.precision = "as model.py computes"
+        self._model = model
+        self._services = services
+        self._dtypes = {spec.name: spec.datatype for spec in model.interface.inputs}
+        self._reader = ResponseReader(repr(model.name), model.interface.outputs, batched=model.batched)
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self._active: dict[int, InferRequest] = {}  # not answered yet, by their numbers
+        self._executing: tuple[InferRequest, ...] = ()
+        self._has_ended = False
+        self._copy = CopyServices(services, model.label, lambda: self._executing, self._answer)
+        self._runner = start(self._event, self._ended)
+
+    def load(self, arguments: Mapping[str, str]) -> None:
+        """Import and initialize the model.
+
+        Raises:
+            ChildFailedError: it fails.
+            InstanceLostError: the process has ended.
+        """
+        model = self._model
+        self._runner.call({"k": "load", "path": model.path, "arguments": dict(arguments), "decoupled": model.is_decoupled})
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        """See `Backend`."""
+        return self._dtypes[name].array_dtype
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """See `Backend`."""
+        model = self._model
+        rows = len(next(iter(inputs.values()))) if model.batched and inputs else 1
+        outputs = tuple(spec.name for spec in model.interface.outputs)
+        (answer,) = self.compute([InferRequest(inputs, outputs, rows, None, None, lambda _: None)])
+        if isinstance(answer, InferenceError):
+            raise answer
+        return answer or {}
+
+    def compute(self, requests: Sequence[InferRequest]) -> list[Tensors | InferenceError | None]:
+        """See `RequestBackend`."""
+        model = self._model
+        if self._has_ended and model.is_decoupled:  # nothing of these has begun: another copy can take them
+            raise InstanceLostError(f"the process of {model.label} has ended")
+        messages: list[dict[str, Any]] = []
+        tensors: list[WireTensor] = []
+        failed: dict[int, InferenceError] = {}  # requests whose inputs cannot be read, by place
+        numbered: dict[int, InferRequest] = {}
+        for place, request in enumerate(requests):
+            try:
+                given = [to_wire(name, self._dtypes[name], request.inputs[name]) for name in request.inputs]
+            except InferenceError as error:
+                failed[place] = error
+                continue
+            number = next(self._numbers)
+            numbered[number] = request
+            messages.append(request_message(request, number, model.name, model.version))
+            tensors += given
+        if not numbered:
+            return [failed[place] for place in range(len(requests))]
+        with self._lock:
+            self._active.update(numbered)
+        self._executing = tuple(numbered.values())
+        try:
+            answers = self._execute(numbered, messages, tensors)
+        finally:
+            self._executing = ()
+            if not model.is_decoupled:
+                with self._lock:
+                    for number in numbered:
+                        self._active.pop(number, None)
+        if not failed:
+            return answers
+        rest = iter(answers)
+        return [failed[place] if place in failed else next(rest) for place in range(len(requests))]
+
+    def _execute(
+        self, numbered: Mapping[int, InferRequest], messages: list[dict[str, Any]], tensors: list[WireTensor]
+    ) -> list[Tensors | InferenceError | None]:
+        try:
+            reply, outputs = self._runner.call({"k": "execute", "requests": messages}, tensors)
+        except ChildFailedError as error:
+            logger.error("%s: execute failed: %s\n%s", self._model.label, error, error.trace)  # noqa: TRY400  (the trace is the child's)
+            if self._model.is_decoupled:
+                return [None] * len(numbered)  # the process has sent the error as each one's final response
+            return [BackendError(f"model {self._model.name!r} failed on this request: {error}")] * len(numbered)
+        except InstanceLostError:
+            if not self._model.is_decoupled:
+                raise
+            return self._lost(numbered)
+        if self._model.is_decoupled:
+            return self._lost(numbered) if self._has_ended else [None] * len(numbered)
+        answers: list[Tensors | InferenceError | None] = []
+        at = 0
+        for request, told in zip(numbered.values(), reply["responses"], strict=True):
+            end = at + told["n"]
+            answers.append(self._response(request, told, outputs[at:end]))
+            at = end
+        return answers
+
+    def _response(self, request: InferRequest, told: Mapping[str, Any], tensors: list[WireTensor]) -> Tensors | InferenceError:
+        if "error" in told:
+            return error_of(told["error"])
+        return self._reader.outputs(request.outputs, tensors, told.get("p"))
+
+    def _lost(self, numbered: Mapping[int, InferRequest]) -> list[Tensors | InferenceError | None]:
+        """Errors for requests of a decoupled model whose process has ended; those with a final response are done."""
+        error = self._lost_error()
+        with self._lock:
+            self._has_ended = True
+            return [error if self._active.pop(number, None) is not None else None for number in numbered]
+
+    def _lost_error(self) -> InferenceError:
+        return UnavailableError(
+            f"the process of model {self._model.name!r} ended before its final response; send the request again"
+        )
+
+    def _answer(self, header: dict[str, Any], tensors: Sequence[WireTensor]) -> None:
+        self._runner.answer(header, tensors)
+
+    def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        """On the thread of the runner's events."""
+        if header["k"] == "is_cancelled":
+            request = self._active.get(header["number"])
+            self._copy.reply({"call": header["call"], "cancelled": request is None or request.cancelled}, [])
+        elif header["k"] == "respond":
+            self._respond(header, tensors)
+        else:
+            self._copy.handle(header, tensors)
+
+    def _respond(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        number, final = header["number"], bool(header["final"])
+        with self._lock:
+            request = self._active.pop(number, None) if final else self._active.get(number)
+        if request is None or request.respond is None:
+            return
+        told = header.get("response")
+        response = None if told is None else self._response(request, told, tensors)
+        self._services.connected().soon(_Delivery(request, request.respond, response, final=final))
+
+    def _ended(self) -> None:
+        """The runner has gone: requests that it should still answer fail."""
+        self._copy.stop()
+        with self._lock:
+            self._has_ended = True
+            executing = set(map(id, self._executing))
+            left = {number: request for number, request in self._active.items() if id(request) not in executing}
+            for number in left:
+                del self._active[number]
+        if self._model.is_decoupled and self._services.calls is not None:
+            for request in left.values():
+                self._services.calls.soon(_Failure(request, self._lost_error()))
+
+    def give_up(self) -> None:
+        """Kill the process."""
+        self._runner.kill()
+
+    def close(self) -> None:
+        """Let the model finalize, and end the process."""
+        try:
+            self._runner.call({"k": "finalize"})
+        except ChildFailedError as error:
+            logger.error("%s: %s\n%s", self._model.label, error, error.trace)  # noqa: TRY400  (the trace is the child's)
+        except InstanceLostError:
+            pass  # it has ended already
+        self._runner.kill()
+
+
+class _Delivery:
+    """Gives one response of a decoupled model to its request, on the event loop."""
+
+    def __init__(
+        self, request: InferRequest, respond: Respond, response: Tensors | InferenceError | None, *, final: bool
+    ) -> None:
+        self._request = request
+        self._respond = respond
+        self._response = response
+        self._final = final
+
+    def __call__(self) -> None:
+        if self._response is not None and not self._request.cancelled:
+            self._respond(self._response, self._final)
+        if self._final:
+            self._request.finish({})
+
+
+class _Failure:
+    """Fails a request, on the event loop."""
+
+    def __init__(self, request: InferRequest, error: InferenceError) -> None:
+        self._request = request
+        self._error = error
+
+    def __call__(self) -> None:
+        self._request.finish(self._error)

@@ -1,0 +1,177 @@
+"""The process of one copy of a Python model: start it, talk to it, notice its end, kill it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfserve.serve.backends import python_child
+from halfserve.serve.backends.python.environment import Interpreter
+from halfserve.serve.backends.python_child.wire import Channel, ChannelClosedError, WireTensor
+from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = Path(python_child.__path__[0]) / "child.py"
+STDERR = 2
+# Called with each message of the child that is no reply, on the thread that receives them.
+OnEvent = Callable[[Mapping[str, Any], list[WireTensor]], None]
+
+
+class ChildFailedError(Exception):
+    """The model.py failed; the text is for the client.
+
+    Attributes:
+        trace: its traceback, for the log.
+    """
+
+    def __init__(self, text: str, trace: str) -> None:
+        super().__init__(text)
+        self.trace = trace
+
+
+class ChildProcess:
+    """A running model.py."""
+
+    def __init__(self, label: str, interpreter: Interpreter, on_event: OnEvent, on_end: Callable[[], None]) -> None:
+        """Start the process; nothing of the model is loaded yet.
+
+        Args:
+            label: "name/version instance number", for the log.
+            interpreter: runs it.
+            on_event: gets what the model wants, on a thread of this process.
+            on_end: called once on that thread when the process has ended.
+
+        Raises:
+            ModelLoadError: it cannot be started.
+        """
+        self._label = label
+        self._on_event = on_event
+        self._on_end = on_end
+        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        lifeline, kept = os.pipe()
+        try:
+            numbers = [theirs[0].fileno(), theirs[1].fileno(), lifeline]
+            self._process = subprocess.Popen(
+                [*interpreter.command, "-u", str(PROGRAM), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                stdout=_standard_error(),  # what a model prints belongs to the log, not to the server's answers
+                pass_fds=numbers,
+                env=interpreter.environment(),
+                start_new_session=True,  # Ctrl-C is for the server, which ends it in order; and its own children die with it
+            )
+        except OSError as error:
+            for one in ours:
+                one.close()
+            os.close(kept)
+            raise ModelLoadError(
+                f"{label}: its process cannot be started: {interpreter.command[0]}: {error.strerror}"
+            ) from None
+        finally:
+            for one in theirs:
+                one.close()
+            os.close(lifeline)
+        self._lifeline = kept
+        self._calls, self._events = Channel(ours[0]), Channel(ours[1])
+        self._calling = threading.Lock()
+        threading.Thread(target=self._watch, name=f"events of {label}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> tuple[dict[str, Any], list[WireTensor]]:
+        """Have the process do something, and wait for its reply. One thread at a time.
+
+        Raises:
+            ChildFailedError: the model.py failed.
+            InstanceLostError: the process has ended.
+        """
+        try:
+            with self._calling:
+                self._calls.send(header, tensors)
+                reply, outputs = self._calls.receive()
+        except (ChannelClosedError, ValueError) as error:
+            self.kill()
+            what = "ended" if isinstance(error, ChannelClosedError) else f"sent what cannot be read ({error})"
+            raise InstanceLostError(f"the process of {self._label} {what}{self._exit()}") from None
+        if "failed" in reply:
+            raise ChildFailedError(reply["failed"], reply.get("trace", ""))
+        return reply, outputs
+
+    def answer(self, header: dict[str, Any], tensors: Sequence[WireTensor] = ()) -> None:
+        """Send the reply to an event. May block while the process does not read."""
+        with contextlib.suppress(ChannelClosedError):
+            self._events.send(header, tensors)
+
+    def kill(self) -> None:
+        """End the process and its own children at once. Any thread may do it; does not wait."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._calls.shut_down()
+
+    def _exit(self) -> str:
+        """How it ended, as the rest of a sentence."""
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" with signal {-code}" if code < 0 else f" with code {code}"
+
+    def _watch(self) -> None:
+        """Take the model's events until the process ends; then clean up."""
+        try:
+            with _ended(self._process.pid) as ended:
+                while self._has_event(ended):
+                    self._on_event(*self._events.receive())
+        except ChannelClosedError:
+            pass
+        except Exception:
+            logger.exception("%s: an event of its process cannot be handled", self._label)
+        self.kill()
+        self._events.shut_down()
+        self._process.wait()
+        os.close(self._lifeline)
+        self._events.close()
+        with self._calling:  # a thread in a call has been woken
+            self._calls.close()
+        self._on_end()
+
+    def _has_event(self, ended: int | None) -> bool:
+        """Wait for a message of the process, or for its end: its children may hold the connection open."""
+        if self._events.has_rest or ended is None:
+            return True
+        poll = select.poll()
+        poll.register(self._events.fileno(), select.POLLIN)
+        poll.register(ended, select.POLLIN)
+        return any(number == self._events.fileno() for number, _ in poll.poll())
+
+
+@contextlib.contextmanager
+def _ended(pid: int) -> Any:
+    """A descriptor that is readable once a process has ended; None where the system has none."""
+    try:
+        number = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        yield None
+        return
+    try:
+        yield number
+    finally:
+        os.close(number)
+
+
+def _standard_error() -> int:
+    sys.stderr.flush()
+    return STDERR

@@ -1,0 +1,140 @@
+"""`pb_utils.Logger`, `pb_utils.MetricFamily` and `pb_utils.Metric`: they live in the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from halfserve.serve.backends.python_child.errors import TritonModelException
+from halfserve.serve.backends.python_child.server_access import done, server
+
+
+class LogLevel(IntEnum):
+    """Triton's levels."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+    VERBOSE = 3
+
+
+class Logger:
+    """Writes to the server's log, with the model's name."""
+
+    LogLevel = LogLevel
+    INFO, WARNING, ERROR, VERBOSE = LogLevel
+
+    @staticmethod
+    def log(message: str, level: int = LogLevel.INFO) -> None:
+        server().tell("log", {"level": int(level), "text": str(message)}, [])
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        Logger.log(message, LogLevel.INFO)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        Logger.log(message, LogLevel.WARNING)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        Logger.log(message, LogLevel.ERROR)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        Logger.log(message, LogLevel.VERBOSE)
+
+
+class MetricKind(IntEnum):
+    """What a metric does."""
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+
+class Metric:
+    """One metric of a family, by its labels. Metrics with the same name and labels are one, in all models."""
+
+    __slots__ = ("_family", "_labels")
+
+    def __init__(self, family: MetricFamily, labels: Mapping[str, str]) -> None:
+        self._family = family
+        self._labels = dict(labels)
+
+    def increment(self, value: float) -> None:
+        """Add to a counter (0 or more) or a gauge.
+
+        Raises:
+            TritonModelException: it is a histogram, or the value is negative for a counter.
+        """
+        if self._family.kind is MetricKind.COUNTER and value < 0:
+            raise TritonModelException(f"counter {self._family.name!r} cannot be incremented by {value}, expected 0 or more")
+        self._change("increment", value, MetricKind.COUNTER, MetricKind.GAUGE)
+
+    def set(self, value: float) -> None:
+        """Set a gauge.
+
+        Raises:
+            TritonModelException: it is none.
+        """
+        self._change("set", value, MetricKind.GAUGE)
+
+    def observe(self, value: float) -> None:
+        """Add an observation to a histogram.
+
+        Raises:
+            TritonModelException: it is none.
+        """
+        self._change("observe", value, MetricKind.HISTOGRAM)
+
+    def value(self) -> float:
+        """The value in the server.
+
+        Raises:
+            TritonModelException: it is a histogram.
+        """
+        self._require("value", MetricKind.COUNTER, MetricKind.GAUGE)
+        return float(done(server().call("metric_value", self.place(), []))[0]["value"])
+
+    def _change(self, action: str, value: float, *kinds: MetricKind) -> None:
+        self._require(action, *kinds)
+        server().tell("metric", {**self.place(), "action": action, "value": float(value)}, [])
+
+    def _require(self, action: str, *kinds: MetricKind) -> None:
+        if self._family.kind not in kinds:
+            raise TritonModelException(f"metric {self._family.name!r} is a {self._family.kind.name}, which has no {action}()")
+
+    def place(self) -> dict[str, Any]:
+        """Names the metric in messages."""
+        return {"name": self._family.name, "labels": self._labels}
+
+
+class MetricFamily:
+    """Metrics of one name, which the server's /metrics shows."""
+
+    COUNTER, GAUGE, HISTOGRAM = MetricKind
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        """Declare a family, or join one that was declared alike.
+
+        Raises:
+            TritonModelException: the name is none of a metric, is the server's, or was declared otherwise.
+        """
+        self.name = str(name)
+        self.kind = MetricKind(kind)
+        done(server().call("metric_family", {"name": self.name, "text": description, "kind": self.kind.name.lower()}, []))
+
+    def Metric(  # noqa: N802  (Triton's name)
+        self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
+    ) -> Metric:
+        """The family's metric with these labels; a histogram needs rising `buckets`.
+
+        Raises:
+            TritonModelException: buckets are missing, given for another kind, or do not rise.
+        """
+        metric = Metric(self, labels or {})
+        asked = {**metric.place(), "buckets": None if buckets is None else list(buckets)}
+        done(server().call("metric_new", asked, []))
+        return metric

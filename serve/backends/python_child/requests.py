@@ -1,0 +1,368 @@
+"""`pb_utils.InferenceRequest`, `InferenceResponse` and what belongs to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+from halfserve.serve.backends.python_child.errors import ErrorCode, TritonError, TritonModelException
+from halfserve.serve.backends.python_child.server_access import Reply, ServerAccess, server
+from halfserve.serve.backends.python_child.tensors import Tensor, to_wire
+
+COMPLETE_FINAL = 1
+
+
+class MemoryType(IntEnum):
+    """Where tensors should lie."""
+
+    TRITONSERVER_MEMORY_CPU = 0
+    TRITONSERVER_MEMORY_GPU = 2
+
+
+class PreferredMemory:
+    """Where the outputs of a request should lie. Accepted, without effect: they come in the memory of the CPU."""
+
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class InferenceTrace:
+    """The trace that a request belongs to."""
+
+    def __init__(self, context: str | None = None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        """The trace context; None where it is not traced."""
+        return self._context
+
+
+class InferenceResponse:
+    """The answer to one request: outputs, or an error."""
+
+    __slots__ = ("_error", "_parameters", "_tensors")
+
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """An answer; with an error the outputs do not count.
+
+        Raises:
+            TritonModelException: something is of the wrong kind.
+        """
+        self._tensors = list(output_tensors)
+        if not all(isinstance(tensor, Tensor) for tensor in self._tensors):
+            raise TritonModelException("output_tensors has something else than pb_utils.Tensor")
+        if error is not None and not isinstance(error, TritonError):
+            raise TritonModelException(f"error is a {type(error).__name__}, expected a pb_utils.TritonError")
+        self._error = error
+        self._parameters = checked_parameters(parameters)
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        """As JSON."""
+        return json.dumps(self._parameters)
+
+    def to_message(self) -> dict[str, Any]:
+        """The response without its tensors."""
+        message: dict[str, Any] = {"n": 0 if self._error else len(self._tensors)}
+        if self._error:
+            message["error"] = [int(self._error.code()), self._error.message()]
+        if self._parameters:
+            message["p"] = self._parameters
+        return message
+
+    @classmethod
+    def from_reply(cls, reply: Reply) -> InferenceResponse:
+        """Of a request that the server has answered."""
+        message, tensors = reply
+        error = message.get("error")
+        return cls(
+            [Tensor.from_wire(tensor) for tensor in tensors],
+            None if error is None else TritonError(error[1], error[0]),
+            message.get("p"),
+        )
+
+
+def checked_parameters(parameters: Mapping[str, Any] | None) -> dict[str, bool | int | str | float]:
+    """Parameters of a request or response.
+
+    Raises:
+        TritonModelException: a name is no text, or a value is none of bool, int, float and str.
+    """
+    known = dict(parameters or {})
+    for name, value in known.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int | str | float):
+            raise TritonModelException(
+                f"parameter {name!r} is a {type(value).__name__}, expected bool, int, float or str, by a name that is a str"
+            )
+    return known
+
+
+class ResponseSender:
+    """Sends the responses of one request of a decoupled model. May be used on any thread, also after execute."""
+
+    __slots__ = ("_access", "_number", "is_closed")
+
+    def __init__(self, access: ServerAccess, number: int) -> None:
+        self._access = access
+        self._number = number
+        self.is_closed = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Send a response; the last one has flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL, and may have no response.
+
+        Raises:
+            TritonModelException: the flags are unknown, there is nothing to send, or the last one was sent before.
+        """
+        if flags not in {0, COMPLETE_FINAL}:
+            raise TritonModelException(
+                f"flags is {flags}, expected 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL ({COMPLETE_FINAL})"
+            )
+        if response is None and not flags:
+            raise TritonModelException("send() has neither a response nor TRITONSERVER_RESPONSE_COMPLETE_FINAL")
+        if self.is_closed:
+            raise TritonModelException("the response sender has sent its final response already")
+        if flags:
+            self.is_closed = True
+        message: dict[str, Any] = {"number": self._number, "final": int(flags)}
+        tensors: list[Any] = []
+        if response is not None:
+            message["response"] = response.to_message()
+            tensors = to_wire(response.output_tensors()) if not response.has_error() else []
+        self._access.tell("respond", message, tensors)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has gone."""
+        return bool(self._access.call("is_cancelled", {"number": self._number}, [])[0].get("cancelled", True))
+
+
+class ResponseIterator:
+    """The responses of a request to a decoupled model, in order; the last one may have no tensors."""
+
+    def __init__(self, replies: Iterator[Reply], first: Reply | None = None) -> None:
+        self._replies = replies
+        self._first = first
+        self._is_over = False
+
+    def __iter__(self) -> ResponseIterator:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._is_over:
+            raise StopIteration
+        if self._first is not None:
+            reply, self._first = self._first, None
+        else:
+            reply = next(self._replies)
+        self._is_over = bool(reply[0].get("final"))
+        return InferenceResponse.from_reply(reply)
+
+    def cancel(self) -> None:
+        """Want no further responses."""
+        self._is_over = True
+        close = getattr(self._replies, "close", None)
+        if close is not None:
+            close()
+
+
+class InferenceRequest:
+    """A request that a model gets, or one that it makes."""
+
+    __slots__ = (
+        "_access", "_correlation_id", "_flags", "_id", "_inputs", "_model", "_number", "_parameters", "_preferred_memory",
+        "_priority", "_requested", "_sender", "_timeout", "_trace", "_version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str | bytes = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str | bytes] = (),
+        model_name: str | bytes = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A request to a model of this server; `timeout` in microseconds.
+
+        Raises:
+            TritonModelException: something is of the wrong kind.
+        """
+        self._inputs = list(inputs)
+        if not all(isinstance(tensor, Tensor) for tensor in self._inputs):
+            raise TritonModelException("inputs has something else than pb_utils.Tensor")
+        if not isinstance(correlation_id, int | str):
+            raise TritonModelException("Correlation ID must be integer or string")
+        self._id = text_of(request_id)
+        self._correlation_id = correlation_id
+        self._requested = [text_of(name) for name in requested_output_names]
+        self._model = text_of(model_name)
+        self._version = int(model_version)
+        self._flags = int(flags)
+        self._timeout = int(timeout)
+        self._preferred_memory = preferred_memory
+        self._trace = trace or InferenceTrace()
+        self._parameters = checked_parameters(parameters)
+        self._priority = 0
+        self._number = -1
+        self._access: ServerAccess | None = None
+        self._sender: ResponseSender | None = None
+
+    @classmethod
+    def received(cls, access: ServerAccess, message: Mapping[str, Any], inputs: list[Tensor]) -> InferenceRequest:
+        """One that the server has sent."""
+        made = cls(
+            message.get("id", ""),
+            message.get("correlation", 0),
+            inputs,
+            message["outputs"],
+            message["model"],
+            message["version"],
+            message.get("flags", 0),
+            message.get("timeout", 0),
+            None,
+            None,
+            message.get("p"),
+        )
+        made._number = message["number"]
+        made._priority = message.get("priority", 0)
+        made._access = access
+        return made
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def flags(self) -> int:
+        """TRITONSERVER_REQUEST_FLAG_SEQUENCE_START and _END, added."""
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = int(flags)
+
+    def timeout(self) -> int:
+        """In microseconds; 0 without one."""
+        return self._timeout
+
+    def priority(self) -> int:
+        """1 is the most urgent; 0 is the model's default."""
+        return self._priority
+
+    def parameters(self) -> str:
+        """As JSON."""
+        return json.dumps(self._parameters)
+
+    def trace(self) -> InferenceTrace:
+        return self._trace
+
+    def preferred_memory(self) -> PreferredMemory | None:
+        return self._preferred_memory
+
+    def requested_output_names(self) -> list[str]:
+        return self._requested
+
+    def model_name(self) -> str:
+        return self._model
+
+    def model_version(self) -> int:
+        return self._version
+
+    def set_release_flags(self, flags: int) -> None:
+        """Triton's rescheduling of requests.
+
+        Raises:
+            TritonModelException: always but for TRITONSERVER_REQUEST_RELEASE_ALL, which is the usual way.
+        """
+        if flags != 1:
+            raise TritonModelException("rescheduling a request is not supported")
+
+    def is_cancelled(self) -> bool:
+        """Whether the client of a received request has gone."""
+        if self._access is None:
+            return False
+        return bool(self._access.call("is_cancelled", {"number": self._number}, [])[0].get("cancelled", True))
+
+    def get_response_sender(self) -> ResponseSender:
+        """Sends the responses of a decoupled model's request.
+
+        Raises:
+            TritonModelException: this request was not received, or the model is not decoupled.
+        """
+        if self._sender is None:
+            raise TritonModelException(
+                "'get_response_sender' function must be called only when the model is using the decoupled transaction policy."
+            )
+        return self._sender
+
+    def sends_responses(self) -> ResponseSender:
+        """Let a received request be answered by its response sender."""
+        self._sender = ResponseSender(self._access or server(), self._number)
+        return self._sender
+
+    def exec(self, decoupled: bool = False) -> Any:
+        """Have the server answer this request: an InferenceResponse, or with `decoupled` an iterator over several.
+
+        An error of the model is the response's; a call that cannot be made raises a TritonModelException.
+        """
+        message, tensors = self._as_call(), to_wire(self._inputs)
+        message["decoupled"] = decoupled
+        if not decoupled:
+            return InferenceResponse.from_reply(server().call("infer", message, tensors))
+        replies = server().call_for_many("infer", message, tensors)
+        return ResponseIterator(replies, next(replies))
+
+    async def async_exec(self, decoupled: bool = False) -> Any:
+        """`exec` for coroutines: others go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
+
+    def _as_call(self) -> dict[str, Any]:
+        if not self._model:
+            raise TritonModelException("the request has no model_name")
+        return {
+            "id": self._id,
+            "model": self._model,
+            "version": self._version,
+            "outputs": self._requested,
+            "correlation": self._correlation_id,
+            "flags": self._flags,
+            "timeout": self._timeout,
+            "p": self._parameters,
+        }
+
+
+def text_of(value: str | bytes) -> str:
+    """A name, which may be an element of a BYTES tensor."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def error_of(error: BaseException) -> TritonError:
+    """What the client of a model is told of an exception: one line."""
+    if isinstance(error, TritonModelException):
+        return TritonError(str(error), ErrorCode.INTERNAL)
+    text = str(error).strip().split("\n")[0]
+    return TritonError(f"{type(error).__name__}: {text}" if text else type(error).__name__, ErrorCode.INTERNAL)

@@ -1,0 +1,220 @@
+"""Messages between the server and a model's process: a JSON header and tensors, over a Unix socket.
+
+    header size (uint32) | payload size (uint32) | header | payload
+
+Small tensors lie in the payload, larger ones in a shared memory segment. In the header, "t" lists the tensors as
+[name, datatype, shape, offset, bytes]; "s" is the segment's number; "new" is there where its descriptor travels along; "free"
+and "drop" name segments that may be used again, or be unmapped.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from halfserve.serve.backends.python_child.shared_segments import AVAILABLE, MappedSegments, SegmentPool, aligned
+
+PREFIX = struct.Struct("<II")
+INLINE_BYTES = 1 << 16  # up to here copying through the socket is faster than a segment
+CHUNK = INLINE_BYTES + (1 << 14)
+MAX_BYTES = 1 << 31
+MAX_FDS = 4
+FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+Header = dict[str, Any]
+
+# Datatypes on the wire. BYTES are length-prefixed, BF16 are uint16 bit patterns.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BF16": np.dtype("<u2"),
+    "BYTES": np.dtype("u1"),
+}
+
+
+class WireTensor(NamedTuple):
+    """One tensor of a message.
+
+    Attributes:
+        name: of the input or output.
+        datatype: the protocol's name, such as "FP32".
+        shape: its sizes.
+        data: the elements: an array of `DTYPES[datatype]`, flat or of `shape`; for BYTES the encoded bytes.
+    """
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    data: np.ndarray[Any, Any]
+
+
+class ChannelClosedError(Exception):
+    """The other process has gone, or has ended the connection."""
+
+
+class Channel:
+    """One end of a connection. Any thread may send; one thread at a time receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._pool = SegmentPool()
+        self._mapped = MappedSegments()
+        self._rest = b""
+        self._fds: deque[int] = deque()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether bytes have been received that `receive` has not returned yet."""
+        return bool(self._rest)
+
+    def shut_down(self) -> None:
+        """End the connection for both sides, and wake a thread that receives."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def send(self, header: Header, tensors: Sequence[WireTensor] = ()) -> None:
+        """Send one message.
+
+        Raises:
+            ChannelClosedError: the other side has gone.
+            OSError: there is no memory for a segment.
+        """
+        with self._sending:
+            mapped, pool = self._mapped, self._pool
+            if mapped.released:
+                header["free"] = [mapped.released.popleft() for _ in range(len(mapped.released))]
+            pieces: list[Any] = []
+            ancillary: list[tuple[int, int, bytes]] = []
+            size = 0
+            if tensors:
+                size, segment = self._pack(header, tensors, pieces)
+                if segment is not None and segment.fd >= 0:
+                    header["new"] = 1
+                    ancillary.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd]).tobytes()))
+            else:
+                segment = None
+            if pool.dropped:
+                header["drop"], pool.dropped = pool.dropped, []
+            text = json.dumps(header).encode()
+            pieces[:0] = [PREFIX.pack(len(text), size), text]
+            try:
+                self._send_all(pieces, ancillary)
+            except OSError:
+                raise ChannelClosedError from None
+            finally:
+                if segment is not None:
+                    segment.close_file()
+
+    def _pack(self, header: Header, tensors: Sequence[WireTensor], pieces: list[Any]) -> tuple[int, Any]:
+        """Describe the tensors in the header, and lay them into `pieces` or a segment: bytes in pieces, and the segment."""
+        entries, views, offset = [], [], 0
+        for tensor in tensors:
+            view = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8)
+            entries.append([tensor.name, tensor.datatype, list(tensor.shape), offset, view.nbytes])
+            views.append((offset, view))
+            offset = aligned(offset + view.nbytes)
+        header["t"] = entries
+        if offset <= INLINE_BYTES or not AVAILABLE:
+            at = 0
+            for start, view in views:
+                pieces += [bytes(start - at), view.data] if start > at else [view.data]
+                at = start + view.nbytes
+            return at, None
+        segment = self._pool.take(offset)
+        header["s"] = segment.number
+        target = np.frombuffer(segment.view, np.uint8)
+        for start, view in views:
+            target[start : start + view.nbytes] = view
+        return 0, segment
+
+    def _send_all(self, pieces: list[Any], ancillary: list[tuple[int, int, bytes]]) -> None:
+        total = sum(len(piece) for piece in pieces)
+        sent = self._socket.sendmsg(pieces, ancillary)
+        if sent < total:
+            self._socket.sendall(b"".join(pieces)[sent:])
+
+    def receive(self) -> tuple[Header, list[WireTensor]]:
+        """The next message. Its tensors are writable views of shared memory, or arrays of their own.
+
+        Raises:
+            ChannelClosedError: the other side has gone.
+            ValueError: the message is malformed.
+        """
+        head, size = PREFIX.unpack(self._need(PREFIX.size)[: PREFIX.size])
+        whole = PREFIX.size + head + size
+        if whole > MAX_BYTES:
+            raise ValueError(f"a message of {whole} bytes is too large")
+        data = self._need(whole)
+        self._rest = data[whole:]
+        header = json.loads(data[PREFIX.size : PREFIX.size + head])
+        if "free" in header:
+            with self._sending:
+                for number in header["free"]:
+                    self._pool.give_back(number)
+        tensors = self._tensors(header, bytearray(data[PREFIX.size + head : whole])) if "t" in header else []
+        for number in header.get("drop", ()):
+            self._mapped.drop(number)
+        return header, tensors
+
+    def _need(self, size: int) -> bytes:
+        """The bytes that have come and are not read yet, `size` at least."""
+        have = self._rest
+        if len(have) >= size:
+            return have
+        parts, count = [have], len(have)
+        while count < size:
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(max(CHUNK, min(size - count, 1 << 24)), FD_SPACE)
+            except OSError:
+                raise ChannelClosedError from None
+            for level, kind, content in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    numbers = array.array("i")
+                    numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
+                    self._fds.extend(numbers)
+            if not data:
+                raise ChannelClosedError
+            parts.append(data)
+            count += len(data)
+        self._rest = b"".join(parts) if have else (parts[1] if len(parts) == 2 else b"".join(parts))
+        return self._rest
+
+    def _tensors(self, header: Header, payload: bytearray) -> list[WireTensor]:
+        if "s" in header:
+            fd = self._fds.popleft() if "new" in header else None
+            source = self._mapped.view(header["s"], fd)
+        else:
+            source = np.frombuffer(payload, np.uint8)
+        tensors = []
+        for name, datatype, shape, offset, size in header["t"]:
+            piece = source[offset : offset + size].view(DTYPES[datatype])
+            tensors.append(WireTensor(name, datatype, shape, piece if datatype == "BYTES" else piece.reshape(shape)))
+        return tensors

@@ -1,0 +1,49 @@
+"""Run a batch on a backend that takes whole requests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from halfserve.serve.engine.backend import RequestBackend
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.execution.batch import Answered, Failed
+from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.requests import InferRequest
+from halfserve.serve.engine.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Requests whose responses come later, by themselves."""
+
+    requests: list[InferRequest]
+
+
+def run_requests(backend: RequestBackend, requests: list[InferRequest]) -> list[Answered | Failed | Begun]:
+    """Have a backend answer requests.
+
+    Raises:
+        InstanceLostError: this copy of the model is broken; none of the requests has an answer.
+    """
+    started = time.monotonic_ns()
+    given = backend.compute(requests)
+    computed = time.monotonic_ns()
+    results: list[Answered | Failed | Begun] = []
+    answered: list[InferRequest] = []
+    answers: list[Tensors] = []
+    begun: list[InferRequest] = []
+    for request, answer in zip(requests, given, strict=True):
+        if answer is None:
+            begun.append(request)
+        elif isinstance(answer, InferenceError):
+            results.append(Failed(request, answer))
+        else:
+            answered.append(request)
+            answers.append(answer)
+    if answered:
+        times = BatchTimes(started=started, assembled=started, computed=computed, split=time.monotonic_ns())
+        results.insert(0, Answered(answered, answers, times))
+    if begun:
+        results.append(Begun(begun))
+    return results

@@ -1,0 +1,116 @@
+"""What stands before the batcher of a model that takes whole requests, such as a Python model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from halfserve.serve.engine.batcher import Batcher
+from halfserve.serve.engine.errors import InferenceError, UnsupportedError
+from halfserve.serve.engine.model_statistics import BatchTimes, Statistics
+from halfserve.serve.engine.requests import Done, InferRequest, Respond
+from halfserve.serve.engine.tensors import Tensors
+
+
+class OneByOne:
+    """A scheduler for models without dynamic batching: each batch is one request."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self._batcher = batcher
+
+    def submit(self, request: InferRequest) -> None:
+        """See `Scheduler`."""
+        request.bucket = object()
+        self._batcher.submit(request)
+
+    def cancel(self, request: InferRequest) -> None:
+        """See `Scheduler`."""
+        self._batcher.cancel(request)
+
+    async def drain(self) -> None:
+        """See `Scheduler`."""
+        await self._batcher.drain()
+
+
+class DecoupledRequests:
+    """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses."""
+
+    def __init__(self, name: str, scheduler: OneByOne | Batcher, statistics: Statistics) -> None:
+        self._name = name
+        self._scheduler = scheduler
+        self._statistics = statistics
+        self._unfinished: dict[int, _Unfinished] = {}  # by id()
+        self._finished = asyncio.Event()
+
+    def submit(self, request: InferRequest) -> None:
+        """See `Scheduler`.
+
+        Raises:
+            UnsupportedError: the request takes one response.
+        """
+        if request.respond is None:
+            raise UnsupportedError(
+                f"model {self._name!r} is decoupled: it gives any number of responses to a request; send it by ModelStreamInfer"
+            )
+        unfinished = _Unfinished(self, request, request.done, request.respond)
+        request.done, request.respond = unfinished.done, unfinished.respond
+        self._unfinished[id(request)] = unfinished
+        try:
+            self._scheduler.submit(request)
+        except InferenceError:
+            self.ended(request)
+            raise
+
+    def cancel(self, request: InferRequest) -> None:
+        """See `Scheduler`."""
+        is_waiting = request.line is not None
+        self._scheduler.cancel(request)
+        if self.ended(request) and not is_waiting:
+            self._statistics.failed(request.arrived_ns)
+
+    async def drain(self) -> None:
+        """See `Scheduler`."""
+        # The batcher ends its instances when its queue is empty: not before the last response has come.
+        while self._unfinished:
+            self._finished.clear()
+            await self._finished.wait()
+        await self._scheduler.drain()
+
+    def ended(self, request: InferRequest) -> bool:
+        """A request gets nothing more; whether it was unfinished."""
+        known = self._unfinished.pop(id(request), None) is not None
+        self._finished.set()
+        return known
+
+    def count(self, request: InferRequest, first_ns: int | None, result: Tensors | InferenceError) -> None:
+        """Record a finished request, unless the batcher has recorded its error."""
+        if isinstance(result, InferenceError):
+            if self._statistics.latest_failure[0] != id(result):
+                self._statistics.failed(request.arrived_ns, result)
+            return
+        now = time.monotonic_ns()
+        times = BatchTimes(started=request.arrived_ns, assembled=request.arrived_ns, computed=first_ns or now, split=now)
+        self._statistics.batch_done(times, [request.arrived_ns], request.rows)
+
+
+class _Unfinished:
+    """A request without its final response."""
+
+    __slots__ = ("_done", "_first_ns", "_request", "_respond", "_scheduler")
+
+    def __init__(self, scheduler: DecoupledRequests, request: InferRequest, done: Done, respond: Respond) -> None:
+        self._scheduler = scheduler
+        self._request = request
+        self._done = done
+        self._respond = respond
+        self._first_ns: int | None = None
+
+    def respond(self, response: Tensors | InferenceError, final: bool) -> None:
+        if self._first_ns is None:
+            self._first_ns = time.monotonic_ns()
+        self._respond(response, final)
+
+    def done(self, result: Tensors | InferenceError) -> None:
+        if self._scheduler.ended(self._request):
+            self._scheduler.count(self._request, self._first_ns, result)
+        self._done(result)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.backends.python.python_models import save_python_model, serving
+from tests.serve.backends.python.test_python_models import infer
+from tests.serve.running_server import TRANSPORTS
+
+DECOUPLED = """
+input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
+model_transaction_policy { decoupled: true }
+"""
+# Answers n times for the input n, from a thread; a request for the number 9 waits for one for 1.
+COUNTS = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.others = threading.Event()
+
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.count, args=(request.get_response_sender(), request)).start()
+
+    def count(self, sender, request):
+        n = int(request.inputs()[0].as_numpy()[0])
+        if n == 9:
+            self.others.wait()
+        for at in range(n):
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([at], np.float32))]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if n == 1:
+            self.others.set()
+"""
+
+
+class Stream:
+    """Requests to a model over one stream, and what comes back."""
+
+    def __init__(self, client: InferenceServerClient) -> None:
+        self._client = client
+        self._got: queue.SimpleQueue[tuple[InferResult | None, InferenceServerException | None]] = queue.SimpleQueue()
+        client.start_stream(lambda result, error: self._got.put((result, error)))
+
+    def ask(self, model: str, x: float, **more: Any) -> None:
+        asked = InferInput("x", [1], "FP32")
+        asked.set_data_from_numpy(np.array([x], np.float32))
+        self._client.async_stream_infer(model, [asked], **more)
+
+    def next(self) -> tuple[str, float | None, bool]:
+        """Id, value (None for an empty response) and whether it is final."""
+        result, error = self._got.get(timeout=20)
+        if error is not None:
+            raise error
+        assert result is not None
+        response = result.get_response()
+        y = result.as_numpy("y")
+        return response.id, None if y is None else float(y[0]), response.parameters["triton_final_response"].bool_param
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_decoupled_model_gives_any_number_of_responses(tmp_path: Path, transport: str) -> None:
+    save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
+    with serving(tmp_path, TRANSPORTS[transport]) as server, InferenceServerClient(server.address) as client:
+        stream = Stream(client)
+        stream.ask("counts", 3, request_id="a", enable_empty_final_response=True)
+        assert [stream.next() for _ in range(4)] == [("a", 0, False), ("a", 1, False), ("a", 2, False), ("a", None, True)]
+        stream.ask("counts", 0, request_id="none")  # nothing comes: the client has not asked for an empty response
+        stream.ask("counts", 2, request_id="b")
+        assert [stream.next() for _ in range(2)] == [("b", 0, False), ("b", 1, False)]
+        client.stop_stream()  # waits for the server to end the stream
+        statistics = client.get_inference_statistics("counts").model_stats[0].inference_stats
+    assert (statistics.success.count, statistics.fail.count) == (3, 0)
+
+
+def test_responses_of_different_requests_interleave(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
+    save_python_model(tmp_path, "twice")
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        stream = Stream(client)
+        stream.ask("counts", 9, request_id="waits")
+        stream.ask("twice", 4, request_id="plain")
+        assert stream.next() == ("plain", 8, True)
+        stream.ask("counts", 1, request_id="wakes")
+        assert stream.next() == ("wakes", 0, False)
+        assert {stream.next()[0] for _ in range(9)} == {"waits"}
+        client.stop_stream()
+
+
+def test_one_response_calls_to_a_decoupled_model_are_refused(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
+    with (
+        serving(tmp_path) as server,
+        InferenceServerClient(server.address) as client,
+        pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED\] model 'counts' is decoupled: .* by ModelStreamInfer"),
+    ):
+        infer(client, "counts", np.ones(1, np.float32))
+
+
+def test_errors_end_only_their_request(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            sender, n = requests[0].get_response_sender(), requests[0].inputs()[0].as_numpy()[0]
+            answer = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([n], np.float32))])
+            if n == 1:
+                raise ValueError("no ones")
+            if n == 2:
+                os._exit(1)
+            if n == 3:
+                answer = pb_utils.InferenceResponse(error=pb_utils.TritonError("not three"))
+            sender.send(answer, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    """
+    save_python_model(tmp_path, "picky", code, DECOUPLED)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        stream = Stream(client)
+        for x, expected in ((1, "execute: ValueError: no ones"), (2, "ended before its final response"), (3, "not three")):
+            stream.ask("picky", x)
+            with pytest.raises(InferenceServerException, match=expected):
+                stream.next()
+        stream.ask("picky", 4, request_id="four")
+        assert stream.next() == ("four", 4, True)
+        client.stop_stream()
+
+
+def test_cancellation_reaches_the_model(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            threading.Thread(target=self.stream, args=(requests[0],)).start()
+
+        def stream(self, request):
+            sender = request.get_response_sender()
+            while not request.is_cancelled():
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.ones(1, np.float32))]))
+                time.sleep(0.001)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            pb_utils.MetricFamily("endless_ended", "Ended", pb_utils.MetricFamily.COUNTER).Metric().increment(1)
+    """
+    save_python_model(tmp_path, "endless", code, DECOUPLED)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        stream = Stream(client)
+        stream.ask("endless", 1)
+        stream.next()
+        client.stop_stream(cancel_requests=True)
+        cancelled = server.call(lambda: server.core.model("endless").statistics.totals.failures)
+    assert cancelled == {"cancelled": 1}
+
+
+def test_a_model_iterates_over_the_responses_of_a_decoupled_one(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            call = pb_utils.InferenceRequest(model_name="counts", requested_output_names=["y"], inputs=requests[0].inputs())
+            values = [r.output_tensors()[0].as_numpy()[0] for r in call.exec(decoupled=True) if r.output_tensors()]
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([sum(values)], np.float32))])]
+    """
+    save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
+    save_python_model(tmp_path, "sums", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        assert infer(client, "sums", np.array([5], np.float32)) == [10]

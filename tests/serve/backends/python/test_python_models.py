@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException
+
+from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Trust
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.tensors import Array
+from tests.serve.backends.python.python_models import load, save_python_model, serving
+
+DATATYPES = {"f4": "FP32", "O": "BYTES", "i4": "INT32", "?": "BOOL"}
+
+
+def infer(client: InferenceServerClient, model: str, x: Array, *, datatype: str = "FP32", **more: object) -> Array:
+    asked = InferInput("x", list(x.shape), datatype)
+    asked.set_data_from_numpy(x)
+    return np.asarray(client.infer(model, [asked], outputs=[InferRequestedOutput("y")], **more).as_numpy("y"))
+
+
+@pytest.mark.parametrize("elements", [0, 3, 1_000, 100_000, 1_000_000], ids="{} elements".format)
+def test_tensors_of_any_size_reach_the_process_and_come_back(tmp_path: Path, elements: int) -> None:
+    save_python_model(tmp_path, "twice")
+    x = np.random.default_rng(0).standard_normal(elements).astype(np.float32)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        for _ in range(3):  # shared memory is used again
+            np.testing.assert_array_equal(infer(client, "twice", x), x * 2)
+        metadata = client.get_model_metadata("twice")
+        config = client.get_model_config("twice").config
+    assert (metadata.platform, config.backend) == ("python", "python")
+
+
+def test_texts_bits_and_halves_keep_their_datatype(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy())]) for request in requests]
+    """
+    examples = {
+        "TYPE_STRING": ("BYTES", np.array([b"a", b"\x00\xff", b""], object)),
+        "TYPE_BOOL": ("BOOL", np.array([True, False])),
+        "TYPE_FP16": ("FP16", np.array([1.5, -np.inf], np.float16)),
+        "TYPE_UINT64": ("UINT64", np.array([2**64 - 1], np.uint64)),
+    }
+    for name in examples:
+        x, y = (f"{which} data_type: {name} dims: [ -1 ] }}" for which in ('input { name: "x"', 'output { name: "y"'))
+        save_python_model(tmp_path, name, code, f"{x} {y}")
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        for name, (datatype, x) in examples.items():
+            np.testing.assert_array_equal(infer(client, name, x, datatype=datatype), x)
+
+
+def test_the_error_of_one_response_fails_only_its_request(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            x = requests[0].inputs()[0].as_numpy()
+            if x[0] < 0:
+                return [pb_utils.InferenceResponse(error=pb_utils.TritonError("below 0", pb_utils.TritonError.INVALID_ARG))]
+            if x[0] == 0:
+                raise ValueError("divided by nothing\\nsecond line")
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", 1 / x)])]
+    """
+    save_python_model(tmp_path, "inverse", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT\] below 0"):
+            infer(client, "inverse", np.array([-1], np.float32))
+        with pytest.raises(InferenceServerException, match=r"INTERNAL\] .*'inverse'.* ValueError: divided by nothing$"):
+            infer(client, "inverse", np.array([0], np.float32))
+        assert infer(client, "inverse", np.array([4], np.float32)) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("[]", r"'wrong'.* returned 0 responses, expected 1"),
+        ("None", r"'wrong'.* returned NoneType, expected a list"),
+        ("[3]", r"'wrong'.* returned a int among its responses, expected pb_utils.InferenceResponse"),
+        ("[answer('z', x)]", r"model 'wrong' answered an output 'z', its configuration has 'y'"),
+        ("[answer('y', x[None])]", r"output 'y' of model 'wrong' has shape \[1, 1\], its configuration has \[-1\]"),
+        ("[answer('y', x.astype(int))]", r"output 'y' of model 'wrong' has dtype int64, its configuration has TYPE_FP32"),
+        ("[answer('y', x.astype(complex))]", r"'wrong'.* tensor 'y' has dtype complex128, which no datatype stands for"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_that_names_model_and_tensor(tmp_path: Path, returned: str, expected: str) -> None:
+    code = f"""
+    def answer(name, array):
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array)])
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            x = requests[0].inputs()[0].as_numpy()
+            return {returned}
+    """
+    save_python_model(tmp_path, "wrong", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        with pytest.raises(InferenceServerException, match=expected) as caught:
+            infer(client, "wrong", np.ones(1, np.float32))
+        assert "INTERNAL" in str(caught.value)
+        assert "Traceback" not in str(caught.value)
+        assert client.is_model_ready("wrong")
+
+
+def test_a_model_that_does_not_import_is_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_python_model(tmp_path, "broken", "import no_such_package\n")
+    with pytest.raises(ModelLoadError) as caught:
+        load(tmp_path, Runtimes(trust=Trust(python_models=True)))
+    assert str(caught.value) == f"{path}: cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"
+    assert "Traceback" in caplog.text
+    assert "import no_such_package" in caplog.text
+
+
+def test_python_models_are_refused_where_they_are_not_trusted(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "twice", "open('/nowhere/was/run', 'w')")
+    with pytest.raises(ModelLoadError, match=r"is a Python model, which runs any code .* --trust-python-models if you trust"):
+        load(tmp_path, Runtimes())
+
+
+def test_requests_share_an_execute_only_with_dynamic_batching(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            time.sleep(0.05)  # others arrive meanwhile
+            count = np.array([[len(requests)]], np.float32)
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", count)]) for _ in requests]
+    """
+    tensors = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
+    save_python_model(tmp_path, "alone", code, f"max_batch_size: 8 {tensors}")
+    save_python_model(tmp_path, "together", code, f"max_batch_size: 8 dynamic_batching {{}} {tensors}")
+    most = {}
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(6) as threads:
+        for name in ("alone", "together"):
+            calls = [threads.submit(infer, client, name, np.ones((1, 1), np.float32)) for _ in range(6)]
+            most[name] = max(float(call.result()[0, 0]) for call in calls)
+    assert most["alone"] == 1
+    assert most["together"] > 1
+
+
+def test_what_a_request_says_of_itself_reaches_the_model(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.args = {key: args[key] for key in ("model_name", "model_version", "model_instance_kind")}
+            self.dims = json.loads(args["model_config"])["input"][0]["dims"]
+
+        def execute(self, requests):
+            request, = requests
+            told = {
+                **self.args, "dims": self.dims, "id": request.request_id(), "correlation": request.correlation_id(),
+                "flags": request.flags(), "parameters": json.loads(request.parameters()), "name": request.model_name(),
+                "outputs": request.requested_output_names(), "cancelled": request.is_cancelled(),
+            }
+            answer = pb_utils.Tensor("y", np.array([json.dumps(told)], object))
+            return [pb_utils.InferenceResponse([answer], parameters={"took": 3, "ok": True})]
+    """
+    config = 'input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_STRING dims: [ 1 ] }'
+    save_python_model(tmp_path, "says", code, config)
+    x = InferInput("x", [2], "FP32")
+    x.set_data_from_numpy(np.ones(2, np.float32))
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        result = client.infer("says", [x], request_id="seven", sequence_id=5, sequence_start=True, parameters={"lang": "en"})
+    answer = result.as_numpy("y")
+    assert answer is not None
+    assert json.loads(answer[0]) == {
+        "model_name": "says",
+        "model_version": "1",
+        "model_instance_kind": "CPU",
+        "dims": [2],
+        "id": "seven",
+        "correlation": 5,
+        "flags": 1,
+        "parameters": {"lang": "en"},
+        "name": "says",
+        "outputs": ["y"],
+        "cancelled": False,
+    }
+    parameters = result.get_response().parameters
+    assert (parameters["took"].int64_param, parameters["ok"].bool_param) == (3, True)
+
+
+CRASHES = """
+class TritonPythonModel:
+    def execute(self, requests):
+        x = requests[0].inputs()[0].as_numpy()
+        if x[0] < 0:
+            os._exit(3)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([os.getpid()], np.float32))])]
+"""
+
+
+def test_a_process_that_crashes_is_restarted_and_its_request_fails(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "crashes", CRASHES)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        before = infer(client, "crashes", np.ones(1, np.float32))
+        with pytest.raises(InferenceServerException, match=r"UNAVAILABLE\] the model's process failed"):
+            infer(client, "crashes", -np.ones(1, np.float32))
+        after = infer(client, "crashes", np.ones(1, np.float32))
+    assert before != after
+
+
+def test_a_killed_process_loses_no_request(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "crashes", CRASHES)
+    x = np.ones(1, np.float32)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client, ThreadPoolExecutor(8) as threads:
+        pid = int(infer(client, "crashes", x)[0])
+        calls = [threads.submit(infer, client, "crashes", x) for _ in range(50)]
+        os.kill(pid, signal.SIGKILL)
+        calls += [threads.submit(infer, client, "crashes", x) for _ in range(50)]
+        pids = {int(call.result()[0]) for call in calls}
+    assert pids - {pid}
+
+
+def test_a_hanging_model_is_killed_after_max_compute_s(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            x = requests[0].inputs()[0].as_numpy()
+            while x[0] < 0:
+                pass
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([os.getpid()], np.float32))])]
+    """
+    limit = 'parameters { key: "halfserve.max_compute_s" value { string_value: "0.3" } }'
+    from_x = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
+    save_python_model(tmp_path, "hangs", code, from_x + limit)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        pid = int(infer(client, "hangs", np.ones(1, np.float32))[0])
+        with pytest.raises(InferenceServerException, match=r"UNAVAILABLE\].*did not answer within its 0.3 s"):
+            infer(client, "hangs", -np.ones(1, np.float32))
+        assert int(infer(client, "hangs", np.ones(1, np.float32))[0]) != pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_forks_prints_and_nan_disturb_nobody(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            print("seen by", "the log")
+            if os.fork() == 0:
+                return []  # the fork goes on in the model's place: it may not answer
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full(2, np.nan, np.float32))])]
+    """
+    save_python_model(tmp_path, "odd", code)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        for _ in range(3):
+            assert np.isnan(infer(client, "odd", np.ones(1, np.float32))).all()
+    out, error = capfd.readouterr()
+    assert not out
+    assert error.count("seen by the log") >= 3
+
+
+def test_a_model_logs_to_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            pb_utils.Logger.log_warn("getting old")
+            pb_utils.Logger.log("and older", pb_utils.Logger.ERROR)
+
+        def execute(self, requests):
+            return []
+    """
+    save_python_model(tmp_path, "logs", code)
+    with caplog.at_level(logging.INFO), serving(tmp_path):
+        pass
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if "old" in record.getMessage()]
+    assert told == [("WARNING", "logs/1: getting old"), ("ERROR", "logs/1: and older")]
