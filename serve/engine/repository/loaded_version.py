@@ -21,6 +21,7 @@ from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
+from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
@@ -102,6 +103,7 @@ class LoadedVersion:
         reload: loads the copy of a number again.
         short_s: seconds that short batches take, by their rows, where measured; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
+        mixed: chooses requests of different lengths for one batch; None where they may not be padded, or before that is proved.
     """
 
     files: ModelFiles
@@ -114,6 +116,7 @@ class LoadedVersion:
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
     invariance: BatchInvariance | None = None
+    mixed: MixedLengths | None = None
 
     def model(self) -> Model:
         """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
@@ -130,6 +133,7 @@ class LoadedVersion:
             reload=self.reload,
             short_s=self.short_s,
             invariance=self.invariance,
+            mixed=self.mixed,
         )
 
 
