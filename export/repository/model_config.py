@@ -8,6 +8,7 @@ import onnx
 from google.protobuf import text_format
 
 from halfserve.export.errors import ExportError
+from halfserve.export.tasks.task import Task
 from halfserve.protos.datatypes import BY_ONNX
 from halfserve.protos.model_config_pb2 import DataType, ModelConfig
 
@@ -40,6 +41,15 @@ def config_for(name: str, model: onnx.ModelProto, *, max_batch_size: int) -> Mod
     if max_batch_size > 0:
         config.dynamic_batching.SetInParent()
     return config
+
+
+def padding_text(config: ModelConfig, task: Task) -> str:
+    """How a server may pad texts of different lengths for one batch, as `halfserve.padding` takes it; empty for none."""
+    if not task.padding or not config.max_batch_size:
+        return ""
+    inputs = " ".join(f"{name}[1]={value}" for name, value in task.padding.items())
+    cut = " ".join(f"{output.name}[1]" for output in config.output) if task.per_token else ""
+    return f"{inputs} -> {cut}" if cut else inputs
 
 
 def read_config(content: bytes, path: str) -> ModelConfig:

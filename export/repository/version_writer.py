@@ -15,7 +15,14 @@ import onnx
 from halfserve.export.certificate.certificate import Certificate
 from halfserve.export.errors import ExportError
 from halfserve.export.onnx_files.model_file import ModelFile, ModelSource, open_model
-from halfserve.export.repository.model_config import config_for, read_config, require_agreement, require_twin, write_config
+from halfserve.export.repository.model_config import (
+    config_for,
+    padding_text,
+    read_config,
+    require_agreement,
+    require_twin,
+    write_config,
+)
 from halfserve.export.tasks.task import Task
 from halfserve.protos.atomic_files import sync_folder, write_and_sync
 from halfserve.protos.model_config_pb2 import ModelConfig
@@ -150,6 +157,8 @@ def write_model_version(
         config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
     if task is not None:
         config.parameters["halfserve.task"].string_value = task.name
+        if padding := padding_text(config, task):
+            config.parameters["halfserve.padding"].string_value = padding
         if task.labels:
             config.output[0].label_filename = LABELS
     files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task)

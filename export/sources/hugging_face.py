@@ -23,7 +23,7 @@ from halfserve.export.sources.image_libraries import open_timm_folder
 from halfserve.export.sources.pictures import picture_samples
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, SourceOptions, repository_name
-from halfserve.export.sources.tokenized_text import read_tokenizer, text_samples
+from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, text_samples
 from halfserve.export.tasks.audio_models import AudioModel
 from halfserve.export.tasks.image_models import ImageModel, Preprocessing
 from halfserve.export.tasks.judges import judge_decoded, judge_embeddings, judge_token_labels, judge_token_vectors
@@ -82,6 +82,7 @@ KINDS = {
     ),
     "automatic-speech-recognition": _Kind(auto_class="AutoModelForCTC", architecture="ForCTC", takes=AUDIO),
 }
+PER_TOKEN = frozenset({"feature-extraction", "token-classification"})
 # Of raw audio, as wav2vec 2.0, HuBERT and WavLM take it; other models want spectrograms.
 RAW_AUDIO = "Wav2Vec2FeatureExtractor"
 
@@ -271,6 +272,8 @@ def _text_source(
         judge=kind.judge,
         labels=labels,
         files={"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()},
+        padding=padding_values(tokenizer, dynamic),
+        per_token=task in PER_TOKEN,
     )
     return replace(_source(folder, module, samples, made), dynamic=dynamic)
 

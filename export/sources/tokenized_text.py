@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,3 +99,14 @@ def _texts(options: SourceOptions) -> tuple[Sequence[str], str]:
     if options.samples is None:
         return files("halfserve.export.tasks").joinpath("sentences.txt").read_text("utf-8").splitlines(), SHIPPED_TEXT
     return read_sentences(options.samples)[: options.max_samples], ""
+
+
+def padding_values(tokenizer: PreTrainedTokenizerFast, inputs: Iterable[str]) -> dict[str, int]:
+    """What each of these inputs is padded with at the end of a text; empty where a text has no mask, or is padded in front."""
+    values = {
+        "input_ids": tokenizer.pad_token_id,
+        MASK: 0,
+        "token_type_ids": tokenizer.pad_token_type_id,
+    }
+    padded = {name: int(values[name]) for name in inputs}
+    return padded if MASK in padded and tokenizer.padding_side == "right" else {}

@@ -19,9 +19,13 @@ class Task:
         judge: Judges the first output; None where the argmax of each row, which every verdict compares, is the task's answer.
         labels: Names of the classes in order; empty where there are none.
         files: Contents of files for the version's folder, by name, such as tokenizer.json.
+        padding: What a server may pad each input with in axis 1, by name; empty where texts of different lengths stay apart.
+        per_token: Whether the outputs have a row for each token, in axis 1.
     """
 
     name: str
     judge: Judge | None = None
     labels: tuple[str, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
+    padding: Mapping[str, int] = field(default_factory=dict)
+    per_token: bool = False

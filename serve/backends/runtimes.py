@@ -25,7 +25,7 @@ class Runtimes:
     """ONNX files go to ONNX Runtime, exported torch programs to torch, which is imported for the first of them."""
 
     def __init__(self, probe: CrashProbe | None = None, trust: Trust = NO_TRUST) -> None:
-        """`probe` loads ONNX models in another process first; None trusts them. `trust`: the code of a repository that may run."""
+        """`probe` loads ONNX models in another process first; None trusts them. `trust`: which code of a repository may run."""
         self._trust = trust
         self._python = PythonRuntime()
         self._onnx = OnnxRuntime(probe, trust_custom_operators=trust.custom_operators)

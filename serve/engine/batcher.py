@@ -21,6 +21,7 @@ from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import AdmissionControl, RunningBatch, full_error, late_error
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue, FullError
 from halfserve.serve.engine.queueing.compute_slots import ComputeShare, ComputeSlots
+from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
 from halfserve.serve.engine.requests import InferRequest
 
@@ -125,10 +126,11 @@ class Batcher:
         invariance: BatchInvariance | None = None,
         *,
         is_steady: bool = True,
+        mixed: MixedLengths | None = None,
     ) -> None:
         self.occupancy = LoopOccupancy()
         self._limits = limits
-        self._queue = BatchQueue(limits)
+        self._queue = BatchQueue(limits, None, mixed)
         self._invariance = invariance  # None once it has been found unsafe
         self._statistics = statistics
         self._instances = instances

@@ -16,6 +16,7 @@ from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
+from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.scheduler import Composition, Holder, Scheduler
 from halfserve.serve.engine.tensors import TensorSpec
@@ -98,6 +99,7 @@ class Model:
         reload: loads the copy of a number again; None where that cannot be done.
         short_s: seconds that short batches take, by their rows, as far as known; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
+        mixed: chooses requests of different lengths for one batch, which are padded; None keeps them apart.
         batcher: runs batches on the copies.
         scheduler: takes the requests; the batcher, unless something is set that stands before it. Set before the first request.
         composition: what a model without backends is made of; set like `scheduler`.
@@ -116,6 +118,7 @@ class Model:
     reload: Callable[[int], Backend] | None = None
     short_s: Mapping[int, float] = field(default_factory=dict)
     invariance: BatchInvariance | None = None
+    mixed: MixedLengths | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -127,6 +130,7 @@ class Model:
             guard=self.guard,
             padded_sizes=self.limits.padded_rows,
             invariance=self.invariance,
+            padding=None if self.mixed is None else self.mixed.padding,
             reload=self.reload,
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
             open_ended=self.interface.open_ended,
@@ -134,7 +138,7 @@ class Model:
         instances = [Instance(backend, number, supervision) for number, backend in enumerate(self.backends)]
         limits, statistics = self.limits, self.statistics
         steady = self.interface.is_steady(batched=self.max_batch_size > 0)
-        self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady)
+        self.batcher = Batcher(instances, limits, statistics, self.short_s, self.invariance, is_steady=steady, mixed=self.mixed)
         self.scheduler: Scheduler = self.batcher
         self.composition: Composition | None = None
         self.holders: list[Holder] = []

@@ -21,6 +21,7 @@ from halfserve.serve.engine.repository.loaded_ensemble import load_ensemble
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
 from halfserve.serve.engine.repository.model_repository import ModelFiles
 from halfserve.serve.model_control.checks import check_batch_invariance, check_certificate, require_memory
+from halfserve.serve.model_control.padding_check import proved_padding
 from halfserve.serve.model_control.warm_up import short_sizes, warm_up
 
 logger = logging.getLogger(__name__)
@@ -158,9 +159,10 @@ class VersionLoader:
             check_batch_invariance(version, self.warm_up_budget_s)
             is_quick = time.monotonic() - began < QUICK_S  # otherwise its batches are not short: measuring them is pointless
             short_s = short_sizes(version) if is_quick else {}
+            mixed = proved_padding(version, self.warm_up_budget_s)
         except MemoryError:
             raise ModelLoadError(f"{files.model}: not enough memory to load it; unload another model first") from None
-        return replace(version, short_s=short_s)
+        return replace(version, short_s=short_s, mixed=mixed)
 
     def model(self, files: ModelFiles) -> Model:
         """Load one version, with its threads; an ensemble is still to be connected to its steps. Any thread may do it.

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ONNX, ModelKind
+from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
@@ -190,6 +191,12 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         values="a number above 0",
         meaning="Answer within so many milliseconds or refuse the request.",
     ),
+    "halfserve.max_batch_tokens": OwnParameter(
+        parse=whole,
+        default="none",
+        values="a whole number of 1 or more",
+        meaning="Rows times padded length of a batch, at most, where `halfserve.padding` is set.",
+    ),
     "halfserve.max_compute_s": OwnParameter(
         parse=number(0.0, above=True),
         default="none",
@@ -204,6 +211,21 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
     ),
     "halfserve.pad_to_preferred": OwnParameter(
         parse=switch, default="off", values="`on`, `off`", meaning="Pad a batch to the next preferred size."
+    ),
+    "halfserve.padding": OwnParameter(
+        parse=padding_rule,
+        default="none",
+        values="`INPUT[AXIS]=VALUE ... -> OUTPUT[AXIS] ...`",
+        meaning=(
+            "Requests of different lengths share batches: these axes of inputs are padded with these values, and these axes of "
+            "outputs are cut back. The input that varies most, such as the tokens, comes first. `halfserve export` writes it."
+        ),
+    ),
+    "halfserve.padding_buckets": OwnParameter(
+        parse=rising_lengths,
+        default="learned",
+        values="lengths, such as `16,32,64`",
+        meaning="Pad every request to one of these lengths, as CUDA graphs need it; longer ones are not padded.",
     ),
     "halfserve.precision_guard": OwnParameter(
         parse=one_of("off", "count", "reject", "fallback"),

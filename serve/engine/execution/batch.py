@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
 from halfserve.serve.engine.model_statistics import BatchTimes
+from halfserve.serve.engine.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.queueing.pace import padded_rows
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
@@ -179,6 +181,53 @@ def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtyp
     return buffer[: total + added * row_bytes].view(entry.dtype).reshape(shape).astype(dtype, copy=False)
 
 
+def assemble_padded(
+    requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], rows: int, length: int, padding: Padding
+) -> Array:
+    """One padded input of a batch of requests of different lengths, in one copy.
+
+    Args:
+        requests: of one family of buckets, in order.
+        name: the input's.
+        dtype: in which the backend takes it.
+        rows: of the batch; those beyond the requests' repeat the last one.
+        length: to which the requests are padded.
+        padding: says which axes, and the value.
+
+    Returns:
+        All rows. The memory may be reused by this thread's next batch.
+
+    Raises:
+        InferenceError: bytes in shared memory cannot be fetched.
+    """
+    padded = padding.inputs[name]
+    arrays = [request.inputs[name] for request in requests]
+    shape = [rows, *arrays[0].shape[1:]]
+    for axis in padded.axes:
+        shape[axis] = length
+    batch = _empty(name, tuple(shape), dtype)
+    start = 0
+    for array in arrays:
+        end = start + array.shape[0]
+        place = [slice(start, end)] + [slice(None)] * (array.ndim - 1)
+        if array.shape[padded.axes[0]] != length:
+            batch[start:end] = padded.value
+            for axis in padded.axes:
+                place[axis] = slice(array.shape[axis])
+        batch[tuple(place)] = array
+        start = end
+    if start < rows:
+        batch[start:] = batch[start - 1]
+    return batch
+
+
+def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    size = math.prod(shape) * dtype.itemsize
+    if size < SCRATCH_BYTES:
+        return np.empty(shape, dtype)
+    return _scratch().of(name, size)[:size].view(dtype).reshape(shape)
+
+
 def lock_buffers(device_id: int) -> None:
     """Page-lock the buffers that this thread makes from now on, where possible, for copies to a CUDA device."""
     _scratch().device_id = device_id
@@ -316,16 +365,18 @@ def run_batch(
     memory: MemoryLimit | None = None,
     padded_sizes: Sequence[int] = (),
     invariance: BatchInvariance | None = None,
+    padding: Padding | None = None,
 ) -> list[Answered | Failed]:
-    """Run requests of one bucket together; when that fails, bisect until only the requests that cannot be computed have failed.
+    """Run requests together; when that fails, bisect until only the requests that cannot be computed have failed.
 
     Args:
         backend: computes.
-        requests: of one bucket.
+        requests: of one bucket, or of several that `padding` makes one.
         guard: checks the outputs.
         memory: computes in pieces where memory runs out; None fails.
         padded_sizes: rows that a batch is padded to, in rising order.
         invariance: whether they may run together; None: they may, or there is one request.
+        padding: pads requests of different lengths.
 
     Raises:
         InstanceLostError: this copy of the model is broken; none of the requests has an answer.
@@ -336,7 +387,7 @@ def run_batch(
         return [result for results in apart for result in results]
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
-        return _run_together(backend, some, guard, memory, padded_sizes, invariance)
+        return _run_together(backend, some, guard, memory, padded_sizes, invariance, padding)
 
     return _isolate(together, requests, invariance, one_is_bad=False)
 
@@ -376,13 +427,19 @@ def _run_together(
     memory: MemoryLimit | None,
     padded_sizes: Sequence[int],
     invariance: BatchInvariance | None,
+    padding: Padding | None,
 ) -> list[Answered | Failed]:
     is_unsafe = invariance is not None and not invariance.is_safe  # such requests are neither padded nor split
     started = time.monotonic_ns()
     rows = requests[0].rows if len(requests) == 1 else sum([request.rows for request in requests])
     if padded_sizes and not is_unsafe:
         rows = padded_rows(rows, padded_sizes)
-    inputs: Tensors = {name: assemble(requests, name, backend.compute_dtype(name), rows) for name in requests[0].inputs}
+    length = 0 if padding is None or is_unsafe else padding.common_length(requests)
+    inputs: Tensors
+    if padding is None or not length:
+        inputs = {name: assemble(requests, name, backend.compute_dtype(name), rows) for name in requests[0].inputs}
+    else:
+        inputs = padded_inputs(backend, requests, rows, length, padding)
     if padded_sizes and not is_unsafe:
         inputs = {name: pad_rows(array, rows) for name, array in inputs.items()}
     assembled = time.monotonic_ns()
@@ -391,11 +448,30 @@ def _run_together(
     if invariance is not None and not is_unsafe and len(requests) == 1:
         invariance.look(outputs, rows)
         if not invariance.is_safe:
-            return _run_together(backend, requests, guard, memory, padded_sizes, invariance)
+            return _run_together(backend, requests, guard, memory, padded_sizes, invariance, padding)
     verdict = None if guard is None else guard.after(requests, inputs, outputs)
-    answers = _take_apart(outputs if verdict is None else verdict.outputs, requests, rows)
+    if verdict is not None:
+        outputs = verdict.outputs
+    if padding is None or not length:
+        answers = _take_apart(outputs, requests, rows)
+    else:
+        answers = padding.answers(outputs, requests, rows, length)
     times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
     return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
+
+
+def padded_inputs(
+    backend: Backend, requests: Sequence[InferRequest], rows: int, length: int, padding: Padding
+) -> dict[str, Array]:
+    """All inputs of a batch of requests of different lengths; see `assemble_padded`."""
+    inputs: dict[str, Array] = {}
+    for name in requests[0].inputs:
+        dtype = backend.compute_dtype(name)
+        if name in padding.inputs:
+            inputs[name] = assemble_padded(requests, name, dtype, rows, length, padding)
+        else:
+            inputs[name] = assemble(requests, name, dtype, rows)
+    return inputs
 
 
 def _judged(

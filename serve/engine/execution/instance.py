@@ -19,8 +19,9 @@ from halfserve.serve.engine.execution.batch import Answered, Failed, MemoryLimit
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.request_batch import Begun, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
+from halfserve.serve.engine.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
-from halfserve.serve.engine.queueing.batch_queue import is_late
+from halfserve.serve.engine.queueing.waiting_line import is_late
 from halfserve.serve.engine.requests import InferRequest
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Supervision:
         guard: checks every batch's outputs; None does not.
         padded_sizes: rows that batches are padded to, in rising order.
         invariance: whether requests may share batches; None where there are no rows to share.
+        padding: pads requests of different lengths; None does not.
         reload: loads the copy of a number again; None reuses the old one, once its thread is free.
         max_compute_s: seconds after which a batch is given up (a quarter later at most); None waits for ever.
         open_ended: a batch's values decide how long it takes.
@@ -91,6 +93,7 @@ class Supervision:
     guard: PrecisionGuard | None = None
     padded_sizes: Sequence[int] = ()
     invariance: BatchInvariance | None = None
+    padding: Padding | None = None
     reload: Callable[[int], Backend] | None = None
     max_compute_s: float | None = None
     open_ended: bool = False
@@ -223,7 +226,13 @@ class Instance:
             if isinstance(copy.backend, RequestBackend):
                 return run_requests(copy.backend, requests), None
             results = run_batch(
-                copy.backend, requests, how.guard, memory=self.memory, padded_sizes=how.padded_sizes, invariance=how.invariance
+                copy.backend,
+                requests,
+                how.guard,
+                memory=self.memory,
+                padded_sizes=how.padded_sizes,
+                invariance=how.invariance,
+                padding=how.padding,
             )
         except InstanceLostError as error:
             copy.is_broken = True

@@ -123,7 +123,7 @@ def make_guard(
             )
         twin.prepare()
     shadowed = twin is not None and settings.shadow_rate > 0
-    threshold = settings.drift_threshold or _certified(model.parent / CERTIFICATE) or DEFAULT_THRESHOLD
+    threshold = settings.drift_threshold or error_budget(model)
     batched = config.max_batch_size > 0
     outputs = [spec.name for spec in interface.outputs]
     tally = Tally(label, str(settings.policy), outputs, Degradation(threshold) if shadowed else None)
@@ -168,6 +168,11 @@ def _load(path: Path, runtime: Runtime, placement: DevicePlacement, interface: M
 
 def _kinds(specs: tuple[TensorSpec, ...]) -> dict[str, str]:
     return {spec.name: "floating" if spec.datatype.wire in FLOATING else spec.datatype.wire for spec in specs}
+
+
+def error_budget(model: Path) -> float:
+    """The scaled error that a model file's certificate allows its answers, or the usual one where it has none."""
+    return _certified(model.parent / CERTIFICATE) or DEFAULT_THRESHOLD
 
 
 def _certified(path: Path) -> float | None:

@@ -6,186 +6,16 @@ The most common case costs least: one priority and one bucket at a time.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Hashable, Iterator
 from typing import Final
 
 from halfserve.serve.engine.queueing.batch_growth import BatchGrowth
+from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits, Pace
+from halfserve.serve.engine.queueing.waiting_line import WaitingLine
 from halfserve.serve.engine.requests import InferRequest
 
-# Cancelled requests are swept out of a line once there are this many and they outnumber the waiting ones.
-MANY_GONE: Final = 64
 _NO_BUCKET: Final = object()
-
-
-class WaitingLine:
-    """The waiting requests of one bucket: two lines per priority, the second for requests past their patience.
-
-    A cancelled request leaves in constant time: it is only marked, and skipped when its turn comes.
-
-    Attributes:
-        bucket: of all requests in the line.
-        rows: of all waiting requests.
-        soonest_deadline: a lower bound of the deadlines in the line, in seconds; None where no request had one since the line
-            was last empty.
-        soonest_leave_by: likewise for `leave_by`.
-    """
-
-    __slots__ = ("_gone", "_lines", "bucket", "rows", "soonest_deadline", "soonest_leave_by")
-
-    def __init__(self, bucket: Hashable, levels: int) -> None:
-        self.bucket = bucket
-        self.rows = 0
-        self.soonest_deadline: float | None = None
-        self.soonest_leave_by: float | None = None
-        self._lines: tuple[deque[InferRequest], ...] = tuple(deque() for _ in range(2 * levels))
-        self._gone = 0
-
-    def urgency(self, now: float) -> tuple[int, int]:
-        """Level and arrival of the next request at `now`, in seconds: the smaller pair goes first. The line must not be empty.
-
-        Moves requests past their patience to the second line of their level.
-        """
-        for index, line in enumerate(self._lines):
-            while line:
-                request = line[0]
-                if request.line is not self:
-                    line.popleft()
-                    self._gone -= 1
-                elif not index % 2 and request.patience is not None and request.patience <= now:
-                    self._lines[index + 1].append(line.popleft())
-                else:
-                    return index, request.arrived_ns
-        raise LookupError("the line is empty")
-
-    @property
-    def first_arrival(self) -> float:
-        """Arrival of the oldest request, in seconds. The line must not be empty."""
-        if len(self._lines) == 2 and not self._lines[1]:
-            return self._head(self._lines[0]).arrived_ns / 1e9
-        return min(self._head(line).arrived_ns for line in self._lines if self._cleared(line)) / 1e9
-
-    def __iter__(self) -> Iterator[InferRequest]:
-        """The waiting requests, in no particular order."""
-        return (request for line in self._lines for request in line if request.line is self)
-
-    def add(self, request: InferRequest) -> None:
-        self._lines[2 * request.priority].append(request)
-        self.rows += request.rows
-        request.line = self
-        deadline, leave_by = request.deadline, request.leave_by
-        if deadline is not None and (self.soonest_deadline is None or deadline < self.soonest_deadline):
-            self.soonest_deadline = deadline
-        if leave_by is not None and (self.soonest_leave_by is None or leave_by < self.soonest_leave_by):
-            self.soonest_leave_by = leave_by
-
-    def remove(self, request: InferRequest) -> bool:
-        """Take a request out; False when it is not in this line."""
-        if request.line is not self:
-            return False
-        request.line = None
-        self.rows -= request.rows
-        self._gone += 1
-        if not self.rows:
-            self._clear()
-        elif self._gone > MANY_GONE and self._gone > sum(map(len, self._lines)) // 2:
-            self._sweep()
-        return True
-
-    def take(self, now: float, most_rows: int, finish: float) -> tuple[list[InferRequest], list[InferRequest], int]:
-        """Take out the requests of the next batch. Moves requests past their patience to the second line of their level.
-
-        Args:
-            now: in seconds; requests with an earlier `leave_by` are late.
-            most_rows: in one batch; the first request goes even if it alone has more.
-            finish: the soonest that the batch could end, in seconds; requests with an earlier deadline are late.
-
-        Returns:
-            The requests of the batch, the late ones, and the rows of the former.
-        """
-        taken: list[InferRequest] = []
-        late: list[InferRequest] = []
-        rows = 0
-        bounded = self.soonest_deadline is not None or self.soonest_leave_by is not None
-        for index, line in enumerate(self._lines):
-            while line:
-                request = line[0]
-                if request.line is not self:
-                    line.popleft()
-                    self._gone -= 1
-                elif not index % 2 and request.patience is not None and request.patience <= now:
-                    self._lines[index + 1].append(line.popleft())
-                elif rows and rows + request.rows > most_rows:
-                    return self._left(taken, late, rows)
-                else:
-                    line.popleft()
-                    request.line = None
-                    if bounded and is_late(request, now, finish):
-                        self.rows -= request.rows
-                        late.append(request)
-                    else:
-                        taken.append(request)
-                        rows += request.rows
-        return self._left(taken, late, rows)
-
-    @property
-    def soonest(self) -> float | None:
-        """The earlier of `soonest_deadline` and `soonest_leave_by`."""
-        return _earliest(self.soonest_deadline, self.soonest_leave_by)
-
-    def take_late(self, now: float) -> list[InferRequest]:
-        """Take out all requests whose time has run out by `now`, in seconds."""
-        late = [request for request in self if is_late(request, now, now)]
-        for request in late:
-            self.remove(request)
-        self.soonest_deadline = _earliest(*(request.deadline for request in self))
-        self.soonest_leave_by = _earliest(*(request.leave_by for request in self))
-        return late
-
-    def _left(
-        self, taken: list[InferRequest], late: list[InferRequest], rows: int
-    ) -> tuple[list[InferRequest], list[InferRequest], int]:
-        self.rows -= rows
-        if not self.rows:
-            self._clear()
-        return taken, late, rows
-
-    def _head(self, line: deque[InferRequest]) -> InferRequest:
-        while line[0].line is not self:
-            line.popleft()
-            self._gone -= 1
-        return line[0]
-
-    def _cleared(self, line: deque[InferRequest]) -> bool:
-        """Drop cancelled requests from the front; whether a request waits."""
-        while line and line[0].line is not self:
-            line.popleft()
-            self._gone -= 1
-        return bool(line)
-
-    def _clear(self) -> None:
-        for line in self._lines:
-            line.clear()
-        self._gone = 0
-        self.soonest_deadline = self.soonest_leave_by = None
-
-    def _sweep(self) -> None:
-        for line in self._lines:
-            here = [request for request in line if request.line is self]
-            line.clear()
-            line.extend(here)
-        self._gone = 0
-
-
-def is_late(request: InferRequest, now: float, finish: float) -> bool:
-    """Whether a request that leaves its line at `now` cannot be answered by a batch that ends at `finish`, in seconds."""
-    deadline, leave_by = request.deadline, request.leave_by
-    return (leave_by is not None and leave_by <= now) or (deadline is not None and deadline <= finish)
-
-
-def _earliest(*times: float | None) -> float | None:
-    return min((time for time in times if time is not None), default=None)
 
 
 class FullError(Exception):
@@ -196,7 +26,7 @@ class Batch:
     """What `take` hands out.
 
     Attributes:
-        bucket: of all its requests.
+        bucket: of all its requests; of the longest one, where lengths are mixed.
         requests: in order of arrival, at most `max_rows` rows in all; may be empty.
         late: requests past their deadline or timeout; they are not computed.
         rows: of `requests`.
@@ -219,9 +49,11 @@ class BatchQueue:
         pace: predicts how long batches take, so that batches wait or go accordingly; None leaves that to the limits alone.
     """
 
-    def __init__(self, limits: BatchLimits, pace: Pace | None = None) -> None:
+    def __init__(self, limits: BatchLimits, pace: Pace | None = None, mixed: MixedLengths | None = None) -> None:
+        """`mixed` chooses requests of different lengths for one batch; None keeps them apart."""
         self.limits = limits
         self.pace = pace
+        self._mixed = mixed
         self._targets = limits.targets
         self._max_rows, self._levels = limits.max_rows, limits.levels
         self._full_rows = limits.max_rows  # of a batch that no further request fits
@@ -266,12 +98,14 @@ class BatchQueue:
 
     def part(self) -> None:
         """Hand requests out one by one from now on."""
-        self._full_rows, self._targets, self._holds, self._growth = 1, (1,), False, None
+        self._full_rows, self._targets, self._holds, self._growth, self._mixed = 1, (1,), False, None, None
 
     def observe(self, bucket: Hashable, rows: int, seconds: float) -> None:
         """Learn from a batch of `rows` rows that took `seconds`: further ones grow as long as that makes rows cheaper."""
         if self._growth is not None:
             self._growth.observe(bucket, rows, seconds)
+        if self._mixed is not None:
+            self._mixed.observe(bucket, rows, seconds)
 
     def take(self, now: float, *, hurry: bool = False, begins: float | None = None) -> Batch | None:
         """The batch that should leave at `now` (seconds); None when none waits or waiting still pays (see `next_due`).
@@ -290,10 +124,31 @@ class BatchQueue:
         if self.pace is not None:
             most = min(most, self.pace.most_rows(line.bucket))
             finish += self._must_take_s(line, most, self.pace)
+        if self._mixed is not None:
+            most = self._mixed.most_rows(line.bucket, most)
+            if len(self._lines) > 1:
+                lines = self._mixed.group(line, self._lines.values(), self._bound, now, now if begins is None else begins)
+                if len(lines) > 1:
+                    return self._take_mixed(lines, now, finish)
         requests, late, rows = line.take(now, most, finish)
         self._left(requests, late)
         self._drop_empty(line)
         return Batch(line.bucket, requests, late, rows)
+
+    def _take_mixed(self, lines: list[WaitingLine], now: float, finish: float) -> Batch:
+        """A batch of all requests in these lines, the longest ones in the last line."""
+        bucket = lines[-1].bucket
+        requests: list[InferRequest] = []
+        late: list[InferRequest] = []
+        rows = 0
+        for line in sorted(lines, key=lambda line: line.urgency(now)):
+            taken, behind, count = line.take(now, line.rows, finish)
+            requests += taken
+            late += behind
+            rows += count
+            self._drop_empty(line)
+        self._left(requests, late)
+        return Batch(bucket, requests, late, rows)
 
     def is_ready(self, now: float, *, hurry: bool = False) -> bool:
         """Whether `take` would return a batch."""
@@ -379,6 +234,11 @@ class BatchQueue:
     def _most_useful_rows(self, bucket: Hashable) -> int:
         """Rows of a batch that further rows would not improve."""
         return self._full_rows if self._growth is None else self._growth.most_rows(bucket)
+
+    def _bound(self, bucket: Hashable) -> int:
+        """Rows that a batch of mixed lengths may have, the longest of them of `bucket`."""
+        most = self._most_useful_rows(bucket)
+        return most if self.pace is None else min(most, self.pace.most_rows(bucket))
 
     def _must_take_s(self, line: WaitingLine, most_rows: int, pace: Pace) -> float:
         """Seconds that a request must have left to be worth computing."""

@@ -22,6 +22,7 @@ from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
+from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
@@ -136,6 +137,7 @@ class LoadedVersion:
         short_s: seconds that short batches take, by their rows, where measured; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
         sequences: how its sequences run; None for a model without.
+        mixed: chooses requests of different lengths for one batch; None where they may not be padded, or before that is proved.
     """
 
     files: ModelFiles
@@ -149,6 +151,7 @@ class LoadedVersion:
     short_s: Mapping[int, float] = field(default_factory=dict)
     invariance: BatchInvariance | None = None
     sequences: SequencePlan | None = None
+    mixed: MixedLengths | None = None
 
     def model(self) -> Model:
         """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
@@ -165,6 +168,7 @@ class LoadedVersion:
             reload=self.reload,
             short_s=self.short_s,
             invariance=self.invariance,
+            mixed=self.mixed,
         )
         if self.sequences is not None:
             model.scheduler = sequence_scheduler(model, self.sequences)

@@ -48,6 +48,15 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
 }
 LABELLED = {"text-classification", "token-classification", "image-classification", "audio-classification"}
 TOWERS = {"image-embeddings": "-image", "text-embeddings": "-text"}
+BERT = "input_ids[1]=0 attention_mask[1]=0 token_type_ids[1]=0"
+PADDING = {
+    "embeddings": BERT,
+    "feature-extraction": f"{BERT} -> last_hidden_state[1]",
+    "text-classification": BERT,
+    "rerank": BERT,
+    "token-classification": f"{BERT} -> logits[1]",
+    "text-embeddings": "input_ids[1]=0 attention_mask[1]=0",
+}
 AUDIO = {"audio-classification", "automatic-speech-recognition"}
 
 
@@ -87,6 +96,7 @@ def test_a_folder_becomes_a_model_that_answers_as_transformers_does(task: str, t
     (files,) = find_models(tmp_path / "models")
     model = load_model(files, _runtime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
     assert model.config.parameters["halfserve.task"].string_value == task
+    assert model.config.parameters["halfserve.padding"].string_value == PADDING.get(task, "")
     labels = (tmp_path / "models" / source.name / "labels.txt").read_text().split() if task in LABELLED else None
     assert labels is None or tuple(labels) == LABELS
 

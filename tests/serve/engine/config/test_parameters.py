@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ONNX, TORCH_EXPORT
+from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.config.parameters import (
     OWN_PARAMETERS,
     PREFIX,
@@ -84,6 +85,13 @@ def test_a_misspelt_parameter_is_refused(values: dict[str, str], text: str) -> N
         (one_of("a", "b"), {"a": "a"}, ["c", "A", ""], "one of 'a', 'b'"),
         (number(0), {"0": 0.0, "1e3": 1000.0}, ["-1", "nan", "inf", "x", ""], "a number of 0 or more"),
         (number(0, 1, above=True), {"1": 1.0, ".5": 0.5}, ["0", "1.1"], "a number above 0 and at most 1"),
+        (whole, {"1": 1, "4096": 4096}, ["0", "-1", "1.5", "x", "", "²"], "a whole number of 1 or more"),
+        (
+            rising_lengths,
+            {"16": (16,), "16, 32,64": (16, 32, 64)},
+            ["", "0,1", "2,1", "1,1", "1;2", "-1,2"],
+            "lengths in rising order, such as '16,32,64,128'",
+        ),
     ],
 )
 def test_values_are_parsed_strictly(parse: Parse, good: dict[str, object], bad: list[str], expected: str) -> None:
@@ -99,6 +107,32 @@ def test_any_text_is_taken_or_refused_and_never_breaks(key: str, value: str) -> 
     message.parameters[key].string_value = value
     with contextlib.suppress(ModelLoadError):
         check_own_parameters(message, SOURCE)
+
+
+def test_a_padding_rule_names_inputs_with_values_and_outputs() -> None:
+    rule = padding_rule("ids[1]=7 pairs[1]=-1.5 pairs[2]=-1.5 -> hidden[1] odd[x][2]")
+    assert [(one.name, one.axes, one.value) for one in rule.inputs] == [("ids", (1,), 7.0), ("pairs", (1, 2), -1.5)]
+    assert rule.cut == (("hidden", 1), ("odd[x]", 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "expected inputs with axis and value"),
+        ("-> hidden[1]", "expected inputs with axis and value"),
+        ("ids[1]", r"'ids\[1\]' is no input with axis and value"),
+        ("ids=0", "'ids=0' is no input with axis and value"),
+        ("ids[0]=0", r"'ids\[0\]=0' names axis 0, which is the batch dimension"),
+        ("ids[1]=none", r"'ids\[1\]=none' has no number as its value"),
+        ("ids[1]=0 ids[1]=0", "'ids' is given twice"),
+        ("ids[1]=0 ids[2]=1", "'ids' is given twice"),
+        ("ids[1]=0 -> hidden", "'hidden' is no output with axis"),
+        ("ids[1]=0 -> hidden[1] hidden[1]", r"'hidden\[1\]' is given twice"),
+    ],
+)
+def test_a_padding_rule_says_what_is_wrong(text: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        padding_rule(text)
 
 
 def test_settings_without_effect_are_named() -> None:

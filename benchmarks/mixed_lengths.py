@@ -1,0 +1,137 @@
+"""Requests of mixed lengths, with padding and without: requests a second of one text model, both ways in turn.
+
+    halfserve export all-MiniLM-L6-v2 --task embeddings --repository models
+    python -m benchmarks.mixed_lengths models/all-MiniLM-L6-v2 --in-flight 16,64
+
+The model's folder is served twice by one server process, once as it is and once without `halfserve.padding`. Each is loaded by
+a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed falls on both. Both get the
+same lengths in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from google.protobuf import text_format
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.soaking.server_process import server_process
+from halfserve import AsyncClient
+from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY
+
+SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
+WAYS = ("padded", "unpadded")
+TOKENS = 20_000  # of the vocabulary that requests use
+REQUESTS = 4096  # prepared lengths, repeated
+
+app = typer.Typer(add_completion=False)
+
+
+def lengths_of(mix: str, random: np.random.Generator) -> list[int]:
+    """Tokens of each request: "short" 5 to 20, all alike often; "tail" 5 to 200, after Zipf; a number: all of that length."""
+    if mix == "short":
+        return [int(length) for length in random.integers(SHORT[0], SHORT[1] + 1, REQUESTS)]
+    if mix == "tail":
+        sizes = np.arange(SHORT[0], LONGEST + 1)
+        weights = (sizes - SHORT[0] + 1.0) ** -ZIPF
+        return [int(length) for length in random.choice(sizes, REQUESTS, p=weights / weights.sum())]
+    if not mix.isdigit():
+        raise typer.BadParameter(f"{mix!r} is no mix; expected 'short', 'tail' or a length")
+    return [int(mix)] * REQUESTS
+
+
+def write_ways(model: Path, repository: Path) -> None:
+    """The model's folder under both names, its versions as links."""
+    config = text_format.Parse((model / "config.pbtxt").read_text(), ModelConfig())
+    if KEY not in config.parameters:
+        raise typer.BadParameter(f"{model} has no parameter {KEY!r}; export it again, or add it")
+    for way in WAYS:
+        folder = repository / way
+        folder.mkdir(parents=True)
+        for version in model.iterdir():
+            if version.name.isdigit():
+                (folder / version.name).mkdir()
+                for file in version.iterdir():
+                    os.link(file, folder / version.name / file.name)
+        config.name = way
+        if way == "unpadded":
+            for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
+                config.parameters.pop(key, None)
+        (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
+
+
+async def rate(client: AsyncClient, way: str, lengths: list[int], in_flight: int, seconds: float) -> float:
+    """Requests a second of one closed loop."""
+    random = np.random.default_rng(len(lengths))
+    tokens = random.integers(1, TOKENS, LONGEST)[None]
+    ones, zeros = np.ones((1, LONGEST), np.int64), np.zeros((1, LONGEST), np.int64)
+    info = await client.model(way)
+    names = list(info.inputs)
+    values = {name: ones if "mask" in name else tokens if "ids" in name and "type" not in name else zeros for name in names}
+    left = iter(range(1 << 60))
+    answered, until = 0, time.perf_counter() + seconds
+
+    async def ask() -> None:
+        nonlocal answered
+        while time.perf_counter() < until:
+            length = lengths[next(left) % len(lengths)]
+            await client.infer(way, {name: array[:, :length] for name, array in values.items()})
+            if time.perf_counter() < until:
+                answered += 1
+
+    await asyncio.gather(*(ask() for _ in range(in_flight)))
+    return answered / seconds
+
+
+async def measure(address: str, mixes: list[str], levels: list[int], rounds: int, seconds: float) -> Table:
+    """Both ways in turn, for each mix and level."""
+    table = Table("lengths", "in flight", *(f"{way} requests/s" for way in WAYS), "ratio (least to most)")
+    async with AsyncClient(address) as client:
+        for mix in mixes:
+            lengths = lengths_of(mix, np.random.default_rng(0))
+            for in_flight in levels:
+                for way in WAYS:
+                    await rate(client, way, lengths, in_flight, seconds / 2)  # what is learned is learned
+                rates: dict[str, list[float]] = {way: [] for way in WAYS}
+                for number in range(rounds):
+                    for way in WAYS if number % 2 else WAYS[::-1]:
+                        rates[way].append(await rate(client, way, lengths, in_flight, seconds))
+                ratios = [one / other for one, other in zip(*rates.values(), strict=True)]
+                table.add_row(
+                    mix,
+                    str(in_flight),
+                    *(f"{statistics.median(rates[way]):.1f}" for way in WAYS),
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                )
+    return table
+
+
+@app.command()
+def main(
+    model: Annotated[Path, typer.Argument(help="A folder of a repository, with halfserve.padding in its config.pbtxt.")],
+    mixes: Annotated[str, typer.Option(help="Of lengths: short, tail, or numbers.")] = "short,tail",
+    in_flight: Annotated[str, typer.Option(help="Requests at a time.")] = "16,64",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    seconds: Annotated[float, typer.Option(min=0.5, help="Of one measurement.")] = 8.0,
+) -> None:
+    """Print medians, and the ratio of each round."""
+    levels = [int(level) for level in in_flight.split(",")]
+    with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
+        write_ways(model, Path(folder))
+        with server_process(Path(folder)) as server:
+            Console(width=120).print(asyncio.run(measure(server.address, mixes.split(","), levels, rounds, seconds)))
+            print(server.log_text(), end="")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,80 @@
+"""The text of the parameter `halfserve.padding`: which axes of a model may be padded, and with which values."""
+
+from __future__ import annotations
+
+import re
+
+from halfserve.serve.engine.padding import PaddedInput, PaddingRule
+
+EXPECTED = "expected inputs with axis and value, then outputs, such as 'input_ids[1]=0 attention_mask[1]=0 -> hidden[1]'"
+_INPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]=(?P<value>\S+)")
+_OUTPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]")
+
+
+def padding_rule(text: str) -> PaddingRule:
+    """Read the text of `halfserve.padding`.
+
+    Raises:
+        ValueError: it is not a rule; the text says what is expected.
+    """
+    before, _, after = text.partition("->")
+    inputs: dict[str, PaddedInput] = {}
+    for part in before.split():
+        found = _INPUT.fullmatch(part)
+        if found is None:
+            raise ValueError(f"{EXPECTED}; {part!r} is no input with axis and value")
+        name, axis, value = found["name"], _axis(part, found["axis"]), _value(part, found["value"])
+        other = inputs.get(name)
+        if other is not None and (other.value != value or axis in other.axes):
+            raise ValueError(f"{EXPECTED}; {name!r} is given twice")
+        inputs[name] = PaddedInput(name=name, axes=(*(other.axes if other else ()), axis), value=value)
+    if not inputs:
+        raise ValueError(EXPECTED)
+    cut: list[tuple[str, int]] = []
+    for part in after.split():
+        found = _OUTPUT.fullmatch(part)
+        if found is None:
+            raise ValueError(f"{EXPECTED}; {part!r} is no output with axis")
+        place = (found["name"], _axis(part, found["axis"]))
+        if place in cut:
+            raise ValueError(f"{EXPECTED}; {part!r} is given twice")
+        cut.append(place)
+    return PaddingRule(inputs=tuple(inputs.values()), cut=tuple(cut))
+
+
+def _axis(part: str, text: str) -> int:
+    if not int(text):
+        raise ValueError(f"{EXPECTED}; {part!r} names axis 0, which is the batch dimension")
+    return int(text)
+
+
+def _value(part: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{EXPECTED}; {part!r} has no number as its value") from None
+    return value
+
+
+def rising_lengths(text: str) -> tuple[int, ...]:
+    """Read the text of `halfserve.padding_buckets`.
+
+    Raises:
+        ValueError: these are no lengths in rising order.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    lengths = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
+    if 0 in lengths or sorted(set(lengths)) != lengths:
+        raise ValueError("expected lengths in rising order, such as '16,32,64,128'")
+    return tuple(lengths)
+
+
+def whole(text: str) -> int:
+    """A whole number of 1 or more.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (text.isascii() and text.isdigit()) or not int(text):
+        raise ValueError("expected a whole number of 1 or more")
+    return int(text)

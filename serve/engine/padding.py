@@ -1,0 +1,174 @@
+"""Requests of different lengths in one batch: how far each is padded, and where its answer is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from halfserve.serve.engine.errors import BackendError
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest
+from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
+
+MAX_BUCKETS: Final = 4096  # bounds the memory against clients that vary their shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedInput:
+    """An input that may be padded.
+
+    Attributes:
+        name: the input's.
+        axes: that are as long as the request; 0 is the batch dimension.
+        value: of the padding.
+    """
+
+    name: str
+    axes: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingRule:
+    """What `halfserve.padding` says. All axes in it have the same size in one request, its length.
+
+    Attributes:
+        inputs: in the order of the text.
+        cut: axes of outputs that are as long as the request; answers are cut there.
+    """
+
+    inputs: tuple[PaddedInput, ...]
+    cut: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingSettings:
+    """How a model's requests are padded.
+
+    Attributes:
+        rule: which axes.
+        buckets: lengths that requests are padded to, in rising order; empty: to the longest of their batch.
+        max_tokens: rows times padded length of a batch; None for any.
+    """
+
+    rule: PaddingRule
+    buckets: tuple[int, ...] = ()
+    max_tokens: int | None = None
+
+
+class Place:
+    """Where requests of one shape belong.
+
+    Attributes:
+        family: equal for shapes that are equal once padded to one length.
+        length: of the requests.
+        padded: the length to which they are padded at least.
+    """
+
+    __slots__ = ("family", "length", "padded")
+
+    def __init__(self, family: Hashable, length: int, padded: int) -> None:
+        self.family = family
+        self.length = length
+        self.padded = padded
+
+
+class Padding:
+    """How requests of one model are padded. Used on the event loop and on worker threads.
+
+    Attributes:
+        settings: as configured.
+        inputs: that are padded, by name.
+    """
+
+    __slots__ = ("_axes", "_is_single", "_places", "inputs", "settings")
+
+    def __init__(self, settings: PaddingSettings, input_names: Sequence[str]) -> None:
+        """`input_names`: of the model, in the order in which a request's `bucket` has their shapes."""
+        self.settings = settings
+        self.inputs: Mapping[str, PaddedInput] = {padded.name: padded for padded in settings.rule.inputs}
+        self._is_single = len(input_names) == 1
+        # Pairs of an input's index and an axis without the batch dimension.
+        self._axes = [
+            (index, axis - 1)
+            for index, name in enumerate(input_names)
+            if name in self.inputs
+            for axis in self.inputs[name].axes
+        ]
+        self._places: dict[Hashable, Place | None] = {}
+
+    def place(self, bucket: Hashable) -> Place | None:
+        """Where requests of a bucket belong; None for one that cannot be padded."""
+        place = self._places.get(bucket)
+        if place is None and bucket not in self._places:
+            if len(self._places) >= MAX_BUCKETS:
+                self._places.clear()
+            place = self._places[bucket] = self._found(bucket)
+        return place
+
+    def common_length(self, requests: Sequence[InferRequest]) -> int:
+        """The length to which a batch is padded; 0 where nothing is to be padded."""
+        longest, differs = 0, False
+        for request in requests:
+            place = self.place(request.bucket)
+            if place is None:
+                return 0
+            differs = differs or place.padded != place.length or (longest > 0 and place.padded != longest)
+            longest = max(longest, place.padded)
+        return longest if differs else 0
+
+    def answers(self, outputs: Tensors, requests: Sequence[InferRequest], rows: int, length: int) -> list[Tensors]:
+        """Each request's rows of a batch's outputs, as views, cut to its length.
+
+        Args:
+            outputs: of the batch.
+            requests: in the batch, in order.
+            rows: of the batch, with padded ones.
+            length: to which it was padded.
+
+        Raises:
+            BackendError: an output does not have these rows, or not this length.
+        """
+        for name, array in outputs.items():
+            if array.ndim == 0 or array.shape[0] != rows:
+                raise BackendError(
+                    f"output {name!r} has shape {list(array.shape)}, expected {rows} rows first, as in the batch"
+                )
+        cut = self.settings.rule.cut
+        for name, axis in cut:
+            if name in outputs and outputs[name].shape[axis : axis + 1] != (length,):
+                shape = list(outputs[name].shape)
+                raise BackendError(f"output {name!r} has shape {shape}, expected {length} in axis {axis}, as the padded inputs")
+        whole = None if cut else BatchOutputs(outputs)
+        answers: list[Tensors] = []
+        start = 0
+        for request in requests:
+            end = start + request.rows
+            if whole is not None:
+                answers.append(Answer(whole, request.outputs, start, end))
+            else:
+                place = self.place(request.bucket)
+                own = self._cut(outputs, start, end, length if place is None else place.length)
+                answers.append(Answer(BatchOutputs(own), request.outputs, 0, request.rows))
+            start = end
+        return answers
+
+    def _cut(self, outputs: Tensors, start: int, end: int, length: int) -> Tensors:
+        own = {name: array[start:end] for name, array in outputs.items()}
+        for name, axis in self.settings.rule.cut:
+            if name in own:
+                own[name] = own[name][(slice(None),) * axis + (slice(length),)]
+        return own
+
+    def _found(self, bucket: Hashable) -> Place | None:
+        if not isinstance(bucket, tuple):
+            return None
+        shapes = [list(shape) for shape in ((bucket,) if self._is_single else bucket)]
+        sizes = {shapes[index][axis] for index, axis in self._axes}
+        if len(sizes) != 1:
+            return None
+        (length,) = sizes
+        for index, axis in self._axes:
+            shapes[index][axis] = ANY_SIZE
+        padded = next((size for size in self.settings.buckets if size >= length), length)
+        return Place(tuple(map(tuple, shapes)), length, padded)
