@@ -150,6 +150,8 @@ def write_model_version(
         config.parameters["halfserve.fp32_twin"].string_value = FP32_TWIN
     if task is not None:
         config.parameters["halfserve.task"].string_value = task.name
+        for key, value in task.settings.items():
+            config.parameters[key].string_value = value
         if task.labels:
             config.output[0].label_filename = LABELS
     files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task)

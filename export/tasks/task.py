@@ -19,9 +19,11 @@ class Task:
         judge: Judges the first output; None where the argmax of each row, which every verdict compares, is the task's answer.
         labels: Names of the classes in order; empty where there are none.
         files: Contents of files for the version's folder, by name, such as tokenizer.json.
+        settings: Parameters of config.pbtxt for a server, by name.
     """
 
     name: str
     judge: Judge | None = None
     labels: tuple[str, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
