@@ -159,6 +159,8 @@ def write_model_version(
         config.parameters["halfserve.task"].string_value = task.name
         if padding := padding_text(config, task):
             config.parameters["halfserve.padding"].string_value = padding
+        for key, value in task.settings.items():
+            config.parameters[key].string_value = value
         if task.labels:
             config.output[0].label_filename = LABELS
     files = VersionFiles(model=opened, twin=twin, certificate=certificate, task=task)

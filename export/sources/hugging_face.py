@@ -23,7 +23,7 @@ from halfserve.export.sources.image_libraries import open_timm_folder
 from halfserve.export.sources.pictures import picture_samples
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, SourceOptions, repository_name
-from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, text_samples
+from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
 from halfserve.export.tasks.audio_models import AudioModel
 from halfserve.export.tasks.image_models import ImageModel, Preprocessing
 from halfserve.export.tasks.judges import judge_decoded, judge_embeddings, judge_token_labels, judge_token_vectors
@@ -244,6 +244,18 @@ def _training(folder: Path, network: nn.Module, module: nn.Module) -> tuple[Poli
     return policy, replace(record, entries=entries), ""
 
 
+def _answer_settings(config: Any, task: str) -> dict[str, str]:
+    """What a server must know to answer with scores, or with shorter embeddings."""
+    if task == "text-classification" and config.problem_type == "multi_label_classification":
+        return {"halfserve.label_scores": "sigmoid"}
+    sizes = getattr(config, "matryoshka_dimensions", None)
+    if task == "embeddings" and sizes:
+        return {"halfserve.embedding_dimensions": ",".join(str(int(size)) for size in sizes)}
+    if task == "embeddings" and getattr(config, "is_matryoshka", False) is True:
+        return {"halfserve.embedding_dimensions": "any"}
+    return {}
+
+
 def _labels(config: Any) -> tuple[str, ...]:
     return tuple(str(config.id2label[index]) for index in range(config.num_labels))
 
@@ -267,11 +279,13 @@ def _text_source(
     else:
         module = TextModel(network, kind.output)
     labels = _labels(network.config) if kind.architecture.endswith("Classification") and not kind.pairs else ()
+    fixed_length = None if dynamic else samples.inputs["input_ids"].shape[1]
     made = Task(
         name=task,
         judge=kind.judge,
         labels=labels,
-        files={"tokenizer.json": tokenizer.backend_tokenizer.to_str().encode()},
+        files={"tokenizer.json": served_tokenizer(tokenizer, network, folder, fixed_length=fixed_length)},
+        settings=_answer_settings(network.config, task),
         padding=padding_values(tokenizer, dynamic),
         per_token=task in PER_TOKEN,
     )

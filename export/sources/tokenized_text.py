@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfserve.export.errors import ExportError
 from halfserve.export.samples import Samples
@@ -16,13 +17,15 @@ from halfserve.export.sources.source import SourceOptions
 from halfserve.export.to_onnx.capture import one_line
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 SHIPPED_TEXT = "the samples are sentences that halfserve ships; give --samples TEXT_FILE for a verdict on your own"
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 MASK = "attention_mask"
 LONGEST = 128  # tokens of a sample; a verdict on longer ones takes samples of the user's
+SENTENCE_SETTINGS = "sentence_bert_config.json"  # sentence-transformers' own bound of a text's length
+UNBOUNDED = 10**6  # tokens; transformers writes 10**30 for a tokenizer without a bound
 
 
 def read_tokenizer(transformers: Any, folder: Path, config: PretrainedConfig, *, trusted: bool) -> PreTrainedTokenizerFast:
@@ -93,6 +96,62 @@ def text_samples(
     inputs: dict[str, Tensor] = {name: encoded[name] for name in TOKENS if name in encoded}
     dynamic = {name: {1: "length"} for name in inputs} if is_masked else {}
     return Samples(inputs=inputs, labels=None, note=note), dynamic
+
+
+def served_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, network: PreTrainedModel, folder: Path, *, fixed_length: int | None
+) -> bytes:
+    """A tokenizer.json for a server: `truncation` holds the most tokens that the model takes, as its folder says.
+
+    Args:
+        tokenizer: The folder's.
+        network: The model.
+        folder: The Hugging Face folder.
+        fixed_length: Tokens of every text, which `padding` then holds; None where texts may be of any length.
+    """
+    from tokenizers import Tokenizer  # noqa: PLC0415  (comes with transformers)
+
+    # A copy: the samples have left their own bound and padding in the original.
+    served = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    longest = fixed_length or _most_tokens(tokenizer, network, folder)
+    if longest is None:
+        served.no_truncation()
+    else:
+        served.enable_truncation(longest, strategy="longest_first", direction=tokenizer.truncation_side)
+    if fixed_length is None:
+        served.no_padding()
+    else:
+        served.enable_padding(
+            direction=tokenizer.padding_side,
+            pad_id=tokenizer.pad_token_id,
+            pad_type_id=tokenizer.pad_token_type_id,
+            pad_token=str(tokenizer.pad_token),
+            length=fixed_length,
+        )
+    return served.to_str().encode()
+
+
+def _most_tokens(tokenizer: PreTrainedTokenizerFast, network: PreTrainedModel, folder: Path) -> int | None:
+    """The most tokens of a text, special ones included; None where nothing bounds them."""
+    settings = network.config.get_text_config()
+    bounds = [tokenizer.model_max_length, getattr(settings, "max_position_embeddings", None), _sentence_bound(folder)]
+    for name, module in network.named_modules():
+        # RoBERTa and its like count positions from behind their padding index.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            bounds.append(module.num_embeddings - module.padding_idx - 1)
+    known = [bound for bound in bounds if isinstance(bound, int) and 0 < bound < UNBOUNDED]
+    return min(known, default=None)
+
+
+def _sentence_bound(folder: Path) -> Any:
+    path = folder / SENTENCE_SETTINGS
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError(f"cannot read {path}: {one_line(error)}") from error
+    return content.get("max_seq_length") if isinstance(content, dict) else None
 
 
 def _texts(options: SourceOptions) -> tuple[Sequence[str], str]:

@@ -21,6 +21,7 @@ class Task:
         files: Contents of files for the version's folder, by name, such as tokenizer.json.
         padding: What a server may pad each input with in axis 1, by name; empty where texts of different lengths stay apart.
         per_token: Whether the outputs have a row for each token, in axis 1.
+        settings: Parameters of config.pbtxt for a server, by name.
     """
 
     name: str
@@ -29,3 +30,4 @@ class Task:
     files: Mapping[str, bytes] = field(default_factory=dict)
     padding: Mapping[str, int] = field(default_factory=dict)
     per_token: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)

@@ -64,7 +64,7 @@ class BrowserGuard:
         if refusal is None:
             await self._app(scope, receive, send_guarded)
         else:
-            await error_response(403, refusal)(scope, receive, send_guarded)
+            await error_response(403, refusal, path=scope["path"])(scope, receive, send_guarded)
 
     def _refusal(self, scope: Message, host: str, headers: dict[bytes, bytes]) -> str | None:
         if self._checks_names and not self._is_known(host):
@@ -126,7 +126,7 @@ class TokenGuard:
             if isinstance(error, UnauthenticatedError):
                 headers["www-authenticate"] = CHALLENGE
             headers["connection"] = "close"  # the body is not read
-            await error_response(status, text, headers)(scope, receive, send)
+            await error_response(status, text, headers, path=path)(scope, receive, send)
             return
         scope[GRANT] = grant
         app = self._app

@@ -7,7 +7,6 @@ checks of the message are shared with gRPC. See https://github.com/kserve/open-i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -31,7 +30,7 @@ from halfserve.serve.http.request_body import (
     SMALLEST_WORTH_BYTES,
     BodyReader,
     accepted_coding,
-    client_gone,
+    answered_or_gone,
     compressed,
     header_length,
 )
@@ -68,7 +67,7 @@ class InferRoute:
         except InferenceError as error:
             self._core.figures.refuse(error)
             name, version = _named(request)
-            self._inference(request).failed(
+            inference_entry(self._service, request).failed(
                 ModelInferRequest(model_name=name, model_version=version).SerializeToString(), error
             )
             raise
@@ -96,23 +95,13 @@ class InferRoute:
             else:
                 answered.set_result(result)
 
-        inference = self._inference(request)
+        inference = inference_entry(self._service, request)
         try:
             cancel = inference.infer(asked.message, None, reply)
         except InferenceError as error:
             inference.failed(asked.message, error)
             raise
-        gone = asyncio.create_task(client_gone(request))
-        waited: list[asyncio.Future[Any]] = [answered, gone]
-        try:
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not answered.done():
-                cancel()
-                answered.cancel()
-            gone.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await gone
+        await answered_or_gone(request, answered, cancel)
         if answered.cancelled():
             inference.gone(asked.message)
             raise ClientDisconnect
@@ -120,16 +109,6 @@ class InferRoute:
         if failure is not None:
             inference.failed(asked.message, cast("InferenceError", failure))
         return answered.result()
-
-    def _inference(self, request: Request) -> AnyInference:
-        observer = self._service.observability.observer
-        given: AccessGrant | None = request.scope.get(GRANT)
-        inference: WatchableInference = self._service.inference
-        if given is not None:
-            inference = given.inference(inference, peer_of(request.scope), is_charged=True)
-        if observer is None:
-            return inference
-        return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]))
 
     async def _response(self, request: Request, asked: RestRequest, message: bytes) -> Response:
         coding = accepted_coding(request.headers.get("accept-encoding", ""))
@@ -152,6 +131,18 @@ class InferRoute:
 
     async def _apart(self, size: int, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(work) if size > self._limits.inline_bytes else work()
+
+
+def inference_entry(service: Service, request: Request) -> AnyInference:
+    """The entry for the inference requests of one HTTP request: as its token permits, and observed."""
+    observer = service.observability.observer
+    given: AccessGrant | None = request.scope.get(GRANT)
+    inference: WatchableInference = service.inference
+    if given is not None:
+        inference = given.inference(inference, peer_of(request.scope), is_charged=True)
+    if observer is None:
+        return inference
+    return ObservedInference(inference, observer, peer_of(request.scope), dict(request.scope["headers"]))
 
 
 def _named(request: Request) -> tuple[str, str]:

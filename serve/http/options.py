@@ -22,6 +22,7 @@ class HttpLimits:
     Attributes:
         max_body_bytes: of one request, as received.
         max_small_body_bytes: of a request without tensors or model files, as received and decompressed.
+        max_text_body_bytes: of a request whose texts are to be tokenized, as received and decompressed.
         max_inflated_bytes: of a compressed request, decompressed.
         max_header_bytes: of one request's line and headers.
         max_connections: open at the same time on one port; more are refused.
@@ -35,6 +36,7 @@ class HttpLimits:
 
     max_body_bytes: int = 256 * MIB
     max_small_body_bytes: int = 64 * 1024
+    max_text_body_bytes: int = 2 * MIB
     max_inflated_bytes: int = 64 * MIB
     max_header_bytes: int = 32 * 1024
     max_connections: int = 1000

@@ -7,7 +7,7 @@ import contextlib
 import gzip
 import zlib
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
@@ -108,6 +108,11 @@ class BodyReader:
         limit = min(self._limits.max_body_bytes, self._limits.max_small_body_bytes)
         return await self._read(request, limit, limit, "a request to this path takes no more")
 
+    async def read_texts(self, request: Request) -> bytes:
+        """The body of a request whose texts are to be tokenized, as received and decompressed."""
+        limit = min(self._limits.max_body_bytes, self._limits.max_text_body_bytes)
+        return await self._read(request, limit, limit, "split the request")
+
     def hold_answer(self, request: Request, size: int) -> None:
         """Count `size` bytes for an answer in place of its request, until the connection takes it over.
 
@@ -173,6 +178,27 @@ async def client_gone(request: Request) -> None:
     """Wait until the client has closed the connection; to be called after the body is received."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def answered_or_gone(request: Request, answered: asyncio.Future[Any], cancel: Callable[[], None]) -> None:
+    """Wait for an answer, or until the client has closed the connection; the answer is then cancelled.
+
+    Args:
+        request: whose body is received.
+        answered: the answer to come; it may be an error, which is not raised here.
+        cancel: called if there is no answer: the client has gone, or this wait is cancelled.
+    """
+    gone = asyncio.create_task(client_gone(request))
+    waited: list[asyncio.Future[Any]] = [answered, gone]
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not answered.done():
+            cancel()
+            answered.cancel()
+        gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
 
 
 def header_length(request: Request, body_bytes: int) -> int | None:

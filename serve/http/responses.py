@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from halfserve.serve.engine.errors import InferenceError, MessageTooLargeError
+from halfserve.serve.http.error_forms import in_form
 from halfserve.serve.protocol.status import RETRY_HINT, status_of
 
 JSON_TYPE = "application/json"
@@ -117,15 +118,19 @@ def http_status(error: Exception) -> tuple[int, str, dict[str, str]]:
     return HTTP_STATUSES.get(status.code, 500), status.details, headers
 
 
-def error_response(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
-    return json_response({"error": text}, status, headers)
+def error_response(
+    status: int, text: str, headers: dict[str, str] | None = None, *, path: str = "", error: Exception | None = None
+) -> Response:
+    """An error's text, in the form that clients of the path read."""
+    status, content = in_form(path, status, text, error)
+    return json_response(content, status, headers)
 
 
-async def on_inference_error(_: Request, error: Exception) -> Response:
+async def on_inference_error(request: Request, error: Exception) -> Response:
     status, text, headers = http_status(error)
     if status in {408, 413}:
         headers["connection"] = "close"  # the rest of the body is not read
-    return error_response(status, text, headers)
+    return error_response(status, text, headers, path=request.url.path, error=error)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -138,7 +143,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         text = f"{request.method} is not served at this path, expected {allowed or 'another method'}"
-    return error_response(error.status_code, text, dict(error.headers or {}))
+    return error_response(error.status_code, text, dict(error.headers or {}), path=request.url.path)
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:
@@ -151,11 +156,11 @@ async def on_lone_surrogate(_: Request, __: Exception) -> Response:
     return error_response(400, "a text of the request has half of a surrogate pair, expected whole characters")
 
 
-async def on_unexpected(_: Request, error: Exception) -> Response:
+async def on_unexpected(request: Request, error: Exception) -> Response:
     """Answer an unexpected error, which uvicorn logs before it closes the connection."""
     status, text, headers = http_status(error)
     headers["connection"] = "close"
-    return error_response(status, text, headers)
+    return error_response(status, text, headers, path=request.url.path)
 
 
 HANDLERS: dict[Any, Any] = {

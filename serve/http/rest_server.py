@@ -18,6 +18,9 @@ from halfserve.serve.http.page import Page
 from halfserve.serve.http.request_body import BodyReader
 from halfserve.serve.http.responses import HANDLERS, on_unexpected
 from halfserve.serve.http.routes import MODEL, VERSION, RpcRoutes, metrics_route, openapi_route
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint
+from halfserve.serve.http.tasks.text_models import TextModels
+from halfserve.serve.http.tasks.text_routes import TextRoutes
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import Gate
 from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
@@ -65,6 +68,7 @@ class RestServer:
         self._options = options
         self._page = Page(core) if options.page else None
         self._bodies = BodyReader(options.limits, shared_budget)
+        self._texts = TextModels(core)
         self.routes = self._routes(service)
 
         def server(routes_of: Callable[[Service], list[Route]], name: str, port: int) -> HttpServer:
@@ -100,6 +104,7 @@ class RestServer:
         self.port = ports[0]
         self.metrics_port = ports[1] if len(ports) > 1 else None
         self._core.figures.readings["http_connections"] = lambda: sum(server.connections for server in self._servers)
+        self._texts.start()
         if self._page is not None:
             self._page.start()
 
@@ -110,6 +115,7 @@ class RestServer:
         routes = [
             *(Route(f"{path}/infer", infer.answer, methods=["POST"]) for path in (MODEL, VERSION)),
             *RpcRoutes(service, self._bodies).routes(),
+            *TextRoutes(TextEndpoint(service, self._bodies, self._options.limits, self._texts)).routes(),
             metrics_route(core),
             openapi_route(service),
         ]
@@ -125,6 +131,7 @@ class RestServer:
         """Accept no new requests, give those in flight `grace_s` seconds to be answered, then close."""
         if self._page is not None:
             self._page.stop()
+        self._texts.stop()
         for server in self._servers:
             await server.stop(grace_s)
 

@@ -65,7 +65,9 @@ def status_of(error: Exception) -> Status:
     trailers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
         trailers = ((RETRY_HINT, str(max(1, round(error.retry_after_s * 1000)))),)
-    return Status(CODES.get(type(error), Code.INTERNAL), _cut(str(error)), trailers)
+    # A class of a room of its own, which derives from one of these, has that one's code.
+    code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), Code.INTERNAL)
+    return Status(code, _cut(str(error)), trailers)
 
 
 def _cut(text: str) -> str:

@@ -68,6 +68,8 @@ PATHS: tuple[tuple[re.Pattern[str], Role], ...] = (
     (re.compile("/metrics"), Role.METRICS),
     (re.compile("/v2/(system|cuda)sharedmemory/.*"), Role.SHARED_MEMORY),
     (re.compile("/v2/?|/v2/models/.*|/v2/repository/index"), Role.INFER),
+    # Text endpoints.
+    (re.compile("/v1/(models(/.*)?|embeddings|rerank)|/v2/rerank|/(embed|rerank|predict|info|tokenize)"), Role.INFER),
     (re.compile(r"/|/ui/.*|/openapi\.json"), Role.INFER),
 )
 

@@ -130,6 +130,16 @@ def named_numbers(value: str) -> dict[str, float]:
     return numbers
 
 
+def dimensions(value: str) -> frozenset[int] | None:
+    """Sizes of a vector; None for any."""
+    parts = [part.strip() for part in value.split(",")]
+    if parts == ["any"]:
+        return None
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise ValueError("expected 'any', or whole numbers above 0 with commas between them")
+    return frozenset(map(int, parts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnParameter:
     """A `halfserve.*` key of config.pbtxt. The documentation's table of settings is written from these.
@@ -179,11 +189,29 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
         values="a number above 0",
         meaning="Scaled error above which a comparison with the twin is bad. Over 5 % bad ones, the model is degraded.",
     ),
+    "halfserve.embedding_dimensions": OwnParameter(
+        parse=dimensions,
+        default="none",
+        values="`any`, or sizes with commas between them",
+        meaning=(
+            "Sizes to which `/v1/embeddings` may cut a vector (`dimensions`): of a model trained for that (Matryoshka). "
+            "`halfserve export` writes them where the model's config.json does."
+        ),
+    ),
     "halfserve.fp32_twin": OwnParameter(
         parse=path,
         default="none",
         values="a file's name",
         meaning="The fp32 twin, below the version's folder. `--fp32-twin` of `halfserve export` and `convert` writes it.",
+    ),
+    "halfserve.label_scores": OwnParameter(
+        parse=one_of("softmax", "sigmoid"),
+        default="softmax",
+        values="`softmax`, `sigmoid`",
+        meaning=(
+            "How `/predict` makes scores of logits: of one class among all, or of each class by itself. `halfserve export` "
+            "writes `sigmoid` for models of several labels."
+        ),
     ),
     "halfserve.latency_target_ms": OwnParameter(
         parse=number(0, above=True),

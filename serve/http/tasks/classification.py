@@ -1,0 +1,85 @@
+"""POST /predict as text-embeddings-inference's: classes of texts, or of pairs of texts, with scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.tasks.row_requests import Vector
+from halfserve.serve.http.tasks.text_bodies import Text, flag_field, require_count, shown, truncates
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows, sigmoid
+from halfserve.serve.http.tasks.text_models import CLASSIFICATION, labels_of
+
+RESULT_BYTES = 64
+
+
+class ClassificationRoutes:
+    """The route that classifies texts."""
+
+    def __init__(self, endpoint: TextEndpoint) -> None:
+        self._endpoint = endpoint
+
+    def routes(self) -> list[Route]:
+        return [Route("/predict", self.tei, methods=["POST"])]
+
+    async def tei(self, request: Request) -> Response:
+        """All classes of each text, the most likely first: with scores from 0 to 1, or with `raw_scores` logits."""
+        endpoint = self._endpoint
+        content = await endpoint.content(request)
+        model = endpoint.only(request, CLASSIFICATION)
+        try:
+            texts, is_batch = _inputs(content.get("inputs"))
+            truncate, is_raw = truncates(content), flag_field(content, "raw_scores", default=False)
+        except InferenceError as error:
+            endpoint.refuse(request, model.name, error)
+            raise
+        vectors, _, model = await endpoint.of_texts(request, model, texts, "inputs", truncate=truncate)
+        is_each_alone = own_parameter(model.config, "halfserve.label_scores") == "sigmoid" or len(vectors[0]) == 1
+        score = sigmoid if is_each_alone else softmax
+        labels = labels_of(model, len(vectors[0]))
+
+        def write() -> bytes:
+            answers = [_ranked(logits if is_raw else score(logits), labels) for logits in vectors]
+            return json_rows(answers) if is_batch else json_rows(answers[0])
+
+        return await endpoint.answer(request, RESULT_BYTES * sum(map(len, vectors)), write)
+
+
+def softmax(logits: Vector) -> Vector:
+    """Probabilities (classes,), float32, which sum to 1."""
+    powers = np.exp((logits - logits.max()).astype(np.float64))
+    result: Vector = (powers / powers.sum()).astype(np.float32)
+    return result
+
+
+def _ranked(scores: Vector, labels: Sequence[str]) -> list[dict[str, Any]]:
+    order = np.argsort(-scores, kind="stable")
+    return [{"score": float(scores[index]), "label": labels[index]} for index in order]
+
+
+def _inputs(value: Any) -> tuple[list[Text], bool]:
+    """Texts and pairs, and whether the request has a list of them: a text, [text] and [text, text] are one input."""
+    if isinstance(value, str):
+        return [_input([value], "inputs")], False
+    if not isinstance(value, list):
+        raise InputError(f"'inputs' is {shown(value)}, expected a text, a pair, or a list of lists of these", param="inputs")
+    require_count(value, "inputs")
+    if isinstance(value[0], str):
+        return [_input(value, "inputs")], False
+    return [_input(entry, f"inputs[{index}]") for index, entry in enumerate(value)], True
+
+
+def _input(value: Any, where: str) -> Text:
+    if not isinstance(value, list) or len(value) not in (1, 2) or not all(isinstance(text, str) for text in value):
+        raise InputError(f"{where} is {shown(value)}, expected [text] or [text, text]", param="inputs")
+    if not all(value):
+        raise InputError(f"{where} has an empty text, expected characters", param="inputs", fault=Fault.EMPTY)
+    return str(value[0]) if len(value) == 1 else (str(value[0]), str(value[1]))

@@ -1,0 +1,144 @@
+"""POST /v1/embeddings as OpenAI's, and POST /embed as text-embeddings-inference's.
+
+See https://platform.openai.com/docs/api-reference/embeddings and https://huggingface.github.io/text-embeddings-inference.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.errors import InferenceError
+from halfserve.serve.engine.model import Model
+from halfserve.serve.http.error_forms import InputError
+from halfserve.serve.http.tasks.row_requests import Vector
+from halfserve.serve.http.tasks.text_bodies import (
+    flag_field,
+    one_or_more,
+    refuse_fields,
+    require_count,
+    shown,
+    truncates,
+    whole_field,
+)
+from halfserve.serve.http.tasks.text_endpoint import TextEndpoint, json_rows
+from halfserve.serve.http.tasks.text_models import EMBEDDINGS, TextModel, TokenRow, characters_of
+
+DIMENSIONS = "halfserve.embedding_dimensions"
+FORMATS = ("float", "base64")
+JSON_BYTES = 12  # of a number
+NO_PROMPT = "write the prompt in front of each text"
+
+
+class EmbeddingRoutes:
+    """The routes that answer with embeddings."""
+
+    def __init__(self, endpoint: TextEndpoint) -> None:
+        self._endpoint = endpoint
+
+    def routes(self) -> list[Route]:
+        return [Route("/v1/embeddings", self.openai, methods=["POST"]), Route("/embed", self.tei, methods=["POST"])]
+
+    async def openai(self, request: Request) -> Response:
+        """A vector of length 1 for each input, as numbers or as base64 of little-endian float32."""
+        endpoint = self._endpoint
+        content = await endpoint.content(request)
+        model = endpoint.named(request, content, EMBEDDINGS)
+        try:
+            inputs = _inputs(content.get("input"))
+            form = FORMATS[0] if content.get("encoding_format") is None else content["encoding_format"]
+            if form not in FORMATS:
+                raise InputError(f"'encoding_format' is {shown(form)}, expected float or base64", param="encoding_format")
+            size = whole_field(content, "dimensions")
+            if size is not None:
+                _require_dimensions(model, size)
+        except InferenceError as error:
+            endpoint.refuse(request, model.name, error)
+            raise
+
+        def tokenize(loaded: TextModel) -> list[TokenRow]:
+            if isinstance(inputs[0], str):
+                return loaded.rows(inputs, "input", truncate=False)
+            return [loaded.row_of_ids(ids, "input", index) for index, ids in enumerate(inputs)]
+
+        characters = characters_of(inputs) if isinstance(inputs[0], str) else 2 * sum(map(len, inputs))
+        vectors, counts, model = await endpoint.vectors(request, model, tokenize, characters)
+        if size is not None and size > len(vectors[0]):
+            raise InputError(f"'dimensions' is {size}, but model {model.name!r} has {len(vectors[0])}", param="dimensions")
+
+        def write() -> bytes:
+            shorter = [normalized(vector[:size]) for vector in vectors]
+            written: list[Any] = shorter
+            if form != FORMATS[0]:
+                written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in shorter]
+            entries = [{"object": "embedding", "index": index, "embedding": entry} for index, entry in enumerate(written)]
+            usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+            rest = json_rows([{"object": "list", "model": model.name, "usage": usage}])[1:-2]
+            return b'%b,"data":%b}' % (rest, json_rows(entries))
+
+        return await endpoint.answer(request, JSON_BYTES * sum(map(len, vectors)), write)
+
+    async def tei(self, request: Request) -> Response:
+        """A list of vectors, of length 1 unless `normalize` is false."""
+        endpoint = self._endpoint
+        content = await endpoint.content(request)
+        model = endpoint.only(request, EMBEDDINGS)
+        try:
+            refuse_fields(content, {"prompt_name": NO_PROMPT, "dimensions": "ask /v1/embeddings for them"})
+            truncate = truncates(content)
+            normalize = flag_field(content, "normalize", default=True)
+            texts = one_or_more(content.get("inputs"), "inputs")
+        except InferenceError as error:
+            endpoint.refuse(request, model.name, error)
+            raise
+        vectors, _, _ = await endpoint.of_texts(request, model, texts, "inputs", truncate=truncate)
+        return await endpoint.answer(
+            request,
+            JSON_BYTES * sum(map(len, vectors)),
+            lambda: json_rows([normalized(vector) for vector in vectors] if normalize else vectors),
+        )
+
+
+def normalized(vector: Vector) -> Vector:
+    """A vector of length 1 in the same direction, float32; one of zeros stays as it is."""
+    length = float(np.linalg.norm(vector))
+    result: Vector = vector / np.float32(length) if length > 0 else vector
+    return result
+
+
+def _inputs(value: Any) -> list[Any]:
+    """Texts, or lists of token ids, at least one."""
+    if not isinstance(value, str | list):
+        raise InputError(f"'input' is {shown(value)}, expected a text, texts, token ids or lists of them", param="input")
+    if isinstance(value, list) and value and type(value[0]) is int:
+        return [value]
+    if isinstance(value, str) or not value or not isinstance(value[0], list):
+        return list(one_or_more(value, "input"))
+    require_count(value, "input")
+    for index, entry in enumerate(value):
+        if not isinstance(entry, list):
+            raise InputError(f"input[{index}] is {shown(entry)}, expected a list of token ids", param="input")
+    return value
+
+
+def _require_dimensions(model: Model, size: int) -> None:
+    """Check that vectors may be cut to `size` numbers, which only a model trained for it (Matryoshka) allows."""
+    shape = next(iter(model.outputs.values())).shape
+    if DIMENSIONS not in model.config.parameters:
+        if size == shape[-1]:
+            return
+        raise InputError(
+            f"'dimensions' is {size}, but embeddings of model {model.name!r} cannot be shortened; leave it out (a model "
+            f"trained for it, Matryoshka, says so in its config.pbtxt: {DIMENSIONS})",
+            param="dimensions",
+        )
+    allowed: frozenset[int] | None = own_parameter(model.config, DIMENSIONS)
+    if allowed is not None and size not in allowed and size != shape[-1]:
+        known = ", ".join(map(str, sorted(allowed)))
+        raise InputError(f"'dimensions' is {size}, expected one of {known} for model {model.name!r}", param="dimensions")

@@ -1,0 +1,145 @@
+"""The rows of one HTTP request, each an inference request of its own, so that the model's scheduler forms the batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect, Request
+
+from halfserve.protos.datatypes import BY_WIRE
+from halfserve.protos.inference_pb2 import ModelInferResponse
+from halfserve.serve.engine.errors import BackendError, InferenceError, QueueFullError
+from halfserve.serve.http.request_body import answered_or_gone
+from halfserve.serve.http.tasks.text_models import TokenRow
+from halfserve.serve.protocol.inference import AnyInference, Cancel
+
+Vector = NDArray[np.float32]
+# OpenAI's clients say so how many seconds they wait for an answer.
+WAITS_HEADER = "x-stainless-read-timeout"
+LEAST_AT_ONCE = 64  # rows of one request that are queued together; a model's largest batches, four times, if that is more
+
+
+class RowRequests:
+    """Queues rows, a bounded number at a time, and gathers their answers in order."""
+
+    def __init__(self, entry: AnyInference, rows: Sequence[TokenRow], at_once: int, time_left_s: float | None) -> None:
+        """Nothing is queued yet.
+
+        Args:
+            entry: takes the requests.
+            rows: the requests.
+            at_once: the most to have in the queue.
+            time_left_s: until the client gives up; None where it has not said so.
+        """
+        loop = asyncio.get_running_loop()
+        self._entry = entry
+        self._rows = rows
+        self._at_once = at_once
+        self._deadline_s = None if time_left_s is None else loop.time() + time_left_s
+        self._loop = loop
+        self._next = 0
+        self._cancels: dict[int, Cancel] = {}
+        self._answers: list[bytes] = [b""] * len(rows)
+        self._left = len(rows)
+        self.answered: asyncio.Future[None] = loop.create_future()
+
+    async def gather(self, request: Request) -> list[bytes]:
+        """The serialized ModelInferResponse of each row.
+
+        Raises:
+            InferenceError: a row was refused or failed; the others are cancelled.
+            ClientDisconnect: the client has gone; all are cancelled.
+        """
+        self._fill()
+        await answered_or_gone(request, self.answered, self._cancel)
+        if self.answered.cancelled():
+            self._entry.gone(self._rows[0].message)
+            raise ClientDisconnect
+        self.answered.result()
+        return self._answers
+
+    def _fill(self) -> None:
+        while self._next < len(self._rows) and len(self._cancels) < self._at_once and not self.answered.done():
+            index = self._next
+            left_s = None if self._deadline_s is None else self._deadline_s - self._loop.time()
+            try:
+                cancel = self._entry.infer(self._rows[index].message, left_s, _Reply(self, index))
+            except QueueFullError as error:
+                if not self._cancels:
+                    self._fail(index, error)
+                    return
+                # The queue or the client's allowance is full: go on with as many as it takes.
+                self._at_once = len(self._cancels)
+            except InferenceError as error:
+                self._fail(index, error)
+                return
+            else:
+                self._cancels[index] = cancel
+                self._next += 1
+
+    def take(self, index: int, result: bytes | InferenceError) -> None:
+        """Take the answer of a row."""
+        self._cancels.pop(index, None)
+        if self.answered.done():
+            return
+        if isinstance(result, InferenceError):
+            self._fail(index, result)
+            return
+        self._answers[index] = result
+        self._left -= 1
+        if not self._left:
+            self.answered.set_result(None)
+        elif self._next < len(self._rows):
+            self._fill()
+
+    def _fail(self, index: int, error: InferenceError) -> None:
+        self._entry.failed(self._rows[index].message, error)
+        self.answered.set_exception(error)
+        self._cancel()
+
+    def _cancel(self) -> None:
+        cancels, self._cancels = self._cancels, {}
+        for cancel in cancels.values():
+            cancel()
+
+
+class _Reply:
+    """Takes the answer of one row."""
+
+    __slots__ = ("_index", "_requests")
+
+    def __init__(self, requests: RowRequests, index: int) -> None:
+        self._requests = requests
+        self._index = index
+
+    def __call__(self, result: bytes | InferenceError) -> None:
+        self._requests.take(self._index, result)
+
+
+def vector_of(message: bytes, model_name: str) -> Vector:
+    """The numbers of a row's only output, as a vector of float32.
+
+    Raises:
+        BackendError: the output does not hold numbers.
+    """
+    response = cast("Any", ModelInferResponse.FromString(message))
+    (output,), (raw,) = response.outputs, response.raw_output_contents
+    datatype = BY_WIRE[output.datatype]
+    if datatype.itemsize is None:
+        raise BackendError(f"model {model_name!r} answers with {datatype.wire}, expected numbers")
+    vector: Vector = np.frombuffer(raw, datatype.array_dtype).astype(np.float32)
+    return vector
+
+
+def time_left_s(request: Request) -> float | None:
+    """Seconds that the client waits for its answer; None where it does not say so."""
+    text = request.headers.get(WAITS_HEADER, "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if 0 < seconds < 1e9 else None

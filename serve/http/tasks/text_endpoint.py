@@ -1,0 +1,194 @@
+"""What all text endpoints share: from a request to its content and model, from texts to vectors, and the answer's JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.serve.engine.errors import BackendError, InferenceError, NotFoundError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.http.error_forms import InputError
+from halfserve.serve.http.inference import inference_entry
+from halfserve.serve.http.options import HttpLimits
+from halfserve.serve.http.request_body import BodyReader
+from halfserve.serve.http.responses import JSON_TYPE
+from halfserve.serve.http.tasks.row_requests import LEAST_AT_ONCE, RowRequests, Vector, time_left_s, vector_of
+from halfserve.serve.http.tasks.text_bodies import Content, Text, read_content, text_field
+from halfserve.serve.http.tasks.text_models import TextModel, TextModels, TokenRow, characters_of, task_of
+from halfserve.serve.protocol.service import Service
+
+T = TypeVar("T")
+Tokenize = Callable[[TextModel], list[TokenRow]]
+
+
+class TextEndpoint:
+    """Answers text requests from the models of one service."""
+
+    def __init__(self, service: Service, bodies: BodyReader, limits: HttpLimits, models: TextModels) -> None:
+        self.core: InferenceCore = service.core
+        self.server_version = service.server_version
+        self.models = models
+        self._service = service
+        self._bodies = bodies
+        self._limits = limits
+
+    async def content(self, request: Request) -> Content:
+        """The JSON object of a request.
+
+        Raises:
+            InferenceError: the body is too large, too slow or not such an object; it is recorded.
+        """
+        try:
+            return await self._bodies.understand(await self._bodies.read_texts(request), read_content)
+        except InferenceError as error:
+            self.refuse(request, "", error)
+            raise
+
+    def named(self, request: Request, content: Content, tasks: AbstractSet[str]) -> Model:
+        """The model that the field `model` names, in its latest version.
+
+        Raises:
+            InferenceError: there is none, or it is for another task; it is recorded.
+        """
+        name = ""
+        try:
+            name = text_field(content, "model")
+            return self._for(name, tasks)
+        except InferenceError as error:
+            self.refuse(request, name, error)
+            raise
+
+    def only(self, request: Request, tasks: AbstractSet[str]) -> Model:
+        """The only model with one of these tasks, in its latest version, or the one that the query names: ?model=NAME.
+
+        Raises:
+            InferenceError: there is none, or there are several; it is recorded.
+        """
+        name = request.query_params.get("model", "")
+        try:
+            names = [name] if name else self.names(tasks)
+            if len(names) > 1:
+                raise InputError(
+                    f"several models are for {_either(tasks)}: {', '.join(names)}; say which: {request.url.path}?model=NAME",
+                    param="model",
+                )
+            if not names:
+                raise NotFoundError(f"no model for {_either(tasks)} is served here; {request.url.path} needs one")
+            return self._for(names[0], tasks)
+        except InferenceError as error:
+            self.refuse(request, name, error)
+            raise
+
+    def names(self, tasks: AbstractSet[str]) -> list[str]:
+        """The served models with one of these tasks, by their latest version."""
+        latest = {model.name: model for model in self.core.models()}
+        return [name for name, model in latest.items() if task_of(model) in tasks]
+
+    async def vectors(
+        self, request: Request, model: Model, tokenize: Tokenize, characters: int
+    ) -> tuple[list[Vector], list[int], Model]:
+        """Compute a row for each text.
+
+        Args:
+            request: that is answered.
+            model: for all rows; if its version is replaced meanwhile, the rows are computed by the new one.
+            tokenize: makes the rows, maybe on a thread.
+            characters: of all texts, which say how long that takes.
+
+        Returns:
+            The vectors, float32, with the number of tokens of each row, and the version that answered.
+
+        Raises:
+            InferenceError: a text is wrong, or a row was refused or failed.
+            ClientDisconnect: the client has gone.
+        """
+        for is_last in (False, True):
+            try:
+                rows = await self._tokenized(request, model, tokenize, characters)
+                at_once = max(LEAST_AT_ONCE, 4 * model.max_batch_size)
+                entry = inference_entry(self._service, request)
+                messages = await RowRequests(entry, rows, at_once, time_left_s(request)).gather(request)
+                break
+            except NotFoundError:
+                now = self.core.model(model.name)
+                if is_last or now is model:
+                    raise
+                model = now
+        size = sum(map(len, messages))
+        vectors = await self.apart(size, lambda: [vector_of(message, model.name) for message in messages])
+        if len({len(vector) for vector in vectors}) > 1:
+            raise BackendError(f"model {model.name!r} answers with vectors of different sizes, expected one for each text")
+        return vectors, [row.count for row in rows], model
+
+    async def of_texts(
+        self, request: Request, model: Model, texts: Sequence[Text], param: str, *, truncate: bool
+    ) -> tuple[list[Vector], list[int], Model]:
+        """`vectors` of texts, or of pairs of texts."""
+        return await self.vectors(
+            request, model, lambda loaded: loaded.rows(texts, param, truncate=truncate), characters_of(texts)
+        )
+
+    async def answer(self, request: Request, size: int, write: Callable[[], bytes]) -> Response:
+        """A response of JSON, written on a thread if it is large.
+
+        Args:
+            request: that is answered.
+            size: bytes of the response, about.
+            write: makes the JSON.
+        """
+        body = await self.apart(size, write)
+        self._bodies.hold_answer(request, len(body))
+        return Response(body, 200, {"cache-control": "no-store"}, JSON_TYPE)
+
+    async def apart(self, size: int, work: Callable[[], T]) -> T:
+        """The result of `work`, which is done on a thread if it is about many bytes."""
+        return await asyncio.to_thread(work) if size > self._limits.inline_bytes else work()
+
+    def refuse(self, request: Request, name: str, error: InferenceError) -> None:
+        """Record a request that is refused before any row is queued."""
+        self.core.figures.refuse(error)
+        inference_entry(self._service, request).failed(ModelInferRequest(model_name=name).SerializeToString(), error)
+
+    async def _tokenized(self, request: Request, model: Model, tokenize: Tokenize, characters: int) -> list[TokenRow]:
+        try:
+            loaded = await self.models.of(model)
+            return await self.models.tokenized(characters, lambda: tokenize(loaded))
+        except InferenceError as error:
+            self.refuse(request, model.name, error)
+            raise
+
+    def _for(self, name: str, tasks: AbstractSet[str]) -> Model:
+        model = self.core.model(name)
+        if task_of(model) not in tasks:
+            known = ", ".join(self.names(tasks)) or "none here"
+            raise InputError(
+                f"model {name!r} is for {task_of(model) or 'no task that its configuration names'}, expected one for "
+                f"{_either(tasks)}: {known}",
+                param="model",
+            )
+        return model
+
+
+def json_rows(rows: Sequence[Any]) -> bytes:
+    """A list as JSON; each entry by itself, as orjson holds the interpreter lock."""
+    return b"[%b]" % b",".join([orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows])
+
+
+def sigmoid(values: Vector) -> Vector:
+    """1 / (1 + exp(-x)) of float32, without overflow."""
+    wide = values.astype(np.float64)
+    result: Vector = (0.5 * (1.0 + np.tanh(0.5 * wide))).astype(np.float32)
+    return result
+
+
+def _either(tasks: AbstractSet[str]) -> str:
+    return " or ".join(sorted(tasks))

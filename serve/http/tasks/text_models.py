@@ -1,0 +1,330 @@
+"""Models that take text: their tokenizers, loaded when the models are, and tokens as rows of inference requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+
+from halfserve.protos.inference_pb2 import ModelInferRequest
+from halfserve.protos.varint import encoded_varint
+from halfserve.serve.engine.config.parameters import own_parameter
+from halfserve.serve.engine.disk_files import read_regular
+from halfserve.serve.engine.errors import FailedPreconditionError, InferenceError, ModelLoadError, UnsupportedError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.repository.model_repository import require_inside
+from halfserve.serve.engine.tensors import ANY_SIZE
+from halfserve.serve.http.error_forms import Fault, InputError
+from halfserve.serve.http.tasks.text_bodies import Text, shown
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+EMBEDDINGS: Final = frozenset({"embeddings", "text-embeddings"})
+RERANK: Final = frozenset({"rerank"})
+CLASSIFICATION: Final = frozenset({"text-classification"})
+TEXT_TASKS: Final = EMBEDDINGS | RERANK | CLASSIFICATION
+TOKENIZER: Final = "tokenizer.json"
+MAX_TOKENS: Final = 32_768  # of a text, where the tokenizer says none
+# A text with more characters for each token that the model takes is refused, or cut, before it is tokenized: real text has 3
+# to 6. So the time to tokenize is bounded.
+CHARACTERS_PER_TOKEN: Final = 64
+INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
+TOGETHER: Final = 64  # texts tokenized at once: their encodings hold 100 bytes a token
+TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
+RAW_ENTRY: Final = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
+_PARTS: Final[dict[str, Callable[[Any], list[int]]]] = {
+    "input_ids": lambda encoding: encoding.ids,
+    "attention_mask": lambda encoding: encoding.attention_mask,
+    "token_type_ids": lambda encoding: encoding.type_ids,
+}
+
+
+def task_of(model: Model) -> str:
+    """The task that `halfserve.task` names; "" for none."""
+    return str(own_parameter(model.config, "halfserve.task") or "")
+
+
+def labels_of(model: Model, count: int) -> Sequence[str]:
+    """Names of the classes of the model's first output; LABEL_0 and so on where it has none, as transformers names them."""
+    given = model.labels.get(next(iter(model.outputs)), ())
+    return given if len(given) == count else [f"LABEL_{index}" for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """The tokens of one text.
+
+    Attributes:
+        count: of tokens, special ones included, padding not.
+        message: a serialized ModelInferRequest of one row.
+    """
+
+    count: int
+    message: bytes
+
+
+class TextModel:
+    """One model version with its tokenizer. Its methods may be called on any thread.
+
+    Attributes:
+        model: the version.
+        max_tokens: the most tokens of a text, special ones included.
+        output: the name of the output that answers, the model's first.
+        tokenizer: does not cut texts.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
+        """Take the bounds that a tokenizer.json states.
+
+        Raises:
+            ModelLoadError: the model has other inputs than tokens.
+        """
+        strange = sorted(model.inputs.keys() - _PARTS.keys())
+        if strange or "input_ids" not in model.inputs:
+            raise ModelLoadError(f"its inputs are {', '.join(model.inputs)}; expected input_ids and of {', '.join(_PARTS)}")
+        self.model = model
+        self.output = next(iter(model.outputs))
+        fixed = model.inputs["input_ids"].shape[-1]
+        stated = tokenizer.truncation
+        self.max_tokens = MAX_TOKENS if stated is None else int(stated["max_length"])
+        if fixed != ANY_SIZE:
+            self.max_tokens = fixed
+        padding = tokenizer.padding or {}
+        self.tokenizer, self._cutting = tokenizer, _sharing(tokenizer)
+        tokenizer.no_truncation()
+        direction = "right" if stated is None else stated["direction"]
+        self._cutting.enable_truncation(self.max_tokens, direction=direction)
+        for one in (tokenizer, self._cutting):
+            one.no_padding()
+            if fixed != ANY_SIZE:
+                kept = {name: padding[name] for name in ("direction", "pad_id", "pad_type_id", "pad_token") if name in padding}
+                one.enable_padding(length=fixed, **kept)
+        self._inputs = tuple((name, _PARTS[name], spec.datatype.array_dtype) for name, spec in model.inputs.items())
+        self._head = lru_cache(maxsize=4096)(self._made_head)
+
+    def rows(self, texts: Sequence[Text], param: str, *, truncate: bool) -> list[TokenRow]:
+        """Tokenize texts, or pairs of texts.
+
+        Args:
+            texts: with characters.
+            param: the field of the request that they come from.
+            truncate: whether to cut texts that are too long.
+
+        Raises:
+            InputError: a text is too long, or gives no token.
+        """
+        most = self.max_tokens * CHARACTERS_PER_TOKEN
+        if not truncate:
+            self.require_short(texts, param)
+        elif max(map(_longest, texts)) > most:
+            texts = [text[:most] if isinstance(text, str) else (text[0][:most], text[1][:most]) for text in texts]
+        tokenizer = self._cutting if truncate else self.tokenizer
+        rows: list[TokenRow] = []
+        for start in range(0, len(texts), TOGETHER):
+            encodings = tokenizer.encode_batch_fast(list(texts[start : start + TOGETHER]))
+            rows += [self._row(encoding, param, start + place) for place, encoding in enumerate(encodings)]
+        return rows
+
+    def require_short(self, texts: Sequence[Text], param: str) -> None:
+        """Check the number of characters, which bounds the time to tokenize.
+
+        Raises:
+            InputError: a text has more than any text of `max_tokens` has.
+        """
+        most = self.max_tokens * CHARACTERS_PER_TOKEN
+        for index, text in enumerate(texts):
+            if _longest(text) > most:
+                raise self._too_long(param, index, f"{_longest(text)} characters", f"{most} characters")
+
+    def tokens(self, texts: Sequence[str], *, with_special: bool) -> list[list[dict[str, Any]]]:
+        """The tokens of each text as TEI describes them.
+
+        Args:
+            texts: with characters.
+            with_special: whether to add special tokens, which have no place in the text.
+        """
+        answers: list[list[dict[str, Any]]] = []
+        for start in range(0, len(texts), TOGETHER):
+            some = list(texts[start : start + TOGETHER])
+            encodings = self.tokenizer.encode_batch(some, add_special_tokens=with_special)
+            answers += [_described(text, encoding) for text, encoding in zip(some, encodings, strict=True)]
+        return answers
+
+    def row_of_ids(self, ids: Sequence[Any], param: str, index: int) -> TokenRow:
+        """A row of token ids as the client gives them.
+
+        Raises:
+            InputError: there is none, there are too many, or one is not in the vocabulary.
+        """
+        if not ids:
+            raise InputError(f"{param}[{index}] has no token ids, expected at least one", param=param, fault=Fault.EMPTY)
+        if len(ids) > self.max_tokens:
+            raise self._too_long(param, index, f"{len(ids)} tokens", f"{self.max_tokens} tokens")
+        size = self.tokenizer.get_vocab_size()
+        for number in ids:
+            if type(number) is not int or not 0 <= number < size:
+                raise InputError(f"{param}[{index}] has {shown(number)}, expected token ids from 0 to {size - 1}", param=param)
+        padding = self.tokenizer.padding or {"pad_id": 0, "length": 0}
+        missing = max(0, (padding["length"] or 0) - len(ids))
+        values = {
+            "input_ids": [*ids, *[padding["pad_id"]] * missing],
+            "attention_mask": [1] * len(ids) + [0] * missing,
+            "token_type_ids": [0] * (len(ids) + missing),
+        }
+        return self._packed(len(ids), len(ids) + missing, [values[name] for name, _, _ in self._inputs])
+
+    def _row(self, encoding: Encoding, param: str, index: int) -> TokenRow:
+        length = len(encoding)
+        mask = encoding.attention_mask
+        count = sum(mask)
+        if not count:
+            raise InputError(f"{param}[{index}] gives no token, expected text", param=param, fault=Fault.EMPTY)
+        if length > self.max_tokens:
+            raise self._too_long(param, index, f"{length} tokens", f"{self.max_tokens} tokens")
+        return self._packed(count, length, [part(encoding) for _, part, _ in self._inputs])
+
+    def _packed(self, count: int, length: int, values: list[list[int]]) -> TokenRow:
+        pieces = [self._head(length)]
+        for numbers, (_, _, dtype) in zip(values, self._inputs, strict=True):
+            raw = np.array(numbers, dtype).tobytes()
+            pieces += (RAW_ENTRY, encoded_varint(len(raw)), raw)
+        return TokenRow(count, b"".join(pieces))
+
+    def _made_head(self, length: int) -> bytes:
+        """The part of a message that is the same for all texts of this many tokens."""
+        head = ModelInferRequest(model_name=self.model.name, model_version=str(self.model.version))
+        for name, spec in self.model.inputs.items():
+            head.inputs.add(name=name, datatype=spec.datatype.wire, shape=[1, length])
+        head.outputs.add(name=self.output)
+        return head.SerializeToString(deterministic=True)
+
+    def _too_long(self, param: str, index: int, given: str, most: str) -> InputError:
+        return InputError(
+            f"{param}[{index}] has {given}, expected at most {most} for model {self.model.name!r}; shorten it",
+            param=param,
+            fault=Fault.TOO_LONG,
+        )
+
+
+class TextModels:
+    """The text models of a server. Lives on the event loop."""
+
+    def __init__(self, core: InferenceCore) -> None:
+        self._core = core
+        self._loading: dict[Model, asyncio.Task[TextModel | InferenceError]] = {}
+        self._threads = asyncio.Semaphore(TOKENIZING_THREADS)
+
+    def start(self) -> None:
+        """Load the tokenizers of all text models, now and whenever models change."""
+        self._core.on_change(self._follow)
+        self._follow()
+
+    def stop(self) -> None:
+        self._core.off_change(self._follow)
+        for task in self._loading.values():
+            task.cancel()
+        self._loading.clear()
+
+    async def of(self, model: Model) -> TextModel:
+        """A text model.
+
+        Raises:
+            FailedPreconditionError: its tokenizer is missing or cannot be used.
+            UnsupportedError: the package tokenizers is missing.
+        """
+        loaded = await asyncio.shield(self._begin(model))
+        if isinstance(loaded, InferenceError):
+            raise loaded
+        return loaded
+
+    async def tokenized(self, characters: int, work: Callable[[], T]) -> T:
+        """The result of `work`, on a thread if it is for many characters: the tokenizer releases the interpreter lock."""
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        async with self._threads:
+            return await asyncio.to_thread(work)
+
+    def _follow(self) -> None:
+        served = [model for model in self._core.models() if task_of(model) in TEXT_TASKS]
+        for model in self._loading.keys() - set(served):
+            self._loading.pop(model)
+        for model in served:
+            self._begin(model)
+
+    def _begin(self, model: Model) -> asyncio.Task[TextModel | InferenceError]:
+        task = self._loading.get(model)
+        if task is None:
+            task = self._loading[model] = asyncio.get_running_loop().create_task(asyncio.to_thread(_load, model))
+        return task
+
+
+def characters_of(texts: Iterable[Text]) -> int:
+    return sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
+
+
+def _described(text: str, encoding: Encoding) -> list[dict[str, Any]]:
+    parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+    return [
+        {"id": number, "text": token, "special": True, "start": None, "stop": None}
+        if special
+        else {"id": number, "text": text[first:end], "special": False, "start": first, "stop": end}
+        for number, token, special, (first, end) in parts
+    ]
+
+
+def _longest(text: Text) -> int:
+    return len(text) if isinstance(text, str) else max(map(len, text))
+
+
+def _load(model: Model) -> TextModel | InferenceError:
+    """A text model, or why there is none, which is logged."""
+    try:
+        return TextModel(model, _tokenizer(model))
+    except ImportError:
+        lacking = "the server lacks the package tokenizers; pip install 'halfserve[text]'"
+        logger.warning("%s/%s: takes no text: %s", model.name, model.version, lacking)
+        return UnsupportedError(f"model {model.name!r} takes no text here: {lacking}")
+    except Exception as error:  # tokenizers raises plain Exceptions
+        # Anything may be in the file of a user.
+        unexpected = not isinstance(error, OSError | ModelLoadError)
+        logger.warning("%s/%s: cannot use its %s: %s", model.name, model.version, TOKENIZER, error, exc_info=unexpected)
+        return FailedPreconditionError(
+            f"model {model.name!r} takes no text here: its {TOKENIZER} is missing or does not fit; the server's log says more"
+        )
+
+
+def _tokenizer(model: Model) -> Tokenizer:
+    # Its threads would compete with those of the models; texts of one call are tokenized on one.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tokenizers import Tokenizer  # noqa: PLC0415  (an extra, imported when a text model is loaded)
+
+    if model.path is None:
+        raise ModelLoadError("the model has no files")
+    path = model.path.parent / TOKENIZER
+    require_inside(model.path.parent.parent.parent, path)
+    return Tokenizer.from_buffer(read_regular(path))
+
+
+def _sharing(whole: Tokenizer) -> Tokenizer:
+    """A tokenizer with truncation and padding of its own, that shares the vocabulary's memory."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (see `_tokenizer`)
+
+    other = Tokenizer(whole.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(whole, part) is not None:
+            setattr(other, part, getattr(whole, part))
+    added = whole.get_added_tokens_decoder()
+    for number in sorted(added):
+        (other.add_special_tokens if added[number].special else other.add_tokens)([added[number]])
+    # Ids of added tokens need not be consecutive.
+    return other if other.get_added_tokens_decoder() == added else Tokenizer.from_str(whole.to_str())
