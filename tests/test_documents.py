@@ -68,7 +68,9 @@ def test_options_that_documents_name_are_there() -> None:
         assert not unknown, f"{document} names {sorted(unknown)}"
 
 
-@pytest.mark.parametrize("document", ["guides/deploying", "guides/serving", "guides/security", "explanation/reliability"])
+@pytest.mark.parametrize(
+    "document", ["guides/deploying", "guides/serving", "guides/sequences", "guides/security", "explanation/reliability"]
+)
 def test_metrics_that_documents_name_are_there(document: str) -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "serve").rglob("*.py"))
     for name in re.findall(

@@ -17,7 +17,7 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.sequences.sequence_scheduler import SequenceScheduler
 from halfserve.serve.engine.sequences.slot_batches import SlotBatches
 from halfserve.serve.engine.sequences.step_inputs import ControlTensors
-from halfserve.serve.engine.tensors import Array, Tensors
+from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
 
 
 def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterface:
@@ -25,8 +25,10 @@ def client_view(declared: ModelConfig, interface: ModelInterface) -> ModelInterf
     batching = declared.sequence_batching
     hidden = {entry.name for entry in batching.control_input} | {state.input_name for state in batching.state}
     outputs = state_outputs(declared) - {entry.name for entry in declared.output}
+    grows = any(size == ANY_SIZE for state in batching.state for size in state.dims)
     return replace(
         interface,
+        open_ended=interface.open_ended or grows,  # a step takes longer the larger its states are
         inputs=tuple(spec for spec in interface.inputs if spec.name not in hidden),
         outputs=tuple(spec for spec in interface.outputs if spec.name not in outputs),
     )

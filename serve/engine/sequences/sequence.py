@@ -92,9 +92,13 @@ class Step:
 
     def answer(self, result: Tensors | InferenceError) -> None:
         """Give the client its outputs or its error, unless it has gone."""
+        self.close()
+        self.request.finish(result if isinstance(result, InferenceError) else self._for_client(result))
+
+    def close(self) -> None:
+        """Let go of the request, which would otherwise hold this step and be held by it."""
         self.is_over = True
         self.request.done = self._done
-        self.request.finish(result if isinstance(result, InferenceError) else self._for_client(result))
 
     def _for_client(self, result: Tensors) -> Tensors:
         """The outputs that the client wants, without the rows of slots that had no request."""

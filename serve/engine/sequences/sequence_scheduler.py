@@ -135,7 +135,7 @@ class SequenceScheduler:
         try:
             self._run(step)
         except InferenceError:
-            step.is_over = True
+            step.close()
             self._settle(sequence)
             raise
 
@@ -193,12 +193,14 @@ class SequenceScheduler:
     def gone(self, step: Step) -> None:
         """The client of one of its requests has gone."""
         request, sequence = step.request, step.sequence
-        step.is_over = request.cancelled = True
+        request.cancelled = True
         if sequence.running is step:
             self._batcher.cancel(request)
+            step.close()
             sequence.running = None
             self._undo(sequence, step)
         else:
+            step.close()
             behind = self._cut(sequence, step)
             self._statistics.failed(request.arrived_ns)
             self._fail_behind(behind)
