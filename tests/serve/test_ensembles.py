@@ -23,6 +23,7 @@ from tests.serve.ensemble_folders import CHAIN, save_add, save_cast, save_ensemb
 from tests.serve.http.running_http import running_http
 from tests.serve.model_control.controlled import controlled_server, lines
 from tests.serve.running_server import RunningServer
+from tests.written_blocks import blocks_of
 
 FOUR = np.arange(4, dtype=np.float32)
 # Each output of the ensemble comes another way.
@@ -180,6 +181,17 @@ def test_the_page_and_the_metrics_have_the_ensemble(server: RunningServer) -> No
         shown = {entry["name"]: entry for entry in json.loads(http.get("/ui/state").text)["models"]}
         assert (shown["chain"]["answers"], shown["chain"]["copies"]) == (True, [])
         assert shown["unmet"]["state"] == "UNAVAILABLE"
+
+
+def test_the_guides_example_serves(tmp_path: Path) -> None:
+    (text,) = [block.text for block in blocks_of("docs/guides/pipelines.md") if block.language == "protobuf"]
+    save_cast(tmp_path / "preprocess")
+    save_mlp(tmp_path / "classify" / "1" / "model.onnx")
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "config.pbtxt").write_text(text)
+    with controlled_server(tmp_path, ControlMode.NONE) as server, triton.InferenceServerClient(server.address) as client:
+        image = triton.InferInput("image", [2, 64], "FP32").set_data_from_numpy(np.zeros((2, 64), np.float32))
+        assert client.infer("pipeline", [image]).as_numpy("scores").tolist() == [[0] * 10] * 2
 
 
 def test_a_repository_with_ensembles_that_need_each_other_is_refused(tmp_path: Path) -> None:
