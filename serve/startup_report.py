@@ -56,6 +56,8 @@ def print_text(report: StartupReport, scheme: str) -> None:
     for model in report.models:
         batch = f"batches of up to {model.max_batch_size}" if model.max_batch_size else "no batching"
         typer.echo(f"{model.name}/{model.version}  {model.provider}, {model.precision}, {batch}")
+        for line in () if model.composition is None else model.composition.parts:
+            typer.echo(f"  {line}")
     if report.http_port is not None:
         metrics = "" if report.metrics_port is None else f", metrics on {address_of(report.host, report.metrics_port)}"
         typer.echo(f"REST and a page on {scheme}://{address_of(report.host, report.http_port)}/{metrics}")
@@ -68,6 +70,10 @@ def print_text(report: StartupReport, scheme: str) -> None:
 def log_restart(report: StartupReport, restarts: int) -> None:
     """Log that a later worker serves: the first one has printed the report, and its addresses still hold."""
     logger.warning("serving again, ready in %.2f s; restarts: %d", report.seconds, restarts)
+
+
+def _parts(model: Model) -> dict[str, list[str]]:
+    return {} if model.composition is None else {"steps": list(model.composition.parts)}
 
 
 def print_json(report: StartupReport) -> None:
@@ -83,6 +89,6 @@ def print_json(report: StartupReport) -> None:
         "metrics_port": report.metrics_port,
         "admin_port": report.admin_port,
         "seconds": round(report.seconds, 3),
-        "models": [{field: getattr(model, field) for field in fields} for model in report.models],
+        "models": [{field: getattr(model, field) for field in fields} | _parts(model) for model in report.models],
     }
     typer.echo(json.dumps(content))

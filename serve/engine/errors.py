@@ -131,6 +131,10 @@ class ModelLoadError(Exception):
     """A model, its configuration or the repository cannot be used; the text names the file and what to do."""
 
 
+class UnmetStepsError(ModelLoadError):
+    """An ensemble does not fit the models of its steps as they are now; it may when one of these changes."""
+
+
 class InstanceLostError(Exception):
     """A copy of a model is broken and has to be loaded again; the requests of its batch have no answer."""
 

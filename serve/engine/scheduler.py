@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from halfserve.serve.engine.requests import InferRequest
@@ -34,6 +35,10 @@ class Composition(Protocol):
     @property
     def precision(self) -> str:
         """The compute precisions of its parts, in words."""
+
+    @property
+    def parts(self) -> Sequence[str]:
+        """Each part in a line: its model, where and in which precision it computes, and its certificate's verdict."""
 
     @property
     def fault(self) -> str:

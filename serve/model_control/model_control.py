@@ -22,6 +22,7 @@ from halfserve.serve.engine.errors import (
     ModelLoadError,
     NotFoundError,
     UnavailableError,
+    UnmetStepsError,
 )
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
@@ -71,11 +72,9 @@ class ModelControl:
                 if model in tried:
                     continue
                 tried.add(model)
-                refused = await self._switch.bring_in(self._path, model)
+                refused = await self._bring_in(model, log_level=logging.WARNING if options.keep_going else logging.DEBUG)
                 if refused and not options.keep_going:
                     raise refused[0]
-                for error in refused:
-                    logger.warning("%s", error)
         self._loaded_as_steps = tried.difference(wanted)
         self._switch.log_level = logging.INFO
         self._thread.in_service = True
@@ -200,34 +199,29 @@ class ModelControl:
 
     async def _follow(self, name: str, there: bool) -> None:
         """The repository has changed."""
-        self._refused_ensembles.discard(name)
         if not there:
+            self._refused_ensembles.discard(name)
             async with self._lock(name):
                 await self._switch.take_out(name)
             return
-        steps = await self._below(self._path, name)
-        for step in steps:
+        for step in await self._below(self._path, name):
             if not self._core.served(step):
                 await self._bring_in(step)
-        refused = await self._bring_in(name)
-        if refused and steps:
-            self._refused_ensembles.add(name)
-        elif not refused:
-            await self._retry_ensembles()
+        if await self._bring_in(name):
+            return
+        for ensemble in sorted(self._refused_ensembles):  # the model may be what they lacked
+            await self._bring_in(ensemble, log_level=logging.DEBUG)
 
-    async def _bring_in(self, name: str) -> list[ModelLoadError]:
+    async def _bring_in(self, name: str, *, log_level: int = logging.WARNING) -> list[ModelLoadError]:
+        """Bring a model of the repository in; `log_level`: of a refusal."""
         async with self._lock(name):
             refused = await self._switch.bring_in(self._path, name)
+        self._refused_ensembles.discard(name)
         for error in refused:
-            logger.warning("%s", error)
+            logger.log(log_level, "%s", error)
+            if isinstance(error, UnmetStepsError):
+                self._refused_ensembles.add(name)
         return refused
-
-    async def _retry_ensembles(self) -> None:
-        """A model has come, which may be what refused ensembles lacked."""
-        for name in sorted(self._refused_ensembles):
-            async with self._lock(name):
-                if not await self._switch.bring_in(self._path, name):
-                    self._refused_ensembles.discard(name)
 
     def _takes(self, files: Mapping[str, bytes]) -> bool:
         if files and not self._options.uploads:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # A terminal would obey them: overwrite its contents, rename its window, type an answer.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 PROVIDER_PARAMETER = "halfserve.provider"
+STEPS_PARAMETER = "halfserve.steps"
 SHOWN_VALUES = 8
 SHOWN_ROWS = 8
 
@@ -100,7 +101,8 @@ def models_table(rows: Iterable[Mapping[str, Any]]) -> Table:
         tensors = (
             "\n".join(f"{t['name']} {t['datatype']}{_compact(t['shape'])}" for t in row[key]) for key in ("inputs", "outputs")
         )
-        table.add_row(row["name"], row["version"], state, *tensors, row["provider"] or row["platform"])
+        computes = "\n".join(row.get("steps", ())) or row["provider"] or row["platform"]
+        table.add_row(row["name"], row["version"], state, *tensors, computes)
     return table
 
 
@@ -111,6 +113,11 @@ def tensors_json(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> lis
 def provider_of(config: ModelConfig) -> str | None:
     """The execution provider of a model, such as "CUDAExecutionProvider"; None if the server does not say."""
     return config.parameters[PROVIDER_PARAMETER].string_value if PROVIDER_PARAMETER in config.parameters else None
+
+
+def steps_of(config: ModelConfig) -> list[str]:
+    """A line per step of an ensemble: its model, provider and precision; none for another model."""
+    return config.parameters[STEPS_PARAMETER].string_value.splitlines() if STEPS_PARAMETER in config.parameters else []
 
 
 def _compact(shape: Iterable[int]) -> str:

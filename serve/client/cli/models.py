@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from halfserve.protos.inference_pb2 import ModelStatistics
-from halfserve.serve.client.cli.display import PipedConsole, models_table, provider_of, tensors_json
+from halfserve.serve.client.cli.display import PipedConsole, models_table, provider_of, steps_of, tensors_json
 from halfserve.serve.client.cli.inputs import InputArgumentError
 from halfserve.serve.client.cli.options import AsJson, Connection, takes_option_groups
 from halfserve.serve.client.client import Client
@@ -159,12 +159,16 @@ def _model_row(client: Client, name: str, version: str, state: str, reason: str)
         metadata, config = client.model_metadata(name, version), client.model_config(name, version)
     except ModelNotFound:
         return empty | {"state": "UNAVAILABLE", "reason": "unloaded meanwhile"}
-    return row | {
-        "platform": metadata.platform,
-        "provider": provider_of(config),
-        "inputs": tensors_json(metadata.inputs),
-        "outputs": tensors_json(metadata.outputs),
-    }
+    return (
+        row
+        | {
+            "platform": metadata.platform,
+            "provider": provider_of(config),
+            "inputs": tensors_json(metadata.inputs),
+            "outputs": tensors_json(metadata.outputs),
+        }
+        | ({"steps": steps} if (steps := steps_of(config)) else {})
+    )
 
 
 def _watch(client: Client, names: Sequence[str], every_s: float, times: int | None, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from halfserve.serve.engine.ensembles.binding import Binding
 from halfserve.serve.engine.ensembles.fit import misfit
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep, first_cycle
 from halfserve.serve.engine.ensembles.run import EnsembleRun
-from halfserve.serve.engine.errors import ModelLoadError, UnavailableError
+from halfserve.serve.engine.errors import UnavailableError, UnmetStepsError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
@@ -51,11 +51,11 @@ class Ensemble:
         """Find the models of the steps, and follow their changes. Once, before the ensemble is served.
 
         Raises:
-            ModelLoadError: a model is not served, or does not fit; the text names step and tensor.
+            UnmetStepsError: a model is not served, or does not fit; the text names step and tensor.
         """
         found = self._found(core)
         if isinstance(found, str):
-            raise ModelLoadError(f"{self._source}: {found}")
+            raise UnmetStepsError(f"{self._source}: {found}")
         self._core = core
         self._bind(found)
         core.on_change(self._follow)
@@ -87,6 +87,11 @@ class Ensemble:
         if len(found) == 1:
             return found.pop()
         return ", ".join(dict.fromkeys(f"{model.name}: {model.precision}" for model in models))
+
+    @property
+    def parts(self) -> list[str]:
+        """A line per step, in their order; those of an ensemble among them in its place."""
+        return [line for model in self._models() for line in _lines(model)]
 
     def submit(self, request: InferRequest) -> None:
         """Begin a request; see `Scheduler.submit`.
@@ -153,8 +158,7 @@ class Ensemble:
         parameters = self._config.parameters
         parameters["halfserve.provider"].string_value = self.provider
         parameters["halfserve.precision"].string_value = self.precision
-        described = (_described(step, model) for step, model in zip(self.graph.steps, models, strict=True))
-        parameters["halfserve.steps"].string_value = "; ".join(described)
+        parameters["halfserve.steps"].string_value = "\n".join(self.parts)
 
     def _unbind(self, fault: str) -> None:
         self._own_fault = fault
@@ -196,10 +200,11 @@ def _served(core: InferenceCore, step: EnsembleStep) -> Model | str:
     return f"version {step.version} of the model is not served; served: {', '.join(str(model.version) for model in served)}"
 
 
-def _described(step: EnsembleStep, model: Model) -> str:
-    """A step's model, where and in which precision it computes, and its certificate's verdict."""
+def _lines(model: Model) -> list[str]:
+    """See `Composition.parts`."""
+    name = f"{model.name}/{model.version}"
+    if model.composition is not None:
+        return [f"{name} > {line}" for line in model.composition.parts]
     parameters = model.config.parameters
     verdict = parameters["halfserve.certificate"].string_value if "halfserve.certificate" in parameters else ""
-    certificate = f", certificate {verdict}" if verdict else ""
-    inner = f" ({parameters['halfserve.steps'].string_value})" if "halfserve.steps" in parameters else ""
-    return f"{step.number}: {model.name}/{model.version} {model.provider}, {model.precision}{certificate}{inner}"
+    return [f"{name}  {model.provider}, {model.precision}{f', certificate {verdict}' if verdict else ''}"]

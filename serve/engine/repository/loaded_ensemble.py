@@ -11,7 +11,7 @@ from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults,
 from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
 from halfserve.serve.engine.ensembles.ensemble import Ensemble
 from halfserve.serve.engine.ensembles.graph import ensemble_specs, first_cycle, read_graph, step_models
-from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.errors import ModelLoadError, UnmetStepsError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import read_labels
 from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, ModelFiles, model_names
@@ -61,7 +61,8 @@ def models_below(repository: Path, name: str, declared: DeclaredConfig | None = 
         declared: its configuration in place of the one in the repository.
 
     Raises:
-        ModelLoadError: an ensemble needs itself, or a configuration cannot be read.
+        UnmetStepsError: an ensemble needs itself.
+        ModelLoadError: a configuration cannot be read.
     """
     if repository.is_file():
         return []
@@ -79,7 +80,7 @@ def models_below(repository: Path, name: str, declared: DeclaredConfig | None = 
     cycle = first_cycle([name], steps)
     if cycle:
         way = " -> ".join(map(repr, cycle))
-        raise ModelLoadError(f"{repository / name / CONFIG_FILE}: ensembles need each other: {way}; remove one of the steps")
+        raise UnmetStepsError(f"{repository / name / CONFIG_FILE}: ensembles need each other: {way}; remove one of the steps")
     found: dict[str, None] = {}
 
     def visit(of: str) -> None:

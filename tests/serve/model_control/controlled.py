@@ -36,10 +36,10 @@ def control(core: InferenceCore, path: Path, mode: ControlMode, runtime: Runtime
 
 @contextmanager
 def controlled_server(
-    path: Path, mode: ControlMode, make_transport: MakeTransport = Nghttp2Server, **options: Any
+    path: Path, mode: ControlMode, make_transport: MakeTransport = Nghttp2Server, *, shared_memory: bool = False, **options: Any
 ) -> Iterator[RunningServer]:
     """A server on `path` that has loaded what it loads at the start."""
-    with running_server(list, make_transport) as server:
+    with running_server(list, make_transport, shared_memory=shared_memory) as server:
         controlling = server.call(lambda: control(server.core, path, mode, **options))
         try:
             server.run(controlling.start())

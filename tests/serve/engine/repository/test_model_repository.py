@@ -116,21 +116,34 @@ def foreign(root: Path, config: str) -> Path:
             lambda root: write_versions(root, "1", config="version_policy { specific { } }"),
             "mlp: version_policy asks for no version, expected one of those that are there: 1",
         ),
-        (
-            lambda root: foreign(root, 'platform: "ensemble" ensemble_scheduling {}'),
-            "'ensemble' models are not supported, expected platform 'onnxruntime_onnx' or backend 'onnxruntime', or platform ",
-        ),
         (lambda root: foreign(root, 'backend: "python"'), "mlp/config.pbtxt: 'python' models are not supported"),
         (
             lambda root: foreign(root, 'platform: "onnxruntime_onnx" backend: "dali"'),
             "mlp/config.pbtxt: 'dali' models are not supported",
         ),
-        (lambda root: foreign(root, "ensemble_scheduling {}"), "mlp/config.pbtxt: ensemble_scheduling is not supported"),
+        (
+            lambda root: foreign(root, 'platform: "onnxruntime_onnx" ensemble_scheduling {}'),
+            "mlp/config.pbtxt: ensemble_scheduling is not supported; set platform: 'ensemble'",
+        ),
+        (
+            lambda root: foreign(root, 'platform: "ensemble" version_policy { specific { versions: [4] } }'),
+            "mlp: version_policy asks for versions that are not there, expected some of 1",
+        ),
     ],
 )
 def test_a_path_without_models_is_refused(tmp_path: Path, make: object, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         find_models(make(tmp_path))  # type: ignore[operator]  # a lambda of the list above
+
+
+@pytest.mark.parametrize(("folders", "versions"), [((), [1]), (("1",), [1]), (("2", "7"), [7])])
+def test_an_ensemble_needs_no_file_and_no_version(tmp_path: Path, folders: tuple[str, ...], versions: list[int]) -> None:
+    for folder in ("", *folders):
+        (tmp_path / "pipe" / folder).mkdir()
+    (tmp_path / "pipe" / "config.pbtxt").write_text('platform: "ensemble"')
+    assert [(files.name, files.version, files.model.name) for files in find_models(tmp_path)] == [
+        ("pipe", version, "config.pbtxt") for version in versions
+    ]
 
 
 def test_a_path_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
