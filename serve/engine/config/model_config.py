@@ -33,6 +33,7 @@ UNSERVED = {
 MAX_COPIES = 1000  # of one model; each has a thread
 # Parts of keys of the CUDA and TensorRT providers whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
+ENVIRONMENT = "EXECUTION_ENV_PATH"  # the interpreter of a Python model
 SOURCE = "config of the load request"
 
 
@@ -298,6 +299,11 @@ def config_from_json(text: str, folder: Path) -> DeclaredConfig:
 
 def _require_no_files(message: ModelConfig) -> None:
     """Refuse settings that name files or addresses of the server: loading models does not permit access to these."""
+    if ENVIRONMENT in message.parameters:
+        raise InvalidArgumentError(
+            f"the config of the load request sets {ENVIRONMENT!r}, which names programs of the server; put it into "
+            "config.pbtxt in the repository"
+        )
     for accelerator in message.optimization.execution_accelerators.gpu_execution_accelerator:
         for key in accelerator.parameters:
             if any(word in key for word in NAMING_FILES):
