@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from halfserve.protos.onnx_outline import read_outline
 from halfserve.serve.backends.onnx_runtime.onnx_file import locations
-from halfserve.serve.backends.runtimes import ZIP
+from halfserve.serve.backends.runtimes import PYTHON_SUFFIX, ZIP
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 
 MAX_NAME_BYTES = 255  # what file systems take
@@ -100,7 +100,9 @@ def _data_files(model: ModelProto, path: str) -> frozenset[str]:
 
 def _require_kind(path: str, content: bytes, *, is_data: bool) -> None:
     """Check a file that is not an ONNX model. Pickles are refused under any name: they can run code when they are loaded."""
-    if content.startswith(ZIP):
+    if path.endswith(PYTHON_SUFFIX):
+        what = "Python code"
+    elif content.startswith(ZIP):
         what = "a zip archive, as torch writes them, which can run code when it is loaded"
     elif (not is_data or content[:1] == PROTOCOL) and _is_pickle(content):
         what = "a pickle, which can run code when it is loaded"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.engine.config.model_config import ENVIRONMENT
 from halfserve.serve.engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-PARAMETER = "EXECUTION_ENV_PATH"
 MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
 # Variables that lead an interpreter to another one's packages.
@@ -57,7 +57,7 @@ def interpreter_for(config: ModelConfig, model: Path) -> Interpreter:
     Raises:
         ModelLoadError: EXECUTION_ENV_PATH is no folder of a venv or conda environment, nor an archive of one.
     """
-    asked = config.parameters[PARAMETER].string_value if PARAMETER in config.parameters else ""
+    asked = config.parameters[ENVIRONMENT].string_value if ENVIRONMENT in config.parameters else ""
     if not asked:
         return Interpreter(command=(sys.executable,))
     folder = model.parent.parent
@@ -67,8 +67,8 @@ def interpreter_for(config: ModelConfig, model: Path) -> Interpreter:
     program = home / "bin" / "python"
     if not os.access(program, os.X_OK):
         raise ModelLoadError(
-            f"{model}: {PARAMETER} is {asked!r}, expected the folder of a venv or conda environment with bin/python in it, or "
-            "a .tar.gz of one as conda-pack writes it"
+            f"{model}: {ENVIRONMENT} is {asked!r}, expected the folder of a venv or conda environment with bin/python in it, "
+            "or a .tar.gz of one as conda-pack writes it"
         )
     return Interpreter(command=(str(program),), home=home)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from google.protobuf import json_format
 
 from halfserve.protos.datatypes import BY_CONFIG
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.backends.python.backend import PythonBackend, PythonModel
+from halfserve.serve.backends.python.backend import PythonBackend, PythonModel, Runner
 from halfserve.serve.backends.python.environment import interpreter_for
-from halfserve.serve.backends.python.process import ChildFailedError, ChildProcess
+from halfserve.serve.backends.python.process import ChildFailedError, ChildProcess, OnEvent
 from halfserve.serve.backends.python.services import Services
+from halfserve.serve.backends.python.thread import ModelThread
 from halfserve.serve.engine.backend import PYTHON, DevicePlacement, ModelInterface
-from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.config.model_config import ENVIRONMENT, DeclaredConfig
+from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.disk_files import read_regular_text
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.model_calls import ModelCalls
@@ -27,7 +29,7 @@ from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-PROVIDER = "python process"
+ISOLATION = "halfserve.python_isolation"
 COMPLETES = "auto_complete_config"
 
 
@@ -119,13 +121,18 @@ class PythonRuntime:
             is_decoupled=config.model_transaction_policy.decoupled,
             path=str(path),
         )
+        on_thread = own_parameter(config, ISOLATION, path) == "thread"
+        if on_thread and ENVIRONMENT in config.parameters:
+            raise ModelLoadError(
+                f"{path}: {ISOLATION} is 'thread' and {ENVIRONMENT} is set, expected one of them: a thread runs the server's "
+                "Python"
+            )
         interpreter = interpreter_for(config, path)
-        backend = PythonBackend(
-            model,
-            PROVIDER,
-            self._services,
-            lambda on_event, on_end: ChildProcess(model.label, interpreter, on_event, on_end),
-        )
+
+        def start(on_event: OnEvent, on_end: Callable[[], None]) -> Runner:
+            return ModelThread(on_event, on_end) if on_thread else ChildProcess(model.label, interpreter, on_event, on_end)
+
+        backend = PythonBackend(model, "python thread" if on_thread else "python process", self._services, start)
         try:
             backend.load(_arguments(model, config, placement))
         except (ChildFailedError, InstanceLostError) as error:

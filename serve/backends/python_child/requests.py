@@ -329,16 +329,19 @@ class InferenceRequest:
 
         An error of the model is the response's; a call that cannot be made raises a TritonModelException.
         """
+        return self._exec(server(), decoupled)
+
+    def _exec(self, access: ServerAccess, decoupled: bool) -> Any:
         message, tensors = self._as_call(), to_wire(self._inputs)
         message["decoupled"] = decoupled
         if not decoupled:
-            return InferenceResponse.from_reply(server().call("infer", message, tensors))
-        replies = server().call_for_many("infer", message, tensors)
+            return InferenceResponse.from_reply(access.call("infer", message, tensors))
+        replies = access.call_for_many("infer", message, tensors)
         return ResponseIterator(replies, next(replies))
 
     async def async_exec(self, decoupled: bool = False) -> Any:
         """`exec` for coroutines: others go on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
+        return await asyncio.get_running_loop().run_in_executor(None, self._exec, server(), decoupled)
 
     def _as_call(self) -> dict[str, Any]:
         if not self._model:

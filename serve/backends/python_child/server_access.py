@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
 from typing import Any, Protocol
 
 from halfserve.serve.backends.python_child.errors import TritonModelException
@@ -24,13 +28,75 @@ class ServerAccess(Protocol):
         """Have the server do something, without a reply."""
 
 
+class EventAccess:
+    """Reaches a server by messages: each call has a number, by which its replies come back."""
+
+    def __init__(self, send: Callable[[dict[str, Any], list[WireTensor]], None]) -> None:
+        """`send` takes each message, on any thread."""
+        self._send = send
+        self._waiting: dict[int, queue.SimpleQueue[Reply]] = {}
+        self._numbers = count()
+
+    def deliver(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        """Take a reply."""
+        replies = self._waiting.get(header["call"])
+        if replies is not None:
+            replies.put((header, tensors))
+
+    def call(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Reply:
+        """See ServerAccess."""
+        number, replies = self._ask(kind, arguments, tensors)
+        try:
+            return replies.get()
+        finally:
+            self._waiting.pop(number, None)
+
+    def call_for_many(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> Iterator[Reply]:
+        """See ServerAccess."""
+        number, replies = self._ask(kind, arguments, tensors)
+        is_over = False
+        try:
+            while not is_over:
+                reply = replies.get()
+                is_over = bool(reply[0].get("final"))
+                yield reply
+        finally:
+            self._waiting.pop(number, None)
+            if not is_over:
+                self.tell("abandon", {"call": number}, [])
+
+    def tell(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+        """See ServerAccess."""
+        self._send({"k": kind, **arguments}, tensors)
+
+    def _ask(self, kind: str, arguments: Mapping[str, Any], tensors: list[WireTensor]) -> tuple[int, queue.SimpleQueue[Reply]]:
+        number, replies = next(self._numbers), queue.SimpleQueue[Any]()
+        self._waiting[number] = replies
+        self._send({"k": kind, "call": number, **arguments}, tensors)
+        return number, replies
+
+
 class _Holder:
     access: ServerAccess | None = None
 
 
+# Of this thread or coroutine, where several models share a process.
+_own: ContextVar[ServerAccess | None] = ContextVar("server access", default=None)
+
+
 def connect(access: ServerAccess) -> None:
-    """Use this server from now on."""
+    """Use this server from now on, on every thread without one of its own."""
     _Holder.access = access
+
+
+@contextmanager
+def using(access: ServerAccess) -> Iterator[None]:
+    """Within, this thread uses `access`."""
+    token = _own.set(access)
+    try:
+        yield
+    finally:
+        _own.reset(token)
 
 
 def server() -> ServerAccess:
@@ -39,9 +105,10 @@ def server() -> ServerAccess:
     Raises:
         TritonModelException: there is none.
     """
-    if _Holder.access is None:
+    access = _own.get() or _Holder.access
+    if access is None:
         raise TritonModelException("no server runs this model")
-    return _Holder.access
+    return access
 
 
 def done(reply: Reply) -> Reply:

@@ -31,6 +31,8 @@ MAX_BYTES = 1 << 31
 MAX_FDS = 4
 FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 Header = dict[str, Any]
+ENCODE = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+DECODE = json.JSONDecoder().decode
 
 # Datatypes on the wire. BYTES are length-prefixed, BF16 are uint16 bit patterns.
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -123,10 +125,10 @@ class Channel:
                 segment = None
             if pool.dropped:
                 header["drop"], pool.dropped = pool.dropped, []
-            text = json.dumps(header).encode()
-            pieces[:0] = [PREFIX.pack(len(text), size), text]
+            text = ENCODE(header).encode()
+            pieces.insert(0, PREFIX.pack(len(text), size) + text)
             try:
-                self._send_all(pieces, ancillary)
+                self._send_all(pieces, PREFIX.size + len(text) + size, ancillary)
             except OSError:
                 raise ChannelClosedError from None
             finally:
@@ -135,28 +137,27 @@ class Channel:
 
     def _pack(self, header: Header, tensors: Sequence[WireTensor], pieces: list[Any]) -> tuple[int, Any]:
         """Describe the tensors in the header, and lay them into `pieces` or a segment: bytes in pieces, and the segment."""
-        entries, views, offset = [], [], 0
-        for tensor in tensors:
-            view = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8)
-            entries.append([tensor.name, tensor.datatype, list(tensor.shape), offset, view.nbytes])
-            views.append((offset, view))
-            offset = aligned(offset + view.nbytes)
+        entries, offset, end = [], 0, 0
+        for name, datatype, shape, data in tensors:
+            if offset > end:
+                pieces.append(bytes(offset - end))
+            size = data.nbytes
+            pieces.append(data if data.flags.c_contiguous else np.ascontiguousarray(data))
+            entries.append((name, datatype, shape, offset, size))
+            end = offset + size
+            offset = aligned(end)
         header["t"] = entries
-        if offset <= INLINE_BYTES or not AVAILABLE:
-            at = 0
-            for start, view in views:
-                pieces += [bytes(start - at), view.data] if start > at else [view.data]
-                at = start + view.nbytes
-            return at, None
-        segment = self._pool.take(offset)
+        if end <= INLINE_BYTES or not AVAILABLE:
+            return end, None
+        segment = self._pool.take(end)
         header["s"] = segment.number
-        target = np.frombuffer(segment.view, np.uint8)
-        for start, view in views:
-            target[start : start + view.nbytes] = view
+        target, arrays = np.frombuffer(segment.view, np.uint8), (piece for piece in pieces if isinstance(piece, np.ndarray))
+        for (_, _, _, start, size), data in zip(entries, arrays, strict=True):
+            target[start : start + size] = data.reshape(-1).view(np.uint8)
+        pieces.clear()
         return 0, segment
 
-    def _send_all(self, pieces: list[Any], ancillary: list[tuple[int, int, bytes]]) -> None:
-        total = sum(len(piece) for piece in pieces)
+    def _send_all(self, pieces: list[Any], total: int, ancillary: list[tuple[int, int, bytes]]) -> None:
         sent = self._socket.sendmsg(pieces, ancillary)
         if sent < total:
             self._socket.sendall(b"".join(pieces)[sent:])
@@ -168,27 +169,28 @@ class Channel:
             ChannelClosedError: the other side has gone.
             ValueError: the message is malformed.
         """
-        head, size = PREFIX.unpack(self._need(PREFIX.size)[: PREFIX.size])
-        whole = PREFIX.size + head + size
+        data = self._rest or self._more(b"", PREFIX.size)
+        if len(data) < PREFIX.size:
+            data = self._more(data, PREFIX.size)
+        head, size = PREFIX.unpack_from(data)
+        start, whole = PREFIX.size + head, PREFIX.size + head + size
         if whole > MAX_BYTES:
             raise ValueError(f"a message of {whole} bytes is too large")
-        data = self._need(whole)
+        if len(data) < whole:
+            data = self._more(data, whole)
         self._rest = data[whole:]
-        header = json.loads(data[PREFIX.size : PREFIX.size + head])
+        header = DECODE(data[PREFIX.size : start].decode())
         if "free" in header:
             with self._sending:
                 for number in header["free"]:
                     self._pool.give_back(number)
-        tensors = self._tensors(header, bytearray(data[PREFIX.size + head : whole])) if "t" in header else []
+        tensors = self._tensors(header, bytearray(data[start:whole])) if "t" in header else []
         for number in header.get("drop", ()):
             self._mapped.drop(number)
         return header, tensors
 
-    def _need(self, size: int) -> bytes:
-        """The bytes that have come and are not read yet, `size` at least."""
-        have = self._rest
-        if len(have) >= size:
-            return have
+    def _more(self, have: bytes, size: int) -> bytes:
+        """What has been received, `have`, and more, `size` bytes at least."""
         parts, count = [have], len(have)
         while count < size:
             try:
@@ -210,11 +212,14 @@ class Channel:
     def _tensors(self, header: Header, payload: bytearray) -> list[WireTensor]:
         if "s" in header:
             fd = self._fds.popleft() if "new" in header else None
-            source = self._mapped.view(header["s"], fd)
+            source: Any = self._mapped.view(header["s"], fd)
         else:
-            source = np.frombuffer(payload, np.uint8)
+            source = payload
         tensors = []
         for name, datatype, shape, offset, size in header["t"]:
-            piece = source[offset : offset + size].view(DTYPES[datatype])
-            tensors.append(WireTensor(name, datatype, shape, piece if datatype == "BYTES" else piece.reshape(shape)))
+            dtype = DTYPES[datatype]
+            piece = np.frombuffer(source, dtype, size // dtype.itemsize, offset) if size else np.empty(0, dtype)
+            if datatype != "BYTES" and len(shape) != 1:
+                piece = piece.reshape(shape)
+            tensors.append(WireTensor(name, datatype, shape, piece))
         return tensors

@@ -33,6 +33,7 @@ UNSERVED = {
 MAX_COPIES = 1000  # of one model; each has a thread
 # Parts of keys of the CUDA and TensorRT providers whose values are paths, libraries or addresses.
 NAMING_FILES = ("path", "prefix", "table_name", "external", "bytestream", "user_compute_stream")
+ENVIRONMENT = "EXECUTION_ENV_PATH"  # the interpreter of a Python model
 SOURCE = "config of the load request"
 # Names in `model_operations` of the installed package's operators; any other is a file in the repository.
 OPERATOR_PACKAGES = frozenset({"onnxruntime_extensions", "onnxruntime-extensions", "ortextensions"})
@@ -324,6 +325,11 @@ def _require_no_files(message: ModelConfig) -> None:
                 f"the config of the load request sets model_operations to {library!r}, a library on the server; expected "
                 "'onnxruntime_extensions', or put it into config.pbtxt in the repository"
             )
+    if ENVIRONMENT in message.parameters:
+        raise InvalidArgumentError(
+            f"the config of the load request sets {ENVIRONMENT!r}, which names programs of the server; put it into "
+            "config.pbtxt in the repository"
+        )
     for accelerator in message.optimization.execution_accelerators.gpu_execution_accelerator:
         for key in accelerator.parameters:
             if any(word in key for word in NAMING_FILES):

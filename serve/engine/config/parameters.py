@@ -264,6 +264,12 @@ OWN_PARAMETERS: dict[str, OwnParameter] = {
             '(the response parameter `halfserve.precision` is then "fp32").'
         ),
     ),
+    "halfserve.python_isolation": OwnParameter(
+        parse=one_of("process", "thread"),
+        default="process",
+        values="`process`, `thread`",
+        meaning="Where a Python model runs: each copy in a process of its own, or on a thread of the server, for light steps.",
+    ),
     "halfserve.shadow_rate": OwnParameter(
         parse=number(0.0, 1.0),
         default="0.001",

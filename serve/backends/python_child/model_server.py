@@ -1,0 +1,63 @@
+"""Does with a model.py what the server asks for, in the model's process or in the server's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfserve.serve.backends.python_child.model_host import ModelHost, failed
+from halfserve.serve.backends.python_child.requests import InferenceRequest
+from halfserve.serve.backends.python_child.server_access import ServerAccess
+from halfserve.serve.backends.python_child.tensors import Tensor
+from halfserve.serve.backends.python_child.wire import WireTensor
+
+
+class ModelServer:
+    """One copy of a model. Used by one thread at a time."""
+
+    def __init__(self, access: ServerAccess) -> None:
+        self._access = access
+        self._host: ModelHost | None = None
+
+    def do(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> tuple[dict[str, Any], list[WireTensor]]:
+        """Do what a message asks for: complete, load, execute or finalize.
+
+        Returns:
+            The reply's header and tensors.
+
+        Raises:
+            ModelFailedError: the model.py failed.
+        """
+        if header["k"] == "execute" and self._host is not None:
+            return self._execute(self._host, header["requests"], tensors)
+        if header["k"] == "finalize":
+            if self._host is not None:
+                self._host.finalize()
+            return {}, []
+        self._host = ModelHost(Path(header["path"]))
+        if header["k"] == "complete":
+            return {"config": self._host.completed(header["config"])}, []
+        self._host.initialize(header["arguments"], is_decoupled=header["decoupled"])
+        return {}, []
+
+    def _execute(
+        self, host: ModelHost, messages: Sequence[Mapping[str, Any]], tensors: list[WireTensor]
+    ) -> tuple[dict[str, Any], list[WireTensor]]:
+        received, at = [], 0
+        for message in messages:
+            end = at + message["n"]
+            inputs = [Tensor.from_wire(tensor) for tensor in tensors[at:end]]
+            received.append(InferenceRequest.received(self._access, message, inputs))
+            at = end
+        responses = host.execute(received)
+        if responses is None:
+            return {}, []
+        outputs: list[WireTensor] = []
+        try:
+            for response in responses:
+                if not response.has_error():
+                    outputs += [tensor.to_wire() for tensor in response.output_tensors()]
+        except (TypeError, UnicodeError, ValueError) as error:  # elements that are no bytes
+            raise failed("execute", error) from error
+        return {"responses": [response.to_message() for response in responses]}, outputs
