@@ -15,6 +15,7 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
 from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
+from halfserve.serve.engine.config.ragged import ragged_interface, read_ragged
 from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular_text
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
@@ -23,6 +24,7 @@ from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.ragged import Ragged
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 
@@ -104,6 +106,7 @@ class LoadedVersion:
         short_s: seconds that short batches take, by their rows, where measured; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
         mixed: chooses requests of different lengths for one batch; None where they may not be padded, or before that is proved.
+        ragged: how batches are joined, where the model is made for that; None for ordinary batches.
     """
 
     files: ModelFiles
@@ -117,6 +120,7 @@ class LoadedVersion:
     short_s: Mapping[int, float] = field(default_factory=dict)
     invariance: BatchInvariance | None = None
     mixed: MixedLengths | None = None
+    ragged: Ragged | None = None
 
     def model(self) -> Model:
         """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
@@ -134,6 +138,7 @@ class LoadedVersion:
             short_s=self.short_s,
             invariance=self.invariance,
             mixed=self.mixed,
+            ragged=self.ragged,
         )
 
 
@@ -148,7 +153,9 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     runtime = declared_outputs(runtime, files.config.message)
     interface = runtime.describe(files.model)
     as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
-    config = complete_config(files.config, interface, name=files.name, defaults=defaults)
+    ragged = read_ragged(files.config.message, interface, str(files.config.source))
+    seen = ragged_interface(files.config.message, interface, ragged)
+    config = complete_config(files.config, seen, name=files.name, defaults=defaults)
     drop_reported(config)
     copies = instances(config)
     places = [_place(placement, kind, device) for kind, device in copies]
@@ -159,12 +166,14 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     pause()
     return LoadedVersion(
         files=files,
-        interface=client_interface(config, interface),
+        interface=client_interface(config, seen),
         config=config,
         backends=backends,
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
-        guard=make_guard(
+        guard=None
+        if ragged is not None
+        else make_guard(
             files.model,
             runtime,
             places[0],
@@ -174,7 +183,8 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
             source=files.config.source,
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
-        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size else None,
+        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size and ragged is None else None,
+        ragged=ragged,
     )
 
 
