@@ -84,7 +84,8 @@ def ragged_interface(config: ModelConfig, interface: ModelInterface, ragged: Rag
     if ragged is None:
         return interface
     made = {name for one in ragged.made for name in one.names}
-    dims = {entry.name: tuple(entry.dims) for entry in (*config.input, *config.output)}
+    dims = {entry.name: tuple(entry.dims) for entry in config.input}
+    dims.update({entry.name: tuple(entry.dims) for entry in config.output})
 
     def shown(spec: TensorSpec) -> TensorSpec:
         own = spec.name in ragged.inputs or spec.name in ragged.scattered
