@@ -28,10 +28,13 @@ from benchmarks.soaking.server_process import server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY
+from halfserve.serve.engine.config.padding_rule import padding_rule
+from halfserve.serve.engine.padding import PaddingRule
+from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
 WAYS = ("padded", "unpadded")
-TOKENS = 20_000  # of the vocabulary that requests use
+TOKENS = 1000  # of the vocabulary that requests use
 REQUESTS = 4096  # prepared lengths, repeated
 
 app = typer.Typer(add_completion=False)
@@ -50,11 +53,12 @@ def lengths_of(mix: str, random: np.random.Generator) -> list[int]:
     return [int(mix)] * REQUESTS
 
 
-def write_ways(model: Path, repository: Path) -> None:
-    """The model's folder under both names, its versions as links."""
+def write_ways(model: Path, repository: Path) -> PaddingRule:
+    """The model's folder under both names, its versions as links, and its padding."""
     config = text_format.Parse((model / "config.pbtxt").read_text(), ModelConfig())
     if KEY not in config.parameters:
         raise typer.BadParameter(f"{model} has no parameter {KEY!r}; export it again, or add it")
+    rule = padding_rule(config.parameters[KEY].string_value)
     for way in WAYS:
         folder = repository / way
         folder.mkdir(parents=True)
@@ -68,16 +72,22 @@ def write_ways(model: Path, repository: Path) -> None:
             for key in (KEY, BUCKETS_KEY, TOKENS_KEY):
                 config.parameters.pop(key, None)
         (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
+    return rule
 
 
-async def rate(client: AsyncClient, way: str, lengths: list[int], in_flight: int, seconds: float) -> float:
+def longest_inputs(rule: PaddingRule) -> dict[str, Array]:
+    """The inputs of a request of `LONGEST` tokens: the rule's first input has the tokens, a mask is all ones."""
+    tokens, *others = (padded.name for padded in rule.inputs)
+    values: dict[str, Array] = {tokens: np.random.default_rng(0).integers(1, TOKENS, (1, LONGEST))}
+    for name in others:
+        values[name] = np.full((1, LONGEST), int("mask" in name), np.int64)
+    return values
+
+
+async def rate(
+    client: AsyncClient, way: str, longest: dict[str, Array], lengths: list[int], in_flight: int, seconds: float
+) -> float:
     """Requests a second of one closed loop."""
-    random = np.random.default_rng(len(lengths))
-    tokens = random.integers(1, TOKENS, LONGEST)[None]
-    ones, zeros = np.ones((1, LONGEST), np.int64), np.zeros((1, LONGEST), np.int64)
-    info = await client.model(way)
-    names = list(info.inputs)
-    values = {name: ones if "mask" in name else tokens if "ids" in name and "type" not in name else zeros for name in names}
     left = iter(range(1 << 60))
     answered, until = 0, time.perf_counter() + seconds
 
@@ -85,7 +95,7 @@ async def rate(client: AsyncClient, way: str, lengths: list[int], in_flight: int
         nonlocal answered
         while time.perf_counter() < until:
             length = lengths[next(left) % len(lengths)]
-            await client.infer(way, {name: array[:, :length] for name, array in values.items()})
+            await client.infer(way, {name: array[:, :length] for name, array in longest.items()})
             if time.perf_counter() < until:
                 answered += 1
 
@@ -93,7 +103,9 @@ async def rate(client: AsyncClient, way: str, lengths: list[int], in_flight: int
     return answered / seconds
 
 
-async def measure(address: str, mixes: list[str], levels: list[int], rounds: int, seconds: float) -> Table:
+async def measure(
+    address: str, longest: dict[str, Array], mixes: list[str], levels: list[int], rounds: int, seconds: float
+) -> Table:
     """Both ways in turn, for each mix and level."""
     table = Table("lengths", "in flight", *(f"{way} requests/s" for way in WAYS), "ratio (least to most)")
     async with AsyncClient(address) as client:
@@ -101,11 +113,11 @@ async def measure(address: str, mixes: list[str], levels: list[int], rounds: int
             lengths = lengths_of(mix, np.random.default_rng(0))
             for in_flight in levels:
                 for way in WAYS:
-                    await rate(client, way, lengths, in_flight, seconds / 2)  # what is learned is learned
+                    await rate(client, way, longest, lengths, in_flight, seconds / 2)  # what is learned is learned
                 rates: dict[str, list[float]] = {way: [] for way in WAYS}
                 for number in range(rounds):
                     for way in WAYS if number % 2 else WAYS[::-1]:
-                        rates[way].append(await rate(client, way, lengths, in_flight, seconds))
+                        rates[way].append(await rate(client, way, longest, lengths, in_flight, seconds))
                 ratios = [one / other for one, other in zip(*rates.values(), strict=True)]
                 table.add_row(
                     mix,
@@ -127,9 +139,10 @@ def main(
     """Print medians, and the ratio of each round."""
     levels = [int(level) for level in in_flight.split(",")]
     with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
-        write_ways(model, Path(folder))
+        longest = longest_inputs(write_ways(model, Path(folder)))
         with server_process(Path(folder)) as server:
-            Console(width=120).print(asyncio.run(measure(server.address, mixes.split(","), levels, rounds, seconds)))
+            table = asyncio.run(measure(server.address, longest, mixes.split(","), levels, rounds, seconds))
+            Console(width=120).print(table)
             print(server.log_text(), end="")
 
 

@@ -18,6 +18,7 @@ from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.ragged import Ragged
 from halfserve.serve.engine.scheduler import Composition, Holder, Scheduler
 from halfserve.serve.engine.tensors import TensorSpec
 
@@ -100,6 +101,7 @@ class Model:
         short_s: seconds that short batches take, by their rows, as far as known; see `ShortBatches`.
         invariance: whether requests may share batches; None where there are no rows to share.
         mixed: chooses requests of different lengths for one batch, which are padded; None keeps them apart.
+        ragged: how batches are joined, where the model is made for that; None for ordinary batches.
         batcher: runs batches on the copies.
         scheduler: takes the requests; the batcher, unless something is set that stands before it. Set before the first request.
         composition: what a model without backends is made of; set like `scheduler`.
@@ -119,6 +121,7 @@ class Model:
     short_s: Mapping[int, float] = field(default_factory=dict)
     invariance: BatchInvariance | None = None
     mixed: MixedLengths | None = None
+    ragged: Ragged | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -131,6 +134,7 @@ class Model:
             padded_sizes=self.limits.padded_rows,
             invariance=self.invariance,
             padding=None if self.mixed is None else self.mixed.padding,
+            ragged=self.ragged,
             reload=self.reload,
             max_compute_s=own_parameter(self.config, "halfserve.max_compute_s"),
             open_ended=self.interface.open_ended,

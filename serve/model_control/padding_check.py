@@ -88,6 +88,8 @@ def _proved(trial: _Trial) -> list[Measured]:
         for reference, answer in zip(alone, trial.answer(rows), strict=True):
             _require_same(reference, answer, budget)
         trial.require_finite(rows, alone)
+    if version.invariance is not None:
+        version.invariance.is_doubtful = False  # these rows have shared batches
     return list(_measured(trial))
 
 
@@ -210,7 +212,7 @@ class _Trial:
         pause()
         version = self.version
         try:
-            result = run_batch(version.backends[0], list(requests), invariance=version.invariance, padding=self.padding)[0]
+            result = run_batch(version.backends[0], list(requests), padding=self.padding)[0]
         except InstanceLostError as error:
             raise ModelLoadError(f"{version.files.model}: the device failed while padding was tried out: {error}") from None
         if not isinstance(result, Answered):

@@ -295,7 +295,7 @@ def run_alone(version: LoadedVersion, backend: Backend, request: WarmUpRequest) 
         ModelLoadError: the device was lost.
     """
     try:
-        (result,) = run_batch(backend, [request.to_model(version)], invariance=version.invariance)
+        (result,) = run_batch(backend, [request.to_model(version)], invariance=version.invariance, ragged=version.ragged)
     except InstanceLostError as error:
         raise ModelLoadError(f"{version.files.model}: the device failed while it was tried out: {error}") from None
     return result

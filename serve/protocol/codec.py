@@ -138,6 +138,8 @@ def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
 def _bucket(arrays: Mapping[str, Array | LateArray], model: Model) -> Hashable:
     # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
     first = 1 if model.max_batch_size else 0
+    if model.ragged is not None:
+        return model.ragged.bucket({name: arrays[name].shape[1:] for name in model.inputs})
     if len(arrays) == 1:
         (array,) = arrays.values()
         return tuple(array.shape[first:])

@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 # Unsupported settings that a model made for them cannot do without, and what to do.
 UNSERVED = {
     "ensemble_scheduling": "set platform: 'ensemble', or use dynamic_batching",
-    "batch_input": "remove the setting, and have clients send that input",
-    "batch_output": "remove the setting, and export the model with the batch as first dimension",
 }
 
 
@@ -236,8 +234,6 @@ def _check_tensor(entry: Any, spec: TensorSpec, dims: tuple[int, ...], where: st
         raise ModelLoadError(f"{where} has {given}, the model has {spec.datatype.config_name}")
     if len(declared) != len(dims) or any(ANY_SIZE not in {d, m} and d != m for d, m in zip(declared, dims, strict=True)):
         hint = " (dims are without the batch dimension)" if batched else ""
-        if getattr(entry, "allow_ragged_batch", False):  # outputs do not have the field
-            hint = " (allow_ragged_batch is not supported: export the model with the batch as first dimension)"
         raise ModelLoadError(f"{where} has dims {declared}, the model has {list(dims)}{hint}")
     if ANY_SIZE in entry.dims:  # sizes that the model fixes stay fixed
         entry.dims[:] = [m if d == ANY_SIZE else d for d, m in zip(declared, dims, strict=True)]

@@ -33,6 +33,7 @@ HONOURED = frozenset(
         *("name", "platform", "backend", "version_policy.*", "max_batch_size", "default_model_filename", "parameters.*"),
         "model_warmup.*",
         *("input.name", "input.data_type", "input.dims", "input.reshape.*", "input.format"),
+        *("input.allow_ragged_batch", "batch_input.*", "batch_output.*"),
         *("output.name", "output.data_type", "output.dims", "output.reshape.*", "output.label_filename"),
         *("instance_group.name", "instance_group.kind", "instance_group.count", "instance_group.gpus"),
         *("response_cache.enable", "model_operations.op_library_filename"),

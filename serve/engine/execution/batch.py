@@ -27,6 +27,7 @@ from halfserve.serve.engine.model_statistics import BatchTimes
 from halfserve.serve.engine.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.queueing.pace import padded_rows
+from halfserve.serve.engine.ragged import Ragged
 from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 
@@ -366,6 +367,7 @@ def run_batch(
     padded_sizes: Sequence[int] = (),
     invariance: BatchInvariance | None = None,
     padding: Padding | None = None,
+    ragged: Ragged | None = None,
 ) -> list[Answered | Failed]:
     """Run requests together; when that fails, bisect until only the requests that cannot be computed have failed.
 
@@ -377,6 +379,7 @@ def run_batch(
         padded_sizes: rows that a batch is padded to, in rising order.
         invariance: whether they may run together; None: they may, or there is one request.
         padding: pads requests of different lengths.
+        ragged: joins requests of different shapes; they are neither padded nor guarded.
 
     Raises:
         InstanceLostError: this copy of the model is broken; none of the requests has an answer.
@@ -387,6 +390,8 @@ def run_batch(
         return [result for results in apart for result in results]
 
     def together(some: list[InferRequest]) -> list[Answered | Failed]:
+        if ragged is not None:
+            return _run_ragged(backend, some, ragged)
         return _run_together(backend, some, guard, memory, padded_sizes, invariance, padding)
 
     return _isolate(together, requests, invariance, one_is_bad=False)
@@ -458,6 +463,21 @@ def _run_together(
         answers = padding.answers(outputs, requests, rows, length)
     times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
     return [Answered(requests, answers, times)] if verdict is None else _judged(verdict, requests, answers, times)
+
+
+def _run_ragged(backend: Backend, requests: list[InferRequest], ragged: Ragged) -> list[Answered | Failed]:
+    started = time.monotonic_ns()
+    inputs: dict[str, Array] = {}
+    for name in requests[0].inputs:
+        dtype = backend.compute_dtype(name)
+        inputs[name] = ragged.joined(requests, name, dtype) if name in ragged.inputs else assemble(requests, name, dtype)
+    inputs.update(ragged.made_inputs(requests))
+    assembled = time.monotonic_ns()
+    outputs = backend.run(inputs)
+    computed = time.monotonic_ns()
+    answers = ragged.answers(outputs, requests)
+    times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
+    return [Answered(requests, answers, times)]
 
 
 def padded_inputs(

@@ -22,6 +22,7 @@ from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.waiting_line import is_late
+from halfserve.serve.engine.ragged import Ragged
 from halfserve.serve.engine.requests import InferRequest
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Supervision:
         padded_sizes: rows that batches are padded to, in rising order.
         invariance: whether requests may share batches; None where there are no rows to share.
         padding: pads requests of different lengths; None does not.
+        ragged: joins requests of different shapes; None for ordinary batches.
         reload: loads the copy of a number again; None reuses the old one, once its thread is free.
         max_compute_s: seconds after which a batch is given up (a quarter later at most); None waits for ever.
         open_ended: a batch's values decide how long it takes.
@@ -94,6 +96,7 @@ class Supervision:
     padded_sizes: Sequence[int] = ()
     invariance: BatchInvariance | None = None
     padding: Padding | None = None
+    ragged: Ragged | None = None
     reload: Callable[[int], Backend] | None = None
     max_compute_s: float | None = None
     open_ended: bool = False
@@ -233,6 +236,7 @@ class Instance:
                 padded_sizes=how.padded_sizes,
                 invariance=how.invariance,
                 padding=how.padding,
+                ragged=how.ragged,
             )
         except InstanceLostError as error:
             copy.is_broken = True

@@ -15,6 +15,7 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
 from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
+from halfserve.serve.engine.config.ragged import ragged_interface, read_ragged
 from halfserve.serve.engine.config.sequence_batching import SequencePlan, state_outputs
 from halfserve.serve.engine.disk_files import UnchangedFiles, read_regular, read_regular_text
 from halfserve.serve.engine.errors import ModelLoadError
@@ -24,6 +25,7 @@ from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.ragged import Ragged
 from halfserve.serve.engine.repository.constant_inputs import with_constants
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
@@ -138,6 +140,7 @@ class LoadedVersion:
         invariance: whether requests may share batches; None where there are no rows to share.
         sequences: how its sequences run; None for a model without.
         mixed: chooses requests of different lengths for one batch; None where they may not be padded, or before that is proved.
+        ragged: how batches are joined, where the model is made for that; None for ordinary batches.
     """
 
     files: ModelFiles
@@ -152,6 +155,7 @@ class LoadedVersion:
     invariance: BatchInvariance | None = None
     sequences: SequencePlan | None = None
     mixed: MixedLengths | None = None
+    ragged: Ragged | None = None
 
     def model(self) -> Model:
         """The version with its queue and counters. May be called on any thread; the model is then the event loop's."""
@@ -169,6 +173,7 @@ class LoadedVersion:
             short_s=self.short_s,
             invariance=self.invariance,
             mixed=self.mixed,
+            ragged=self.ragged,
         )
         if self.sequences is not None:
             model.scheduler = sequence_scheduler(model, self.sequences)
@@ -193,8 +198,10 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
     else:
         files, interface = replace(files, config=own.config), own.interface
     as_loaded = as_loaded.also(files.model.parent / name for name in interface.data_files)
-    shown = client_view(files.config.message, interface)
+    ragged = None if own else read_ragged(files.config.message, interface, str(files.config.source))
+    shown = ragged_interface(files.config.message, client_view(files.config.message, interface), ragged)
     config = complete_config(files.config, shown, name=files.name, defaults=defaults)
+    has_rows = own is None and ragged is None  # that are joined to batches
     drop_reported(config)
     copies = instances(config)
     sequences = None
@@ -214,7 +221,7 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
         limits=batch_limits(config, defaults),
         labels=read_labels(files.config),
         guard=None
-        if interface.kind is PYTHON
+        if not has_rows
         else make_guard(
             files.model,
             runtime,
@@ -225,10 +232,9 @@ def load_version(files: ModelFiles, runtime: Runtime, placement: DevicePlacement
             source=files.config.source,
         ),
         reload=as_loaded.guarded(lambda number: runtime.load(files.model, interface, places[number], config)),
-        invariance=BatchInvariance(f"{files.name}/{files.version}")
-        if config.max_batch_size and interface.kind is not PYTHON
-        else None,
+        invariance=BatchInvariance(f"{files.name}/{files.version}") if config.max_batch_size and has_rows else None,
         sequences=sequences,
+        ragged=ragged,
     )
 
 

@@ -48,14 +48,14 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
 }
 LABELLED = {"text-classification", "token-classification", "image-classification", "audio-classification"}
 TOWERS = {"image-embeddings": "-image", "text-embeddings": "-text"}
-BERT = "input_ids[1]=0 attention_mask[1]=0 token_type_ids[1]=0"
+PADDED = "input_ids[1]=0 attention_mask[1]=0"
 PADDING = {
-    "embeddings": BERT,
-    "feature-extraction": f"{BERT} -> last_hidden_state[1]",
-    "text-classification": BERT,
-    "rerank": BERT,
-    "token-classification": f"{BERT} -> logits[1]",
-    "text-embeddings": "input_ids[1]=0 attention_mask[1]=0",
+    "embeddings": PADDED,
+    "feature-extraction": f"{PADDED} -> last_hidden_state[1]",
+    "text-classification": PADDED,
+    "rerank": PADDED,
+    "token-classification": f"{PADDED} -> logits[1]",
+    "text-embeddings": PADDED,
 }
 AUDIO = {"audio-classification", "automatic-speech-recognition"}
 

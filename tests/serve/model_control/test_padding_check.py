@@ -11,11 +11,15 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from onnx import TensorProto, helper
 
+from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
+from halfserve.serve.engine.backend import DevicePlacement
+from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.repository.loaded_version import LoadedVersion
+from halfserve.serve.engine.repository.loaded_version import LoadedVersion, load_version
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.tensors import Array
+from halfserve.serve.model_control.padding_check import proved_padding
 from tests.models import save_model
 from tests.serve.model_control.controlled import loader
 from tests.serve.padded_models import RULE, VOCABULARY, expected, save_masked_mean
@@ -88,6 +92,18 @@ def test_without_a_warm_up_nothing_is_padded(tmp_path: Path, caplog: pytest.LogC
     save_masked_mean(tmp_path / "m", parameters={"halfserve.padding": RULE, "halfserve.warm_up": "off"})
     assert loaded(tmp_path).mixed is None
     assert "halfserve.warm_up is off" in caplog.text
+
+
+def test_padding_settles_whether_rows_may_share_a_batch(tmp_path: Path) -> None:
+    save_masked_mean(tmp_path / "m")
+    config = tmp_path / "m" / "config.pbtxt"
+    config.write_text(config.read_text().replace("max_batch_size: 32", ""))
+    (files,) = find_models(tmp_path)
+    version = load_version(files, OnnxRuntime(), DevicePlacement(use_gpu=False, threads=1), Defaults())
+    assert version.invariance is not None
+    version.invariance.is_doubtful = True
+    assert proved_padding(version, budget_s=20.0) is not None
+    assert not version.invariance.is_doubtful
 
 
 def test_a_described_request_is_what_is_tried(tmp_path: Path) -> None:

@@ -96,15 +96,6 @@ def test_max_batch_size_is_read_anywhere_in_the_file(tmp_path: Path, before: str
         ("max_batch_size: -1", "max_batch_size is -1, expected 0"),
         ('name: "other"', "name is 'other', expected the folder's name 'm'"),
         ('platform: "tensorflow_savedmodel"', "'tensorflow_savedmodel' models are not supported, expected platform"),
-        (
-            'batch_input {target_name: "n"}',
-            "batch_input is not supported; remove the setting, and have clients send that input",
-        ),
-        ('batch_output {target_name: "y"}', "batch_output is not supported; remove the setting, and export the model"),
-        (
-            'max_batch_size: 4 input [{name: "x" data_type: TYPE_FP16 dims: [-1] allow_ragged_batch: true}]',
-            r"the model has \[3, -1\] \(allow_ragged_batch is not supported: export the model with the batch as first",
-        ),
         ('max_batch_size: 4 input [{name: "q"}]', "input 'q' is not in the model, which has 'x'"),
         (
             'input [{name: "x" data_type: TYPE_INT8 dims: [9]}, {name: "x" data_type: TYPE_FP16 dims: [3, -1]}]',

@@ -1,0 +1,35 @@
+"""The program that compares padded with unpadded serving, on little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from benchmarks.mixed_lengths import lengths_of, main
+from tests.serve.padded_models import save_masked_mean
+
+
+def test_mixes_are_within_their_bounds_and_repeat() -> None:
+    short, tail = (lengths_of(mix, np.random.default_rng(0)) for mix in ("short", "tail"))
+    assert set(short) == set(range(5, 21))
+    assert (min(tail), max(tail) > 150, max(tail) <= 200) == (5, True, True)
+    assert sorted(tail)[len(tail) // 2] < 20, "most are short"
+    assert lengths_of("tail", np.random.default_rng(0)) == tail
+    with pytest.raises(typer.BadParameter, match="'long' is no mix"):
+        lengths_of("long", np.random.default_rng(0))
+
+
+@pytest.mark.long
+def test_both_ways_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(save_masked_mean(tmp_path / "models" / "mean"), mixes="short,7", in_flight="4", rounds=1, seconds=0.5)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [line.split("│")[1].strip() for line in lines[-2:]] == ["short", "7"]
+
+
+def test_a_model_without_padding_is_refused(tmp_path: Path) -> None:
+    save_masked_mean(tmp_path / "models" / "mean", parameters={})
+    with pytest.raises(typer.BadParameter, match="has no parameter 'halfserve.padding'; export it again, or add it"):
+        main(tmp_path / "models" / "mean")
