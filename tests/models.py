@@ -78,7 +78,7 @@ def save_picky(path: Path) -> Path:
     ]
     table = np.array([10.0, 20.0], np.float32)
     inputs: list[tuple[str, int, list[int | str]]] = [("i", TensorProto.INT64, ["batch", 1])]
-    weights = {"table": table, "zero": np.array(0, np.int64)}
+    weights: dict[str, Array] = {"table": table, "zero": np.array(0, np.int64)}
     return save_model(path, nodes, inputs, [("y", TensorProto.FLOAT, ["batch", 1])], weights)
 
 
