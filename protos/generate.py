@@ -6,6 +6,7 @@ own Python output is not used.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
-FILES = ("protos/model_config.proto", "protos/inference.proto")
+FILES = ("model_config.proto", "inference.proto")  # as other languages' protoc is called: `protoc -I protos inference.proto`
 
 MODULE = '''\
 """Generated from {name} by protos/generate.py; not to be edited by hand."""
@@ -38,25 +39,30 @@ def generated_files() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         descriptors = output / "descriptors.binpb"
-        arguments = ["protoc", f"-I{ROOT}", f"--pyi_out={output}", f"--descriptor_set_out={descriptors}", *FILES]
+        arguments = ["protoc", f"-I{ROOT / 'protos'}", f"--pyi_out={output}", f"--descriptor_set_out={descriptors}", *FILES]
         if protoc.main(arguments) != 0:
             raise RuntimeError("protoc refused the .proto files; see its lines above")
         files = FileDescriptorSet.FromString(descriptors.read_bytes()).file
-        texts = {f"{Path(name).with_suffix('')}_pb2.pyi": _stub(output, name) for name in FILES}
+        texts = {f"{_path(name)}.pyi": _stub(output, name) for name in FILES}
     for file in files:
         imports = "".join(f"import {_module(name)}  # noqa: F401  (the pool needs it first)\n" for name in file.dependency)
         literal = _bytes_literal(file.SerializeToString(deterministic=True))
-        texts[f"{Path(file.name).with_suffix('')}_pb2.py"] = MODULE.format(name=file.name, imports=imports, literal=literal)
+        texts[f"{_path(file.name)}.py"] = MODULE.format(name=f"protos/{file.name}", imports=imports, literal=literal)
     return texts
 
 
 def _stub(output: Path, name: str) -> str:
-    text = (output / f"{Path(name).with_suffix('')}_pb2.pyi").read_text()
-    return text.replace("from protos import", "from halfserve.protos import")  # protoc knows the file's path alone
+    text = (output / f"{Path(name).stem}_pb2.pyi").read_text()
+    # protoc knows the file's path alone.
+    return re.sub(r"^import (\w+_pb2) as", r"from halfserve.protos import \1 as", text, flags=re.MULTILINE)
+
+
+def _path(name: str) -> str:
+    return f"protos/{Path(name).stem}_pb2"
 
 
 def _module(name: str) -> str:
-    return f"halfserve.{Path(name).with_suffix('')}_pb2".replace("/", ".")
+    return f"halfserve.{_path(name)}".replace("/", ".")
 
 
 def _bytes_literal(data: bytes) -> str:

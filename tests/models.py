@@ -67,14 +67,19 @@ def save_echo_types(path: Path) -> Path:
 
 
 def save_picky(path: Path) -> Path:
-    """i INT64 [batch, 1] -> y: Gather of two rows, so an index above 1 fails inside the runtime."""
+    """i INT64 [batch, 1] -> y: Gather of two rows at i + 0, so an index above 1 fails inside the runtime.
+
+    The server does not see the index's range, as it is computed: such an error is not known to be the client's.
+    """
     nodes = [
-        helper.make_node("Gather", ["table", "i"], ["g"], axis=0),
+        helper.make_node("Add", ["i", "zero"], ["index"]),
+        helper.make_node("Gather", ["table", "index"], ["g"], axis=0),
         helper.make_node("Identity", ["g"], ["y"]),
     ]
     table = np.array([10.0, 20.0], np.float32)
     inputs: list[tuple[str, int, list[int | str]]] = [("i", TensorProto.INT64, ["batch", 1])]
-    return save_model(path, nodes, inputs, [("y", TensorProto.FLOAT, ["batch", 1])], {"table": table})
+    weights: dict[str, Array] = {"table": table, "zero": np.array(0, np.int64)}
+    return save_model(path, nodes, inputs, [("y", TensorProto.FLOAT, ["batch", 1])], weights)
 
 
 def save_unbatched(path: Path) -> Path:

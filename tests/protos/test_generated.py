@@ -31,7 +31,7 @@ def test_main_writes_what_is_stale_and_names_it(
     folder = tmp_path / "protos"
     folder.mkdir()
     for name in generate.FILES:
-        (tmp_path / name).write_text((generate.ROOT / name).read_text())
+        (folder / name).write_text((generate.ROOT / "protos" / name).read_text())
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     generate.main()
     assert capsys.readouterr().out.count("wrote protos/") == 4
@@ -45,7 +45,7 @@ def test_main_writes_what_is_stale_and_names_it(
 def test_a_broken_proto_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "protos").mkdir()
     for name in generate.FILES:
-        (tmp_path / name).write_text('syntax = "proto3"; message {')
+        (tmp_path / "protos" / name).write_text('syntax = "proto3"; message {')
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     with pytest.raises(RuntimeError, match="protoc refused"):
         generate.generated_files()

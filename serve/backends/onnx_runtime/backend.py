@@ -14,7 +14,9 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe
 from halfserve.serve.backends.onnx_runtime.cuda import DeviceSession, GraphReplays, reason_of
 from halfserve.serve.backends.onnx_runtime.custom_operators import operator_libraries
+from halfserve.serve.backends.onnx_runtime.onnx_file import open_onnx
 from halfserve.serve.backends.onnx_runtime.onnx_interface import read_interface
+from halfserve.serve.backends.onnx_runtime.request_errors import RequestErrors, free_sizes, index_ranges
 from halfserve.serve.backends.onnx_runtime.session import (
     CPU,
     DENORMALS,
@@ -25,7 +27,7 @@ from halfserve.serve.backends.onnx_runtime.session import (
 )
 from halfserve.serve.backends.onnx_runtime.session_settings import OPTIMIZATION_LEVEL, OptimizationLevel, read_settings
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface
-from halfserve.serve.engine.errors import BackendError, InvalidArgumentError
+from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.tensors import Array, Tensors
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -80,8 +82,13 @@ class OnnxRuntime:
         config.parameters["halfserve.nodes"].string_value = nodes_by_provider(opened.session)
         replays = GraphReplays(opened.session, "cuda", placement.device_id) if opened.records_graphs else None
         on_device = DeviceSession(opened.session, placement.device_id) if opened.provider != CPU else None
+        free = tuple(free_sizes(interface, batched=config.max_batch_size > 0))
+        with open_onnx(path) as file:
+            errors = RequestErrors(index_ranges(file.model.graph), free, on_device=opened.provider != CPU)
         shrinkage = settings.arena_shrinkage
-        return OnnxRuntimeBackend.of(opened, interface, arena_shrinkage=shrinkage, replays=replays, device_session=on_device)
+        return OnnxRuntimeBackend.of(
+            opened, interface, arena_shrinkage=shrinkage, replays=replays, device_session=on_device, errors=errors
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,7 @@ class OnnxRuntimeBackend:
     _casts: Mapping[str, np.dtype[Any]]  # outputs that the session gives in another dtype
     _replays: GraphReplays | None
     _device_session: DeviceSession | None  # where it is on a device
+    _errors: RequestErrors
 
     @classmethod
     def of(
@@ -110,6 +118,7 @@ class OnnxRuntimeBackend:
         arena_shrinkage: str = "",
         replays: GraphReplays | None = None,
         device_session: DeviceSession | None = None,
+        errors: RequestErrors | None = None,
     ) -> OnnxRuntimeBackend:
         """`arena_shrinkage` names devices whose arenas shrink after each run."""
         session = opened.session
@@ -133,6 +142,7 @@ class OnnxRuntimeBackend:
             _casts={name: dtype for (name, dtype), now in zip(outputs.items(), got, strict=True) if dtype != now},
             _replays=replays,
             _device_session=device_session,
+            _errors=RequestErrors({}) if errors is None else errors,
         )
 
     def compute_dtype(self, name: str) -> np.dtype[Any]:
@@ -143,8 +153,11 @@ class OnnxRuntimeBackend:
 
         Raises:
             InvalidArgumentError: a BYTES element is not UTF-8, as ONNX Runtime's strings are.
-            BackendError: the runtime refused these inputs.
+            InvalidArgumentError: an index is out of its table's range, or sizes do not fit.
+            BackendError: the runtime refused these inputs for another reason.
         """
+        if self._errors.checks_first:
+            self._errors.check(inputs)
         names = self._given_names
         feeds = {names[name]: array for name, array in inputs.items()}
         for name in self._texts:
@@ -158,7 +171,8 @@ class OnnxRuntimeBackend:
                 arrays = self._replays.run(feeds)
         except Exception as error:
             # The runtime's exceptions have no common class of their own.
-            raise BackendError(f"the model failed on this request: {reason_of(error)}") from error
+            raise self._errors.explain(inputs, reason_of(error)) from error
+        self._errors.has_computed = True
         outputs = dict(zip(self._output_dtypes, arrays, strict=True))
         if self._casts:
             # fp32 values beyond bf16's range become infinity, as they would in bf16.

@@ -414,9 +414,10 @@ def _isolate(
             if is_device_lost(error):
                 raise InstanceLostError(str(error)) from error
             if len(requests) == 1:
-                known = (
-                    error if isinstance(error, InferenceError) else BackendError(f"the model failed on this request: {error}")
-                )
+                if isinstance(error, InferenceError):
+                    return [Failed(requests[0], error)]
+                known = BackendError(f"the model failed on this request: {error}")
+                known.__cause__ = error
                 return [Failed(requests[0], known)]
     middle = len(requests) // 2
     left = _isolate(together, requests[:middle], invariance, one_is_bad=False)

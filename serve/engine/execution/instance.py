@@ -17,6 +17,7 @@ from halfserve.serve.engine.background_threads import Worker
 from halfserve.serve.engine.errors import InferenceError, InstanceLostError, UnavailableError, is_device_lost
 from halfserve.serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
+from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.request_batch import Begun, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.padding import Padding
@@ -151,6 +152,7 @@ class Instance:
         self.restarts = 0
         self.fault: str | None = None
         self.memory = MemoryLimit(self.name)
+        self._failures = FailureLog(self.name)
         self.on_change: Callable[[Instance], None] = lambda _: None
         self.on_lost_device: Callable[[str], None] = lambda _: None
         self._copy = _Copy(backend)
@@ -242,6 +244,8 @@ class Instance:
             copy.is_broken = True
             what = "model's process" if isinstance(copy.backend, RequestBackend) else "device"
             return [_lost(requests, what=what)], _first_line(error)
+        if len(results) > 1 or isinstance(results[0], Failed):
+            self._failures.note(results)
         return results, None
 
     def _done(self, job: _Job, results: Results) -> None:

@@ -299,7 +299,7 @@ def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
     names = {service.name for service in services.list_services_response.service}
     assert names >= {"inference.GRPCInferenceService", "grpc.health.v1.Health"}
     descriptors = map(descriptor_pb2.FileDescriptorProto.FromString, files.file_descriptor_response.file_descriptor_proto)
-    assert "protos/inference.proto" in {descriptor.name for descriptor in descriptors}
+    assert "inference.proto" in {descriptor.name for descriptor in descriptors}
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,13 @@ def save(
     path: Path, nodes: list[NodeProto], inputs: list[Any], outputs: list[Any], weights: dict[str, Any] | None = None
 ) -> None:
     """Without a check: onnx does not know these operators."""
-    values = [[helper.make_tensor_value_info(*value) for value in values] for values in (inputs, outputs)]
+    given, wanted = ([helper.make_tensor_value_info(*value) for value in values] for values in (inputs, outputs))
     tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(TEXT, 1), helper.make_opsetid(IMAGE, 1)]
     path.parent.mkdir(parents=True)
-    onnx.save(helper.make_model(helper.make_graph(nodes, "g", *values, tensors), opset_imports=opsets, ir_version=9), path)
+    onnx.save(
+        helper.make_model(helper.make_graph(nodes, "g", given, wanted, tensors), opset_imports=opsets, ir_version=9), path
+    )
 
 
 def save_tokenizer(folder: Path, config: str = PACKAGED) -> None:
@@ -69,10 +71,10 @@ def save_image_mean(folder: Path) -> None:
 
 
 @contextmanager
-def client_of(repository: Path, **trust: bool) -> Iterator[Any]:
+def client_of(repository: Path, *, trust: bool = False) -> Iterator[Any]:
     """A server on a repository, loaded as `halfserve serve` does, crash probe included."""
     probe = CrashProbe(CrashVerdictCache(None))
-    loading = loader(runtime=OnnxRuntime(probe, **trust))
+    loading = loader(runtime=OnnxRuntime(probe, trust_custom_operators=trust))
     try:
         with (
             running_server(lambda: [loading.load(files).model() for files in find_models(repository)]) as server,
@@ -119,13 +121,13 @@ def test_a_library_of_the_repository_needs_trust(tmp_path: Path) -> None:
     shutil.copy(get_library_path(), tmp_path / "tokenizer" / "operators.so")
     with pytest.raises(ModelLoadError, match=r"'operators.so', which can run any code .* with --trust-custom-operators"):
         load(tmp_path)
-    with client_of(tmp_path, trust_custom_operators=True) as client:
+    with client_of(tmp_path, trust=True) as client:
         assert client.infer("tokenizer", text_of(b"good")).as_numpy("ids").tolist() == [2, 5, 3]
 
 
-def load(repository: Path, **trust: bool) -> None:
+def load(repository: Path, *, trust: bool = False) -> None:
     (files,) = find_models(repository)
-    loader(runtime=OnnxRuntime(**trust)).load(files)
+    loader(runtime=OnnxRuntime(trust_custom_operators=trust)).load(files)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_a_library_that_cannot_be_used_is_one_clear_line(
     if content is not None:
         (tmp_path / "tokenizer" / name).write_bytes(content)
     with pytest.raises(ModelLoadError) as refused:
-        load(tmp_path, trust_custom_operators=True)
+        load(tmp_path, trust=True)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -153,7 +155,7 @@ def test_a_library_outside_of_the_repository_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "repository" / "tokenizer", IN_REPOSITORY)
     (tmp_path / "repository" / "tokenizer" / "operators.so").symlink_to(get_library_path())
     with pytest.raises(ModelLoadError, match="is a link out of the repository"):
-        load(tmp_path / "repository", trust_custom_operators=True)
+        load(tmp_path / "repository", trust=True)
 
 
 def test_without_its_library_a_model_is_refused(tmp_path: Path) -> None:
