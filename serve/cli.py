@@ -16,7 +16,7 @@ from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import FailedPreconditionError, ModelLoadError
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.options import HttpOptions, checked_origin
 from halfserve.serve.log_handler import log_to_standard_error
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
 from halfserve.serve.observability.settings import AccessLog, ObserveOptions
@@ -71,6 +71,12 @@ def serve(
     ] = None,
     http_allowed_host: Annotated[
         list[str] | None, _listening(help="A name by which browsers may address this server; may be repeated.")
+    ] = None,
+    http_allowed_origin: Annotated[
+        list[str] | None,
+        _listening(
+            help="An origin such as https://app.example whose pages may send inference requests, or '*'; may be repeated."
+        ),
     ] = None,
     transport: Annotated[
         TransportName, _listening(help="What carries gRPC: libnghttp2 (fast) or grpcio's server (the reference).")
@@ -244,7 +250,7 @@ def serve(
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise typer.BadParameter("TLS takes --tls-cert and --tls-key together, and --tls-client-ca only with them")
     if not http:
-        _check_without_http(http_port, metrics_port, http_allowed_host)
+        _check_without_http(http_port, metrics_port, http_allowed_host, http_allowed_origin)
     _check_open_files()
     link = take_over(os.environ)
     # The worker of a supervisor runs the same command, with a link to the supervisor.
@@ -259,6 +265,7 @@ def serve(
         port=usual_http if http_port is None else http_port,
         metrics_port=None if metrics is None or metrics < 0 else metrics,
         allowed_hosts=tuple(http_allowed_host or ()),
+        allowed_origins=tuple(_origin(text) for text in http_allowed_origin or ()),
     )
     options = ServerOptions(
         path=path,
@@ -319,11 +326,21 @@ def serve(
     _run(options, partial(report_startup, report), link, trust)
 
 
-def _check_without_http(http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None) -> None:
+def _origin(text: str) -> str:
+    try:
+        return checked_origin(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--http-allowed-origin {error}") from None
+
+
+def _check_without_http(
+    http_port: int | None, metrics_port: int | None, allowed_hosts: list[str] | None, allowed_origins: list[str] | None
+) -> None:
     for option, is_given in (
         ("--http-port", http_port is not None),
         ("--metrics-port", metrics_port is not None and metrics_port >= 0),
         ("--http-allowed-host", bool(allowed_hosts)),
+        ("--http-allowed-origin", bool(allowed_origins)),
     ):
         if is_given:
             raise typer.BadParameter(

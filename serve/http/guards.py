@@ -6,6 +6,9 @@ own may be made to resolve to this machine (DNS rebinding), so that its requests
 If the server listens on this machine alone, or was given its names, every request must be for a known name. Otherwise a proxy
 or a cluster may use any name for it, so that only requests with an Origin must: programs send none. Over TLS the certificate
 proves the name.
+
+Pages of allowed origins may ask what the role `infer` permits (cross-origin resource sharing, CORS), but not with credentials
+that the browser adds by itself.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+
 from halfserve.serve.engine.errors import InferenceError, InvalidArgumentError, UnauthenticatedError
 from halfserve.serve.http.responses import error_response, http_status
 from halfserve.serve.protocol.service import Service
 from halfserve.serve.security.gate import AccessGrant, Gate
+from halfserve.serve.security.roles import Role, path_role
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,6 +36,7 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
+EXPOSED = ("retry-after", "inference-header-content-length")  # headers of an answer that pages of other origins may read
 GRANT = "halfserve.grant"  # the key of the gate's AccessGrant in a request's scope
 # For Basic, browsers ask their user for a name and a password; the password is the token.
 CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
@@ -38,15 +45,21 @@ CHALLENGE = 'Bearer realm="halfserve", Basic realm="halfserve", charset="UTF-8"'
 class BrowserGuard:
     """An ASGI application around another one."""
 
-    def __init__(self, app: App, *, host: str, allowed_hosts: Iterable[str]) -> None:
+    def __init__(self, app: App, *, host: str, allowed_hosts: Iterable[str], allowed_origins: Iterable[str] = ()) -> None:
         """A guard.
 
         Args:
             app: that is guarded.
             host: the address that is listened on.
             allowed_hosts: names that requests may be for, besides localhost, addresses and this machine's own name.
+            allowed_origins: whose pages may send inference requests; "*" allows all.
         """
         self._app = app
+        self._origins = frozenset(allowed_origins)
+        # Outside the token guard: a preflight request has no token.
+        self._shared: App = CORSMiddleware(
+            app, self._origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=EXPOSED
+        )
         self._names = {name.lower().rstrip(".") for name in allowed_hosts}
         self._checks_names = bool(self._names) or _is_loopback(host)
         self._names |= {host.lower(), socket.gethostname().lower()}
@@ -62,7 +75,8 @@ class BrowserGuard:
             await send(message)
 
         if refusal is None:
-            await self._app(scope, receive, send_guarded)
+            answering = self._shared if self._is_shared(scope["path"]) else self._app
+            await answering(scope, receive, send_guarded)
         else:
             await error_response(403, refusal, path=scope["path"])(scope, receive, send_guarded)
 
@@ -72,12 +86,18 @@ class BrowserGuard:
         origin = headers.get(b"origin")
         if origin is None or scope["method"] in SAFE:
             return None
+        if self._is_shared(scope["path"]) and ("*" in self._origins or origin.decode("latin-1") in self._origins):
+            return None
         _, _, own = origin.decode("latin-1").lower().partition("://")
         if own != host:
             return "a page of another origin may not send this request; use the server's own page, or no browser"
         if scope["scheme"] != "https" and not self._is_known(host):
             return f"pages at {host[:100]!r} may not send this request; start the server with --http-allowed-host for its name"
         return None
+
+    def _is_shared(self, path: str) -> bool:
+        """Whether pages of other origins may ask for the path."""
+        return bool(self._origins) and path_role(path) in (None, Role.INFER)
 
     def _is_known(self, host: str) -> bool:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")

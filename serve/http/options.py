@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 MIB = 2**20
 # After SIGCONT or a sleep of the machine, timers fire before sockets are read: a time limit is over only after this moment,
@@ -58,6 +59,7 @@ class HttpOptions:
         allowed_hosts: names by which browsers may address this server, besides localhost, addresses and the machine's own name.
             If some are given, or if the server listens on this machine alone, requests for other names are refused;
             otherwise only pages' requests that change something are (DNS rebinding).
+        allowed_origins: whose pages may send inference requests (CORS), such as "https://app.example"; "*" allows all.
         limits: of each client.
     """
 
@@ -65,4 +67,29 @@ class HttpOptions:
     metrics_port: int | None = 8002
     page: bool = True
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     limits: HttpLimits = HttpLimits()
+
+
+def checked_origin(text: str) -> str:
+    """An origin as browsers write it, or "*".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text == "*":
+        return text
+    expected = "expected 'https://NAME', 'http://NAME:PORT', or '*' for all, without a path"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"{text!r} is no origin; {expected}") from None
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "*" in parts.hostname:
+        raise ValueError(f"{text!r} is no origin; {expected}")
+    name = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    usual = {"http": 80, "https": 443}[parts.scheme]
+    origin = f"{parts.scheme}://{name}" + ("" if port in (None, usual) else f":{port}")
+    if text.lower() not in {origin, f"{origin}/", f"{origin}:{usual}"}:
+        raise ValueError(f"{text!r} is no origin; {expected}")
+    return origin

@@ -138,7 +138,7 @@ class RestServer:
 
 def application(routes: list[Route], host: str, options: HttpOptions) -> App:
     """An ASGI application that answers these routes without authentication."""
-    return BrowserGuard(_starlette(routes), host=host, allowed_hosts=options.allowed_hosts)
+    return _browser_guard(_starlette(routes), host, options)
 
 
 def guarded_application(
@@ -156,7 +156,11 @@ def guarded_application(
     if gate is None:
         return application(routes_of(service), host, options)
     guarded = TokenGuard(lambda seen: _starlette(routes_of(seen)), service, gate)
-    return BrowserGuard(guarded, host=host, allowed_hosts=options.allowed_hosts)
+    return _browser_guard(guarded, host, options)
+
+
+def _browser_guard(app: App, host: str, options: HttpOptions) -> App:
+    return BrowserGuard(app, host=host, allowed_hosts=options.allowed_hosts, allowed_origins=options.allowed_origins)
 
 
 def _starlette(routes: list[Route]) -> Starlette:

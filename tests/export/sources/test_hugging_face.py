@@ -17,6 +17,7 @@ from halfserve.export.file_conversion import Certified
 from halfserve.export.module_pipeline import ExportOptions, export_verified
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.source import Source, SourceOptions
+from halfserve.export.tasks.task import Task
 from halfserve.serve.engine.backend import DevicePlacement
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.repository.loaded_version import load_model
@@ -24,6 +25,7 @@ from halfserve.serve.engine.repository.model_repository import find_models
 from tests.export.hugging_face_folders import (
     LABELS,
     SENTENCES,
+    SIZES,
     audio_folder,
     classifier_folder,
     image_folder,
@@ -384,3 +386,60 @@ def test_a_model_of_spectrograms_is_refused(tmp_path: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "ASTFeatureExtractor"}))
     with pytest.raises(ExportError, match="names ASTFeatureExtractor; expected Wav2Vec2FeatureExtractor"):
         open_hugging_face(folder, SourceOptions(samples=folder / "clips"))
+
+
+def _task_of(folder: Path, **options: Any) -> Task:
+    task = open_hugging_face(folder, SourceOptions(**options)).task
+    assert task is not None
+    return task
+
+
+def _roberta(folder: Path) -> Path:
+    """Positions of a RoBERTa begin behind its padding index: 50 of them are for 48 tokens."""
+    text_folder(folder, "BertModel")
+    network = transformers.RobertaModel(
+        transformers.RobertaConfig(vocab_size=5000, max_position_embeddings=50, pad_token_id=1, **SIZES)
+    )
+    network.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("made", "longest"),
+    [
+        (lambda folder: text_folder(folder, "BertModel"), 64),  # the tokenizer's bound; the model has 512 places
+        (lambda folder: text_folder(folder, "BertModel", max_position_embeddings=40), 40),
+        (_roberta, 48),
+        (lambda folder: _with_bound(sentence_folder(folder, "mean_tokens"), 24), 24),
+    ],
+)
+def test_the_tokenizer_of_a_version_states_the_models_longest_text(
+    made: Callable[[Path], Path], longest: int, tmp_path: Path
+) -> None:
+    content = json.loads(_task_of(made(tmp_path / "model"), task="embeddings").files["tokenizer.json"])
+    assert (content["truncation"]["max_length"], content["padding"]) == (longest, None)
+
+
+def _with_bound(folder: Path, tokens: int) -> Path:
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": tokens}))
+    return folder
+
+
+def test_the_tokenizer_of_a_model_of_one_length_pads_to_it(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "model", "BertModel")
+    _edited(folder / "tokenizer_config.json", model_input_names=["input_ids"])
+    content = json.loads(_task_of(folder, task="embeddings").files["tokenizer.json"])
+    assert content["padding"]["strategy"] == {"Fixed": 64}
+    assert content["truncation"]["max_length"] == 64
+
+
+def test_how_answers_become_scores_or_shorter_is_a_setting(tmp_path: Path) -> None:
+    assert _task_of(classifier_folder(tmp_path / "one", "BertForSequenceClassification")).settings == {}
+    several = classifier_folder(tmp_path / "several", "BertForSequenceClassification")
+    _edited(several / "config.json", problem_type="multi_label_classification")
+    assert _task_of(several).settings == {"halfserve.label_scores": "sigmoid"}
+    nested = sentence_folder(tmp_path / "nested", "mean_tokens")
+    _edited(nested / "config.json", matryoshka_dimensions=[8, 16])
+    assert _task_of(nested).settings == {"halfserve.embedding_dimensions": "8,16"}
+    _edited(nested / "config.json", matryoshka_dimensions=None, is_matryoshka=True)
+    assert _task_of(nested).settings == {"halfserve.embedding_dimensions": "any"}

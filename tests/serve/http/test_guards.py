@@ -3,15 +3,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from halfserve.serve.http.guards import BrowserGuard
-from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.options import HttpOptions, checked_origin
+from halfserve.serve.http.rest_server import RestServer
+from halfserve.serve.security.options import SecurityOptions
+from halfserve.serve.security.roles import Role
+from halfserve.serve.security.security import Security
 from tests.serve.http.running_http import running_http
 from tests.serve.running_server import RunningServer
+from tests.serve.security.guarded import tokens_in
 
 ALL = "0.0.0.0"  # noqa: S104  (as an exposed server does)
 
@@ -109,3 +115,97 @@ def test_answers_are_not_taken_for_what_they_are_not(http: httpx.Client) -> None
     headers = http.get("/v2").headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["cross-origin-resource-policy"] == "same-origin"
+
+
+APP = "https://app.example"
+PREFLIGHT = {"origin": APP, "access-control-request-method": "POST", "access-control-request-headers": "authorization,x-own"}
+STATISTICS = "/v2/models/mlp/stats"
+
+
+@pytest.fixture(scope="module")
+def shared(server: RunningServer) -> Iterator[httpx.Client]:
+    """A server that takes requests of one other origin's pages."""
+    options = HttpOptions(port=0, metrics_port=None, allowed_origins=(APP,))
+    with running_http(server, options) as rest, httpx.Client(base_url=f"http://127.0.0.1:{rest.port}") as client:
+        yield client
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_read(shared: httpx.Client) -> None:
+    permission = shared.options("/v2/models/mlp/infer", headers=PREFLIGHT)
+    assert permission.status_code == 200
+    assert permission.headers["access-control-allow-origin"] == APP
+    assert permission.headers["access-control-allow-headers"] == "authorization,x-own"
+    assert "access-control-allow-credentials" not in permission.headers
+    for answer in (
+        shared.get(STATISTICS, headers={"origin": APP}),
+        shared.post("/v2/repository/index", headers={"origin": APP}),
+        shared.post("/v1/embeddings", headers={"origin": APP}),  # errors, too
+    ):
+        assert answer.headers["access-control-allow-origin"] == APP
+        assert "Origin" in answer.headers["vary"]
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_pages_of_other_origins_may_not(shared: httpx.Client) -> None:
+    for origin in (f"{APP}.evil.example", "http://app.example", "null", f"{APP}:8443"):
+        permission = shared.options("/v2/models/mlp/infer", headers={**PREFLIGHT, "origin": origin})
+        assert permission.status_code == 400
+        assert "access-control-allow-origin" not in permission.headers
+        assert "access-control-allow-origin" not in shared.get(STATISTICS, headers={"origin": origin}).headers
+        assert shared.post("/v2/repository/index", headers={"origin": origin}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/repository/models/mlp/unload", "/v2/logging", "/metrics", "/v2/systemsharedmemory/unregister"]
+)
+def test_no_other_origin_changes_the_server(shared: httpx.Client, path: str) -> None:
+    assert shared.post(path, headers={"origin": APP}).status_code == 403
+    assert "access-control-allow-origin" not in shared.options(path, headers=PREFLIGHT).headers
+
+
+def test_all_origins_may_be_allowed(server: RunningServer) -> None:
+    options = HttpOptions(port=0, metrics_port=None, allowed_origins=("*",))
+    with running_http(server, options) as rest:
+        url = f"http://127.0.0.1:{rest.port}"
+        answer = httpx.post(f"{url}/v2/repository/index", headers={"origin": "https://any.example"})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+        rebound = httpx.get(f"{url}{STATISTICS}", headers={"origin": "https://any.example", "host": "rebound.example"})
+        assert rebound.status_code == 403
+
+
+def test_a_preflight_needs_no_token_and_its_request_does(server: RunningServer, tmp_path: Path) -> None:
+    tokens_in(tmp_path / "tokens", alice=Role.INFER)
+    security = server.call(lambda: Security(SecurityOptions(token_file=tmp_path / "tokens"), server.core.figures.refuse))
+    options = HttpOptions(port=0, metrics_port=None, allowed_origins=(APP,))
+    rest = server.call(lambda: RestServer(server.core, server.service, "127.0.0.1", options, security.main))
+    server.run(rest.start())
+    try:
+        url = f"http://127.0.0.1:{rest.port}{STATISTICS}"
+        assert httpx.options(url, headers=PREFLIGHT).status_code == 200
+        refused = httpx.get(url, headers={"origin": APP})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, APP)
+    finally:
+        server.run(rest.stop(0.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("https://App.example", "https://app.example"),
+        ("https://app.example:443", "https://app.example"),
+        ("http://app.example:8080", "http://app.example:8080"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("*", "*"),
+    ],
+)
+def test_an_origin_is_read_as_browsers_write_it(text: str, origin: str) -> None:
+    assert checked_origin(text) == origin
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["app.example", "null", "https://", "https://a.example/path", "https://u@a.example", "ftp://a", "https://a:x", "https://*"],
+)
+def test_what_is_no_origin_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no origin; expected 'https://NAME'"):
+        checked_origin(text)

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from tests.models import save_model
 
 Text: TypeAlias = str | tuple[str, str]
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+UNKNOWN = "[UNK]"
+SPECIAL = ["[PAD]", UNKNOWN, "[CLS]", "[SEP]"]
 WORDS = [*SPECIAL, *["the", "train", "leaves", "at", "seven", "a", "cat", "sleeps", "on", "warm", "wall"]]
 LONGEST = 16  # tokens that the models take
 LABELS = ("good", "bad", "neither")
@@ -29,7 +30,7 @@ def table(name: str) -> NDArray[np.float32]:
 
 def tokenizer() -> Tokenizer:
     """Words, between [CLS] and [SEP], with [SEP] between the texts of a pair."""
-    own = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))  # noqa: S106  (a token of text)
+    own = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=UNKNOWN))
     own.normalizer, own.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     own.add_special_tokens(SPECIAL)
     own.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))

@@ -1,0 +1,77 @@
+"""Hugging Face folders through the real export: the endpoints answer as transformers does in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from halfserve.export.conversion_targets import RepositoryTarget
+from halfserve.export.module_pipeline import ExportOptions, export_verified
+from halfserve.export.sources.hugging_face import open_hugging_face
+from halfserve.export.sources.source import SourceOptions
+from tests.export.hugging_face_folders import LABELS, SENTENCES, classifier_folder, sentence_folder
+from tests.serve.http.tasks.test_text_routes import served
+
+TEXTS = [" ".join(sentence.split()[: 2 + index % 9]) for index, sentence in enumerate(SENTENCES[:40])]
+CLASSIFIER = "BertForSequenceClassification"
+
+
+def exported(folder: Path, repository: Path) -> None:
+    source = open_hugging_face(folder, SourceOptions(max_samples=32))
+    target = RepositoryTarget(repository=repository, name=source.name, task=source.task)
+    options = ExportOptions(dynamic=source.dynamic, adversarial=False, search=False)
+    export_verified(source.module, source.samples, target, options, policy=source.policy, record=None, progress=lambda _: None)
+
+
+def outputs(folder: Path, auto_class: str, *texts: list[str]) -> tuple[Any, Any]:
+    """The network's output and its tokens."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer(*texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return getattr(transformers, auto_class).from_pretrained(folder).eval()(**tokens), tokens
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_embeddings_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = sentence_folder(tmp_path / "encoder", "mean_tokens")
+    exported(folder, tmp_path / "models")
+    output, tokens = outputs(folder, "AutoModel", TEXTS)
+    mask = tokens["attention_mask"].unsqueeze(-1)
+    pooled = torch.nn.functional.normalize((output.last_hidden_state * mask).sum(1) / mask.sum(1), dim=-1).numpy()
+    with served(tmp_path / "models") as client:
+        answer = client.post("/v1/embeddings", json={"model": "encoder", "input": TEXTS}).json()
+        vectors = np.array([entry["embedding"] for entry in answer["data"]])
+        assert (vectors * pooled).sum(axis=1).min() >= 0.9999
+        assert answer["usage"]["total_tokens"] == int(mask.sum())
+        assert client.get("/info").json()["max_input_length"] == 64
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_classes_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = classifier_folder(tmp_path / "classifier", CLASSIFIER)
+    exported(folder, tmp_path / "models")
+    wanted = outputs(folder, "AutoModelForSequenceClassification", TEXTS)[0].logits.softmax(-1).numpy()
+    with served(tmp_path / "models") as client:
+        answer = client.post("/predict", json={"inputs": [[text] for text in TEXTS]}).json()
+    found = np.array([[{entry["label"]: entry["score"] for entry in row}[label] for label in LABELS] for row in answer])
+    assert np.abs(found - wanted).max() < 0.01
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_relevance_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = classifier_folder(tmp_path / "ranker", CLASSIFIER, ("relevant",))
+    exported(folder, tmp_path / "models")
+    output, _ = outputs(folder, "AutoModelForSequenceClassification", [TEXTS[0]] * len(TEXTS), TEXTS)
+    with served(tmp_path / "models") as client:
+        answer = client.post("/v1/rerank", json={"model": "ranker", "query": TEXTS[0], "documents": TEXTS}).json()
+    found = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    wanted = output.logits.sigmoid().numpy()[:, 0]
+    assert np.abs(np.array([found[index] for index in range(len(TEXTS))]) - wanted).max() < 0.01
