@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def wheel(folder: Path) -> Path:
         helper.make_node("ReduceMean", ["stateN", "axes"], ["mean"], keepdims=0),
         helper.make_node("Unsqueeze", ["mean", "one"], ["output"]),
     ]
-    weights = {
+    weights: dict[str, np.ndarray[Any, Any]] = {
         **{name: np.array([value], np.int64) for name, value in (("zero", 0), ("one", 1), ("width", 128))},
         "axes": np.array([0, 2], np.int64),
         "half": np.array([0.5], np.float32),

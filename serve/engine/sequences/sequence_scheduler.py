@@ -109,20 +109,16 @@ class SequenceScheduler:
         try:
             key, starts, ends = sequence_of(request, self._label)
             sequence = self._table.find(key)
-            if not starts and (sequence is None or not sequence.is_open):
-                if self.predecessor is not None and self.predecessor.continues(key):
-                    self.predecessor.submit(request)
-                    return
-                raise self._not_begun(key)
-            if self._drained is not None and (starts or self.successor is None):
-                raise UnavailableError(SHUTTING_DOWN)
-            self._controls.require_fitting(key, self._label)
-            goes_on = self._table.has_free_slot if sequence is None else sequence.is_idle
-            if not goes_on:
-                self._require_room(request)
+            before = self._before(key, sequence) if not starts else None
+            if before is None:
+                self._require_taken(request, key, sequence, starts=starts)
         except InferenceError as error:
             self._statistics.failed(request.arrived_ns, error)
             raise
+        if before is not None:
+            before.submit(request)
+            return
+        goes_on = self._table.has_free_slot if sequence is None else sequence.is_idle
         if sequence is None:
             sequence = self._table.add(key)
         elif starts and sequence.is_open:
@@ -151,6 +147,8 @@ class SequenceScheduler:
             self._drained = asyncio.Event()
             if self.predecessor is not None:
                 self.predecessor.let_go()
+            if isinstance(self._batcher, SlotBatches):
+                self._batcher.hurry()
             if self.successor is None:
                 self._end_idle()
             self._notice_drained()
@@ -183,8 +181,9 @@ class SequenceScheduler:
                 self._statistics.failed(step.request.arrived_ns, error)
                 result = error
         if isinstance(result, InferenceError):
+            behind = self._undo(sequence, step)
             step.answer(result)
-            self._undo(sequence, step)
+            self._fail_behind(behind)
         else:
             sequence.has_begun = not step.ends
             step.answer(result)
@@ -196,23 +195,41 @@ class SequenceScheduler:
         request.cancelled = True
         if sequence.running is step:
             self._batcher.cancel(request)
-            step.close()
             sequence.running = None
-            self._undo(sequence, step)
+            behind = self._undo(sequence, step)
         else:
-            step.close()
             behind = self._cut(sequence, step)
             self._statistics.failed(request.arrived_ns)
-            self._fail_behind(behind)
+        step.close()
+        self._fail_behind(behind)
         self._settle(sequence)
 
-    def _not_begun(self, key: SequenceId) -> InvalidArgumentError:
-        return InvalidArgumentError(
+    def _before(self, key: SequenceId, sequence: Sequence | None) -> SequenceScheduler | None:
+        """The predecessor, where a request continues a sequence that runs there.
+
+        Raises:
+            InvalidArgumentError: it runs nowhere.
+        """
+        if sequence is not None and sequence.is_open:
+            return None
+        if self.predecessor is not None and self.predecessor.continues(key):
+            return self.predecessor
+        raise InvalidArgumentError(
             f"sequence {key!r} of model {self._label!r} is not running: it was not started, has ended, or had no request for "
             f"{self._plan.idle_s:g} s; send its first request with sequence_start"
         )
 
-    def _require_room(self, request: InferRequest) -> None:
+    def _require_taken(self, request: InferRequest, key: SequenceId, sequence: Sequence | None, *, starts: bool) -> None:
+        """Check that a request may run or wait here.
+
+        Raises:
+            InferenceError: it may not.
+        """
+        if self._drained is not None and (starts or self.successor is None):
+            raise UnavailableError(SHUTTING_DOWN)
+        self._controls.require_fitting(key, self._label)
+        if self._table.has_free_slot if sequence is None else sequence.is_idle:
+            return
         limits, held = self._limits, self._waiting_bytes + request.size
         if self._waiting >= limits.max_waiting or (held > limits.max_waiting_bytes and self._waiting):
             full = FullError(f"{self._waiting} requests wait behind others of their sequence, or for a slot for their sequence")
@@ -270,11 +287,11 @@ class SequenceScheduler:
             states.append(array.copy())
         return tuple(states)
 
-    def _undo(self, sequence: Sequence, step: Step) -> None:
-        """A request has not happened: fail what waits behind it."""
+    def _undo(self, sequence: Sequence, step: Step) -> list[Step]:
+        """A request has not happened. Returns those behind it, which are to fail."""
         if step.starts:
             sequence.has_begun = False
-        self._fail_behind(self._cut(sequence, None))
+        return self._cut(sequence, None)
 
     def _cut(self, sequence: Sequence, step: Step | None) -> list[Step]:
         """Take a waiting request out of its sequence, and those behind it; None: all. Returns those behind it, in order."""
@@ -314,8 +331,9 @@ class SequenceScheduler:
                     raise error
                 self._run(step)
             except InferenceError as error:
+                behind = self._undo(sequence, step)
                 step.answer(error)
-                self._undo(sequence, step)
+                self._fail_behind(behind)
         self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> None:

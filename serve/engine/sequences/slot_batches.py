@@ -55,16 +55,18 @@ class _Group:
         computing: those of the batch that the batcher has.
         token: part of its requests' bucket. It changes where a request of a batch was cancelled: the next batch could otherwise
             be joined to what is left of that one.
-        timer: of the next batch, where it is due.
+        soon: forms the next batch in this turn of the loop.
+        due: forms it when its first request has waited long enough.
     """
 
-    __slots__ = ("computing", "ready", "timer", "token")
+    __slots__ = ("computing", "due", "ready", "soon", "token")
 
     def __init__(self) -> None:
         self.ready: dict[int, InferRequest] = {}
         self.computing: set[InferRequest] = set()
         self.token = object()
-        self.timer: asyncio.Handle | None = None
+        self.soon: asyncio.Handle | None = None
+        self.due: asyncio.TimerHandle | None = None
 
 
 class SlotBatches:
@@ -78,6 +80,7 @@ class SlotBatches:
         self._rows = rows
         self._groups: dict[int, _Group] = {}
         self._not_ready = ControlTensors(plan).not_ready()
+        self._hurries = False
 
     def submit(self, request: InferRequest) -> None:
         """Take the request of a slot that has no other one here; its errors go to `done`."""
@@ -107,6 +110,12 @@ class SlotBatches:
         if group.ready:
             self._dispatch_soon(group)
 
+    def hurry(self) -> None:
+        """Wait for no more rows from now on."""
+        self._hurries = True
+        for group in self._groups.values():
+            self._dispatch_soon(group)
+
     async def drain(self) -> None:
         """Stop; every request has its answer."""
         await self._batcher.drain()
@@ -120,18 +129,20 @@ class SlotBatches:
 
     def _dispatch_soon(self, group: _Group) -> None:
         """Later in this turn of the loop, so that requests of one turn share a batch."""
-        if group.timer is None and not group.computing:
-            group.timer = asyncio.get_running_loop().call_soon(self._dispatch, group)
+        if group.soon is None and not group.computing:
+            group.soon = asyncio.get_running_loop().call_soon(self._dispatch, group)
 
     def _dispatch(self, group: _Group) -> None:
         """Give the batcher the ready requests of one shape, or wait for more."""
-        group.timer = None
+        if group.due is not None:
+            group.due.cancel()
+        group.soon = group.due = None
         self._drop_late(group)
         if group.computing or not group.ready:
             return
         wait_s = self._wait_s(group)
         if wait_s > 0:
-            group.timer = asyncio.get_running_loop().call_later(wait_s, self._dispatch, group)
+            group.due = asyncio.get_running_loop().call_later(wait_s, self._dispatch, group)
             return
         shape = min(group.ready.values(), key=lambda request: request.arrived_ns).bucket
         rows = sorted(row for row, request in group.ready.items() if request.bucket == shape)
@@ -154,7 +165,7 @@ class SlotBatches:
 
     def _wait_s(self, group: _Group) -> float:
         """Seconds that the next batch may still wait for more rows."""
-        if len(group.ready) >= self._plan.enough_rows or not self._plan.max_delay_s:
+        if self._hurries or len(group.ready) >= self._plan.enough_rows or not self._plan.max_delay_s:
             return 0.0
         first_s = min(request.arrived_ns for request in group.ready.values()) / 1e9
         bounds = [end for request in group.ready.values() for end in (request.deadline, request.leave_by) if end is not None]

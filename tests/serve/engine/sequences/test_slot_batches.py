@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto
 
 from halfserve.serve.engine.errors import InvalidArgumentError
-from tests.serve.engine.sequences.scene import TELLING, Scene, play, save_telling
+from tests.serve.engine.sequences.scene import TELLING, WAIT_S, Scene, play, save_telling
 
 TOLD = ("y", "told_start", "told_end", "told_ready", "told_id")
 
@@ -98,10 +98,25 @@ def test_a_batch_waits_for_the_asked_share_of_its_rows(tmp_path: Path) -> None:
 
     async def test(scene: Scene) -> None:
         first = asyncio.create_task(told(scene, 1, 1, start=True))
-        await asyncio.sleep(0)
+        for _ in range(5):  # turns of the loop, in which the first row finds that it has to wait
+            await asyncio.sleep(0)
         assert await told(scene, 2, 2, start=True) == (2, 1, 5, 1, 2)
         assert await first == (1, 1, 5, 1, 1)
         assert scene.held.batches == [[1, 2]]
+
+    play(telling_model(tmp_path, waiting), test)
+
+
+def test_drain_waits_for_no_more_rows(tmp_path: Path) -> None:
+    waiting = "direct { max_queue_delay_microseconds: 60000000 minimum_slot_utilization: 1 }"
+
+    async def test(scene: Scene) -> None:
+        first = scene.send(1, 1, start=True, end=True, outputs=TOLD)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not scene.held.batches
+        await asyncio.wait_for(scene.scheduler.drain(), WAIT_S)
+        assert (await first)["y"].tolist() == [[1]]
 
     play(telling_model(tmp_path, waiting), test)
 
