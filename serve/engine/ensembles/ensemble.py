@@ -105,8 +105,9 @@ class Ensemble:
             away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
             self._statistics.failed(request.arrived_ns, away)
             raise away
+        run = EnsembleRun(request, binding, self._statistics, self._ended)
         self._in_flight += 1
-        EnsembleRun(request, binding, self._statistics, self._ended).start()
+        run.start()
 
     def cancel(self, request: InferRequest) -> None:
         """The client has gone: the steps under way are dropped, further ones are not computed."""
