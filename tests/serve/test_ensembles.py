@@ -181,6 +181,7 @@ def test_the_page_and_the_metrics_have_the_ensemble(server: RunningServer) -> No
         assert 'nv_inference_request_success{model="chain",version="1"}' in http.get("/metrics").text
         shown = {entry["name"]: entry for entry in json.loads(http.get("/ui/state").text)["models"]}
         assert (shown["chain"]["answers"], shown["chain"]["copies"]) == (True, [])
+        assert [line.split()[0] for line in shown["chain"]["steps"]] == ["one/1", "ten/1"]
         assert shown["unmet"]["state"] == "UNAVAILABLE"
 
 
