@@ -5,6 +5,10 @@ python -m benchmarks.request_cost mlp.onnx --in-flight 16
 The total is measured first, without a profiler. The shares are cProfile's, which makes every call of Python more expensive:
 places with many small calls look somewhat larger than they are. It does not see compiled calls, so shares are the sources':
 HALFSERVE_COMPILED=0 python -m benchmarks.request_cost mlp.onnx
+
+python -m benchmarks.request_cost --ensemble
+
+asks two tiny models, and an ensemble of the two, in turn: what the second step adds to a request.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ import statistics
 import time
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, cast
 
 import numpy as np
 import typer
 from ngh2 import Connection, Role, StreamClosed
+from onnx import TensorProto, helper
 
 from halfserve.compiled_build import SWITCH, build_in_use
 from halfserve.protos import inference_pb2 as pb
@@ -33,6 +39,9 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import load_model
 from halfserve.serve.engine.repository.model_repository import find_models
+from halfserve.serve.model_control.loading import VersionLoader
+from halfserve.serve.model_control.model_control import ModelControl
+from halfserve.serve.model_control.options import ControlOptions
 from halfserve.serve.process import infrequent_collection
 from halfserve.serve.protocol.service import INFER_PATH, Service
 from halfserve.serve.transports.grpc_framing import frame
@@ -61,6 +70,7 @@ ROOMS = {
     "backends/": "the model (ONNX Runtime and its call)",
 }
 LOOP = "the event loop"
+STEPS = ("first", "second")
 
 
 class Wire:
@@ -161,6 +171,52 @@ def _room(path: str) -> str | None:
     return next((room for start, room in ROOMS.items() if below != path and below.startswith(start)), None)
 
 
+def write_ensemble(repository: Path) -> None:
+    """Two models that add a number to 64, and the ensemble of the two, which is called `pipeline`."""
+    for name in STEPS:
+        tensor = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64]) for name in "xy"]
+        one = helper.make_tensor("one", TensorProto.FLOAT, [1], [1.0])
+        graph = helper.make_graph([helper.make_node("Add", ["x", "one"], ["y"])], name, tensor[:1], tensor[1:], [one])
+        (repository / name / "1").mkdir(parents=True)
+        saved = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+        (repository / name / "1" / "model.onnx").write_bytes(saved.SerializeToString())
+    tensor_maps = (("x", "between"), ("between", "y"))
+    steps = "".join(
+        f'step {{ model_name: "{name}" input_map {{ key: "x" value: "{given}" }} output_map {{ key: "y" value: "{made}" }} }} '
+        for name, (given, made) in zip(STEPS, tensor_maps, strict=True)
+    )
+    (repository / "pipeline").mkdir()
+    (repository / "pipeline" / "config.pbtxt").write_text(
+        'platform: "ensemble" max_batch_size: 32 input { name: "x" data_type: TYPE_FP32 dims: 64 } '
+        f'output {{ name: "y" data_type: TYPE_FP32 dims: 64 }} ensemble_scheduling {{ {steps} }}'
+    )
+
+
+async def _measure_ensemble(in_flight: int, rounds: int) -> dict[str, float]:
+    """Microseconds of a request, by model."""
+    core = InferenceCore([])
+    loader = VersionLoader(
+        runtime=OnnxRuntime(),
+        placement=DevicePlacement(use_gpu=False, threads=1),
+        defaults=Defaults(),
+        warm_up_budget_s=5.0,
+    )
+    with TemporaryDirectory() as folder:
+        write_ensemble(Path(folder))
+        control = ModelControl(core, Path(folder), loader, ControlOptions())
+        await control.start()
+        control.close()
+    server = Nghttp2Server(Service(core, server_version="0"), "127.0.0.1", 0)
+    clients = {model.name: Client(server.connection(), one_row(model)) for model in core.models()}
+    seconds: dict[str, list[float]] = {name: [] for name in clients}
+    for number in range(rounds + rounds // 4):
+        for name, client in clients.items():
+            spent = await client.round(in_flight)
+            if number >= rounds // 4:
+                seconds[name].append(spent)
+    return {name: statistics.median(spent) / in_flight * 1e6 for name, spent in seconds.items()}
+
+
 async def _seconds(client: Client, in_flight: int, rounds: int) -> float:
     for _ in range(rounds // 4):
         await client.round(in_flight)
@@ -190,14 +246,24 @@ async def _measure(path: Path, in_flight: int, rounds: int) -> tuple[float, Coun
 
 
 def main(
-    model: Path,
+    model: Annotated[Path | None, typer.Argument(help="An ONNX file; not with --ensemble.")] = None,
+    *,
+    ensemble: Annotated[bool, typer.Option("--ensemble", help="An ensemble of two tiny models against these alone.")] = False,
     in_flight: Annotated[int, typer.Option(min=1, help="Requests that arrive together.")] = 16,
     rounds: Annotated[int, typer.Option(min=4)] = 3000,
 ) -> None:
     """Print the microseconds of a request, and of each part of its way."""
     import uvloop  # noqa: PLC0415  (has no wheel for Windows)
 
+    if ensemble is (model is not None):
+        raise typer.BadParameter("give an ONNX file or --ensemble, one of the two")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, infrequent_collection():  # as in a server
+        if model is None:
+            costs = runner.run(_measure_ensemble(in_flight, rounds))
+            for name, cost in costs.items():
+                print(f"{cost:6.1f} us a request  {name}")
+            print(f"{costs['pipeline'] - max(costs[name] for name in STEPS):6.1f} us for the second step, its model included")
+            return
         seconds, by_room = runner.run(_measure(model, in_flight, rounds))
         hit = runner.run(_measure_hits(model, in_flight, rounds))
     build = build_in_use().name

@@ -277,7 +277,7 @@ class InferRequest:
         size: bytes it holds until it is computed, or is going to read from shared memory then.
         cancelled: the client has gone; the answer is dropped.
         replayed: its copy of the model broke, and it was queued once more.
-        line: set by the queue: the line in which the request waits.
+        line: set by the queue, the line in which the request waits; or by another scheduler, what it waits for.
         response_parameters: of the answer; None for none.
         id: the client's, in UTF-8; empty for none.
         parameters: the client's, by name; shared by requests that give the same.

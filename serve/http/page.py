@@ -158,6 +158,7 @@ def _model(model: Model) -> dict[str, Any]:
         "provider": model.provider,
         "precision": model.precision,
         "max_batch_size": model.max_batch_size,
+        "steps": [] if model.composition is None else list(model.composition.parts),
         "copies": [
             {"up": one.is_up, "restarts": one.restarts, "fault": one.fault, "most_rows": one.memory.rows}
             for one in model.batcher.instances

@@ -37,3 +37,12 @@ def test_of_the_compiled_build_it_tells_the_whole(tmp_path: Path) -> None:
     told = told_with("1", save_mlp(tmp_path / "mlp.onnx"))
     assert "us a request, 4 at a time (median of 4 rounds, compiled build)" in told
     assert f"set {SWITCH}=0" in told
+
+
+def test_it_tells_what_the_second_step_of_an_ensemble_adds() -> None:
+    command = [sys.executable, "-m", "benchmarks.request_cost", "--ensemble", "--in-flight", "4", "--rounds", "4"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [line.split(maxsplit=1)[1] for line in told.splitlines()] == [
+        *(f"us a request  {name}" for name in ("first", "pipeline", "second")),
+        "us for the second step, its model included",
+    ]

@@ -11,13 +11,14 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from halfserve.cli import main
 from halfserve.serve.http.options import HttpOptions
 from halfserve.serve.model_control.options import ControlMode
 from halfserve.serve.startup_report import StartupReport, print_text
-from tests.models import mlp_weights, save_mlp
+from tests.models import mlp_weights, save_mlp, save_model
 from tests.serve.engine.ensembles.configurations import ensemble, step
 from tests.serve.ensemble_folders import CHAIN, save_add, save_cast, save_ensemble, save_texts
 from tests.serve.http.running_http import running_http
@@ -180,7 +181,26 @@ def test_the_page_and_the_metrics_have_the_ensemble(server: RunningServer) -> No
         assert 'nv_inference_request_success{model="chain",version="1"}' in http.get("/metrics").text
         shown = {entry["name"]: entry for entry in json.loads(http.get("/ui/state").text)["models"]}
         assert (shown["chain"]["answers"], shown["chain"]["copies"]) == (True, [])
+        assert [line.split()[0] for line in shown["chain"]["steps"]] == ["one/1", "ten/1"]
         assert shown["unmet"]["state"] == "UNAVAILABLE"
+
+
+def test_reshapes_hold_for_steps_and_for_the_whole(tmp_path: Path) -> None:
+    squares: list[int | str] = ["batch", 2, 2]
+    nodes = [helper.make_node("Transpose", ["x"], ["y"], perm=[0, 2, 1])]
+    tensors = [(name, TensorProto.FLOAT, squares) for name in "xy"]
+    save_model(tmp_path / "turn" / "1" / "model.onnx", nodes, tensors[:1], tensors[1:])
+    flat = "data_type: TYPE_FP32 dims: 4 reshape { shape: [ 2, 2 ] }"
+    (tmp_path / "turn" / "config.pbtxt").write_text(
+        f'max_batch_size: 8 input {{ name: "x" {flat} }} output {{ name: "y" {flat} }}'
+    )
+    save_add(tmp_path / "one", 1)
+    shown = 'output { name: "out" data_type: TYPE_FP32 dims: [ 2, 2 ] reshape { shape: 4 } }'
+    steps = (step("one", "x=x", "y=t"), step("turn", "x=t", "y=u"), step("one", "x=u", "y=out"))
+    save_ensemble(tmp_path / "pipe", ensemble(*steps, input="x:FP32:4", output="", more=shown))
+    with controlled_server(tmp_path, ControlMode.NONE) as server, triton.InferenceServerClient(server.address) as client:
+        answer = client.infer("pipe", [sent(np.stack([FOUR, FOUR + 10]))]).as_numpy("out")
+        assert answer.tolist() == [[[2, 4], [3, 5]], [[12, 14], [13, 15]]]
 
 
 def test_the_guides_example_serves(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 from google.protobuf.message import Message
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, ModelKind
+from halfserve.serve.engine.backend import ENSEMBLE, ONNX, ModelKind
 from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
+TASK = "halfserve.task"  # for clients to read, of any model
 Parse = Callable[[str], Any]  # from the text to the value; raises a ValueError that says what is expected
 # The server writes these for clients; values in a config.pbtxt have no effect.
 REPORTED = frozenset(
@@ -343,7 +344,10 @@ def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -
         dropped, parameters = DEVICE_ONLY, parameters | DEVICE_ONLY_PARAMETERS
     if kind is not ONNX:
         dropped, parameters, prefixes = dropped | ONNX_ONLY, parameters | ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES
-    keys = (key for key in config.parameters if key in parameters or key.startswith(prefixes))
+    if kind is ENSEMBLE:
+        prefixes = (*prefixes, PREFIX)
+    silent = REPORTED | {TASK}
+    keys = (key for key in config.parameters if (key in parameters or key.startswith(prefixes)) and key not in silent)
     return sorted({*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)})
 
 

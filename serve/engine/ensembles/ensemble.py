@@ -10,7 +10,7 @@ from typing import Final
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.ensembles.binding import Binding
 from halfserve.serve.engine.ensembles.fit import misfit
-from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep, first_cycle
+from halfserve.serve.engine.ensembles.graph import EnsembleGraph, EnsembleStep, dependency_order
 from halfserve.serve.engine.ensembles.run import EnsembleRun
 from halfserve.serve.engine.errors import UnavailableError, UnmetStepsError
 from halfserve.serve.engine.inference_core import InferenceCore
@@ -105,8 +105,9 @@ class Ensemble:
             away = UnavailableError(SHUTTING_DOWN) if self._is_draining else self._unbound()
             self._statistics.failed(request.arrived_ns, away)
             raise away
+        run = EnsembleRun(request, binding, self._statistics, self._ended)
         self._in_flight += 1
-        EnsembleRun(request, binding, self._statistics, self._ended).start()
+        run.start()
 
     def cancel(self, request: InferRequest) -> None:
         """The client has gone: the steps under way are dropped, further ones are not computed."""
@@ -174,7 +175,7 @@ class Ensemble:
             if isinstance(model, str):
                 return f"{step.label}: {model}"
             models.append(model)
-        cycle = first_cycle([self.graph.name], lambda name: self._below(core, name))
+        _, cycle = dependency_order([self.graph.name], lambda name: self._below(core, name))
         if cycle:
             return f"its steps lead back to it: {' -> '.join(map(repr, cycle))}; an ensemble cannot be a step of itself"
         return misfit(self.graph, models, self._config.max_batch_size) or models

@@ -143,7 +143,7 @@ def read_graph(config: ModelConfig, source: Path) -> EnsembleGraph:
     )
     _require_written(graph, names, source)
     _require_read(graph, names, source)
-    cycle = first_cycle(range(len(steps)), graph.waits_for)
+    _, cycle = dependency_order(range(len(steps)), graph.waits_for)
     if cycle:
         loop = " -> ".join(steps[index].label for index in reversed(cycle))
         raise ModelLoadError(f"{source}: the steps wait for each other: {loop}; remove one of the tensors between them")
@@ -215,17 +215,27 @@ def _require_read(graph: EnsembleGraph, inputs: set[str], source: Path) -> None:
         )
 
 
-def first_cycle(nodes: Iterable[N], waits_for: Callable[[N], Iterable[N]]) -> list[N]:
-    """One way along `waits_for` that leads back to where it began, both ends included; empty where there is none."""
-    done = set[N]()
+def dependency_order(nodes: Iterable[N], waits_for: Callable[[N], Iterable[N]]) -> tuple[list[N], list[N]]:
+    """Nodes and all that they wait for, each after what it waits for itself; and one cycle.
 
-    def visit(node: N, trail: list[N]) -> list[N]:
-        if node in trail:
-            return [*trail[trail.index(node) :], node]
-        if node in done:
-            return []
-        found = next(filter(None, (visit(other, [*trail, node]) for other in waits_for(node))), [])
-        done.add(node)
-        return found
-
-    return next(filter(None, (visit(node, []) for node in nodes)), [])
+    Returns:
+        The order, and one way along `waits_for` that leads back to where it began, both ends included: it is empty where there
+        is none, and otherwise the order is not complete.
+    """
+    order: dict[N, None] = {}
+    for start in nodes:
+        trail: dict[N, None] = {}
+        open_nodes = [iter([start])]
+        while open_nodes:
+            node = next(open_nodes[-1], None)
+            if node is None:
+                open_nodes.pop()
+                if trail:
+                    order[trail.popitem()[0]] = None
+            elif node in trail:
+                way = list(trail)
+                return list(order), [*way[way.index(node) :], node]
+            elif node not in order:
+                trail[node] = None
+                open_nodes.append(iter(waits_for(node)))
+    return list(order), []

@@ -10,7 +10,7 @@ from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, read_config
 from halfserve.serve.engine.config.parameters import check_own_parameters, drop_reported
 from halfserve.serve.engine.ensembles.ensemble import Ensemble
-from halfserve.serve.engine.ensembles.graph import ensemble_specs, first_cycle, read_graph, step_models
+from halfserve.serve.engine.ensembles.graph import dependency_order, ensemble_specs, read_graph, step_models
 from halfserve.serve.engine.errors import ModelLoadError, UnmetStepsError
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.loaded_version import read_labels
@@ -77,17 +77,8 @@ def models_below(repository: Path, name: str, declared: DeclaredConfig | None = 
             known[of] = step_models(read_config(repository / of / CONFIG_FILE).message) if of in present else []
         return known[of]
 
-    cycle = first_cycle([name], steps)
+    order, cycle = dependency_order([name], steps)
     if cycle:
         way = " -> ".join(map(repr, cycle))
         raise UnmetStepsError(f"{repository / name / CONFIG_FILE}: ensembles need each other: {way}; remove one of the steps")
-    found: dict[str, None] = {}
-
-    def visit(of: str) -> None:
-        for step in steps(of):
-            if step not in found and step in present:
-                visit(step)
-                found[step] = None
-
-    visit(name)
-    return list(found)
+    return [model for model in order if model != name and model in present]

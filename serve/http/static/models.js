@@ -124,7 +124,7 @@ export function facts(element, model) {
     show(now, "none", () => h("p", { class: "empty" }, "Nothing: it is not served."));
     return;
   }
-  const counts = JSON.stringify([model.requests, model.failures, model.batches, model.last_inference_ms, model.copies]);
+  const counts = JSON.stringify([model.requests, model.failures, model.batches, model.last_inference_ms, model.copies, model.steps]);
   show(now, counts, () => totals(model));
   show(times, counts, () => stages(model) ?? []);
   if (model.batch_sizes.length) batchSizes(sizes, model);
@@ -136,7 +136,7 @@ function totals(model) {
   const entries = [
     ["inputs", tensors(model.inputs)],
     ["outputs", tensors(model.outputs)],
-    ["copies", copies(model.copies)],
+    model.steps.length ? ["steps", model.steps.map((step) => h("div", { class: "mono" }, step))] : ["copies", copies(model.copies)],
     ["answered", `${count(model.requests)} requests, ${count(model.rows)} rows in ${count(model.batches)} batches`],
     ["failed", failures.length ? failures.join(", ") : "none"],
     ["last one", model.last_inference_ms ? clock(model.last_inference_ms / 1000) : "not yet"],

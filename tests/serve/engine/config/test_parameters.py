@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, TORCH_EXPORT
+from halfserve.serve.engine.backend import ENSEMBLE, ONNX, TORCH_EXPORT
 from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.config.parameters import (
     OWN_PARAMETERS,
@@ -197,3 +197,10 @@ def test_a_parameter_that_means_something_to_triton_alone_is_named() -> None:
     text = 'parameters { key: "share_session_between_instances" value { string_value: "true" } }'
     config = text_format.Parse(text, ModelConfig())
     assert ignored_settings(config, ONNX, on_device=True) == ["parameters.share_session_between_instances"]
+
+
+def test_of_an_ensembles_parameters_only_its_task_is_read() -> None:
+    keys = ("halfserve.task", "halfserve.max_compute_s", "halfserve.steps", "x")
+    text = " ".join(f'parameters {{ key: "{key}" value {{ string_value: "1" }} }}' for key in keys)
+    config = text_format.Parse(f'{text} ensemble_scheduling {{ step {{ model_name: "a" }} }}', ModelConfig())
+    assert ignored_settings(config, ENSEMBLE, on_device=False) == ["parameters.halfserve.max_compute_s"]

@@ -139,6 +139,12 @@ def test_a_namespace_is_refused() -> None:
     )
 
 
+def test_a_long_chain_is_no_deep_recursion() -> None:
+    links = [step("a", f"x=t{number}", f"y=t{number + 1}") for number in range(2000)]
+    made = graph(*links, input="t0", output="t2000")
+    assert len(made.needed(["t2000"])) == 2000
+
+
 def test_an_ensemble_is_known_by_its_platform_or_by_its_steps() -> None:
     def config(text: str) -> ModelConfig:
         return text_format.Parse(text, ModelConfig())
