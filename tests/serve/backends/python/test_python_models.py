@@ -51,8 +51,8 @@ def test_texts_bits_and_halves_keep_their_datatype(tmp_path: Path) -> None:
         "TYPE_UINT64": ("UINT64", np.array([2**64 - 1], np.uint64)),
     }
     for name in examples:
-        x, y = (f"{which} data_type: {name} dims: [ -1 ] }}" for which in ('input { name: "x"', 'output { name: "y"'))
-        save_python_model(tmp_path, name, code, f"{x} {y}")
+        tensors = (f"{which} data_type: {name} dims: [ -1 ] }}" for which in ('input { name: "x"', 'output { name: "y"'))
+        save_python_model(tmp_path, name, code, " ".join(tensors))
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         for name, (datatype, x) in examples.items():
             np.testing.assert_array_equal(infer(client, name, x, datatype=datatype), x)
