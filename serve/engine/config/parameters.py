@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, ModelKind
+from halfserve.serve.engine.backend import ONNX, PYTHON, ModelKind
 from halfserve.serve.engine.errors import ModelLoadError
 
 PREFIX = "halfserve."
@@ -36,7 +36,6 @@ HONOURED = frozenset(
         *("dynamic_batching.preferred_batch_size", "dynamic_batching.max_queue_delay_microseconds"),
         *("dynamic_batching.priority_levels", "dynamic_batching.default_priority_level"),
         *("dynamic_batching.default_queue_policy.*", "dynamic_batching.priority_queue_policy.*"),
-        "model_transaction_policy.decoupled",
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
@@ -50,6 +49,7 @@ ONNX_ONLY_PARAMETERS = frozenset(
     }
 )
 ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
+PYTHON_ONLY = frozenset({"input.optional", "model_transaction_policy"})  # only Python models act on these
 # What only a CUDA device acts on.
 DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators"})
 DEVICE_ONLY_PARAMETERS = frozenset(
@@ -260,7 +260,8 @@ def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -
     if kind is not ONNX:
         dropped, parameters, prefixes = dropped | ONNX_ONLY, parameters | ONNX_ONLY_PARAMETERS, ONNX_ONLY_PREFIXES
     keys = (key for key in config.parameters if key in parameters or key.startswith(prefixes))
-    return sorted({*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)})
+    ignored = {*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)}
+    return sorted(ignored - PYTHON_ONLY if kind is PYTHON else ignored)
 
 
 def _ignored(message: Message, prefix: str, dropped: AbstractSet[str]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from halfserve.serve.engine.precision_guard.loading import make_guard
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.repository.model_repository import ModelFiles, named_file
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
-from halfserve.serve.engine.whole_requests import DecoupledRequests, OneByOne
+from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
 
 def declared_outputs(runtime: Runtime, config: ModelConfig) -> Runtime:
@@ -251,5 +251,5 @@ def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacemen
 
 def _take_whole_requests(model: Model) -> None:
     """Batch only where the configuration asks for it, as Triton does; and let a decoupled model answer as often as it wants."""
-    scheduler = model.batcher if model.config.HasField("dynamic_batching") else OneByOne(model.batcher)
+    scheduler = WholeRequests(model.batcher, one_by_one=not model.config.HasField("dynamic_batching"))
     model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler
