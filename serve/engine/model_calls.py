@@ -159,7 +159,7 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
         if mismatch is not None:
             raise InvalidArgumentError(f"input {name!r} of model {model.name!r} {mismatch}")
         arrays[name] = array
-    missing = [name for name in model.inputs if name not in arrays]
+    missing = [name for name, spec in model.inputs.items() if name not in arrays and not spec.optional]
     if missing:
         raise InvalidArgumentError(f"missing input {_names(missing)} of model {model.name!r}")
     for name in call.outputs:
@@ -205,8 +205,10 @@ def _rows(arrays: Mapping[str, Array], model: Model) -> int:
 
 def _bucket(arrays: Mapping[str, Array], model: Model) -> Hashable:
     first = 1 if model.max_batch_size else 0
-    shapes = [tuple(model.inputs[name].to_model(arrays[name]).shape[first:]) for name in model.inputs]
-    return shapes[0] if len(shapes) == 1 else tuple(shapes)
+    shapes = {name: spec.to_model(arrays[name]).shape[first:] for name, spec in model.inputs.items() if name in arrays}
+    if len(shapes) < len(model.inputs):
+        return tuple(shapes.items())
+    return next(iter(shapes.values())) if len(shapes) == 1 else tuple(shapes.values())
 
 
 def _priority(parameters: Mapping[str, Parameter]) -> int:

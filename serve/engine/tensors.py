@@ -27,12 +27,14 @@ class TensorSpec:
         datatype: on the wire. The backend may compute in a wider one.
         shape: sizes, with the batch dimension first where the model has one; -1 where any size is taken.
         model_shape: the model's own shape, where the configuration has clients use another one (`reshape`).
+        optional: an input that a request may leave out.
     """
 
     name: str
     datatype: Datatype
     shape: tuple[int, ...]
     model_shape: tuple[int, ...] | None = None
+    optional: bool = False
 
     def shape_for_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The model's own shape for a client's shape that fits."""

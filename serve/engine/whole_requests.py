@@ -12,15 +12,18 @@ from halfserve.serve.engine.requests import Done, InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 
-class OneByOne:
-    """A scheduler for models without dynamic batching: each batch is one request."""
+class WholeRequests:
+    """A scheduler for models that take whole requests, and clean up at their end."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher, *, one_by_one: bool) -> None:
+        """`one_by_one`: each batch is one request."""
         self._batcher = batcher
+        self._one_by_one = one_by_one
 
     def submit(self, request: InferRequest) -> None:
         """See `Scheduler`."""
-        request.bucket = object()
+        if self._one_by_one:
+            request.bucket = object()
         self._batcher.submit(request)
 
     def cancel(self, request: InferRequest) -> None:
@@ -30,12 +33,14 @@ class OneByOne:
     async def drain(self) -> None:
         """See `Scheduler`."""
         await self._batcher.drain()
+        for instance in self._batcher.instances:
+            await instance.closed()
 
 
 class DecoupledRequests:
     """A scheduler for decoupled models: a batch only begins its requests, which then get any number of responses."""
 
-    def __init__(self, name: str, scheduler: OneByOne | Batcher, statistics: Statistics) -> None:
+    def __init__(self, name: str, scheduler: WholeRequests, statistics: Statistics) -> None:
         self._name = name
         self._scheduler = scheduler
         self._statistics = statistics

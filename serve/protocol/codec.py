@@ -67,8 +67,8 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
                 arrays[spec.name] = _from_contents(tensor.contents, spec, tensor.shape)
         except ValueError as error:
             raise _wrong(spec, error) from None
-    if len(arrays) != len(model.inputs):
-        missing = ", ".join(repr(name) for name in model.inputs if name not in arrays)
+    if len(arrays) != len(model.inputs) and (left_out := _left_out(arrays, model)):
+        missing = ", ".join(map(repr, left_out))
         raise InvalidArgumentError(f"missing input {missing}; the model takes {_names(model.inputs)}")
     _check_total(places)
     rows = _rows(arrays, model)
@@ -140,11 +140,18 @@ def _bucket(arrays: Mapping[str, Array | LateArray], model: Model) -> Hashable:
     first = 1 if model.max_batch_size else 0
     if model.ragged is not None:
         return model.ragged.bucket({name: arrays[name].shape[1:] for name in model.inputs})
-    if len(arrays) == 1:
+    if len(arrays) == 1 == len(model.inputs):
         (array,) = arrays.values()
         return tuple(array.shape[first:])
     # In the model's order, whatever the request's.
-    return tuple(arrays[name].shape[first:] for name in model.inputs)
+    if len(arrays) == len(model.inputs):
+        return tuple(arrays[name].shape[first:] for name in model.inputs)
+    return tuple((name, arrays[name].shape[first:]) for name in model.inputs if name in arrays)
+
+
+def _left_out(given: Mapping[str, object], model: Model) -> list[str]:
+    """The required inputs that a request leaves out."""
+    return [name for name, spec in model.inputs.items() if name not in given and not spec.optional]
 
 
 def _from_raw(raw: bytes | memoryview, spec: TensorSpec, shape: Sequence[int]) -> Array | LateArray:

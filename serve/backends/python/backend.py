@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from halfserve.serve.engine.requests import InferRequest, Respond
 from halfserve.serve.engine.tensors import Tensors
 
 logger = logging.getLogger(__name__)
+
+FINALIZE_S = 30.0  # as in Triton
 
 
 class Runner(Protocol):
@@ -79,10 +82,28 @@ class PythonBackend(RequestBackend):
         self._numbers = count()
         self._lock = threading.Lock()
         self._active: dict[int, InferRequest] = {}  # not answered yet, by their numbers
-        self._executing: tuple[InferRequest, ...] = ()
+        self._executing: list[InferRequest] = []
         self._has_ended = False
-        self._copy = CopyServices(services, model.label, lambda: self._executing, self._answer)
-        self._runner = start(self._event, self._ended)
+        self._copy = CopyServices(services, model.label, self._executing)
+        # The runner's threads hold no reference to this object: a copy that is dropped takes its process along.
+        event, ended = WeakMethod(self._event), WeakMethod(self._ended)
+
+        def on_event(header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
+            handle = event()
+            if handle is not None:
+                handle(header, tensors)
+
+        def on_end() -> None:
+            handle = ended()
+            if handle is not None:
+                handle()
+
+        self._runner = start(on_event, on_end)
+        self._copy.answer = self._runner.answer
+
+    def __del__(self) -> None:
+        if hasattr(self, "_runner"):
+            self._runner.kill()
 
     def load(self, arguments: Mapping[str, str]) -> None:
         """Import and initialize the model.
@@ -131,11 +152,11 @@ class PythonBackend(RequestBackend):
             return [failed[place] for place in range(len(requests))]
         with self._lock:
             self._active.update(numbered)
-        self._executing = tuple(numbered.values())
+        self._executing[:] = numbered.values()
         try:
             answers = self._execute(numbered, messages, tensors)
         finally:
-            self._executing = ()
+            self._executing.clear()
             if not model.is_decoupled:
                 with self._lock:
                     for number in numbered:
@@ -186,9 +207,6 @@ class PythonBackend(RequestBackend):
             f"the process of model {self._model.name!r} ended before its final response; send the request again"
         )
 
-    def _answer(self, header: dict[str, Any], tensors: Sequence[WireTensor]) -> None:
-        self._runner.answer(header, tensors)
-
     def _event(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         """On the thread of the runner's events."""
         if header["k"] == "is_cancelled":
@@ -227,13 +245,18 @@ class PythonBackend(RequestBackend):
         self._runner.kill()
 
     def close(self) -> None:
-        """Let the model finalize, and end the process."""
+        """Let the model finalize within FINALIZE_S, and end the process."""
+        limit = threading.Timer(FINALIZE_S, self._runner.kill)
+        limit.daemon = True
+        limit.start()
         try:
             self._runner.call({"k": "finalize"})
         except ChildFailedError as error:
             logger.error("%s: %s\n%s", self._model.label, error, error.trace)  # noqa: TRY400  (the trace is the child's)
         except InstanceLostError:
-            pass  # it has ended already
+            logger.warning("%s: its process has ended before the model could finalize", self._model.label)
+        finally:
+            limit.cancel()
         self._runner.kill()
 
 

@@ -190,7 +190,12 @@ def _spec(entry: Any, where: str, *, batched: bool) -> TensorSpec:
     if datatype is None:
         raise ModelLoadError(f"{where} has no data_type, expected one such as TYPE_FP32")
     dims = entry.reshape.shape if entry.HasField("reshape") else entry.dims
-    return TensorSpec(name=entry.name, datatype=datatype, shape=((ANY_SIZE,) if batched else ()) + tuple(dims))
+    return TensorSpec(
+        name=entry.name,
+        datatype=datatype,
+        shape=((ANY_SIZE,) if batched else ()) + tuple(dims),
+        optional=getattr(entry, "optional", False),  # outputs do not have the field
+    )
 
 
 def _arguments(model: PythonModel, config: ModelConfig, placement: DevicePlacement) -> dict[str, str]:

@@ -48,14 +48,18 @@ class Services:
 
 
 class CopyServices:
-    """What the server does for one copy of a model. Events come on one thread; replies leave on others."""
+    """What the server does for one copy of a model. Events come on one thread; replies leave on others.
 
-    def __init__(self, services: Services, label: str, executing: Callable[[], Sequence[InferRequest]], answer: Answer) -> None:
-        """`executing` are the requests that the copy computes now; `answer` sends a reply to it and may block."""
+    Attributes:
+        answer: sends a reply to the copy, and may block. Set before the first event.
+    """
+
+    def __init__(self, services: Services, label: str, executing: Sequence[InferRequest]) -> None:
+        """`executing` holds at any time the requests that the copy computes."""
         self._services = services
         self._label = label
         self._executing = executing
-        self._answer = answer
+        self.answer: Answer = _discard
         self._replies: Worker | None = None
         self._running: dict[int, RunningCall] = {}
         # Each returns the reply; None where it comes later, or not at all.
@@ -95,7 +99,7 @@ class CopyServices:
         """Send a reply, from a thread that may wait for the copy to read."""
         if self._replies is None:
             self._replies = Worker(f"replies to {self._label}")
-        self._replies.submit(self._answer, header, tensors)
+        self._replies.submit(self.answer, header, tensors)
 
     def _log(self, header: Mapping[str, Any], _: list[WireTensor]) -> None:
         logger.log(LEVELS[header["level"]], "%s: %s", self._label, header["text"])
@@ -130,7 +134,7 @@ class CopyServices:
 
     def _infer(self, header: Mapping[str, Any], tensors: list[WireTensor]) -> None:
         number = header["call"]
-        executing = self._executing()
+        executing = list(self._executing)
         chains = [request.callers for request in executing]
         deadlines = [request.deadline for request in executing if request.deadline is not None]
         call = ModelCall(
@@ -182,6 +186,10 @@ class CopyServices:
         # In the background, as Triton does: the model may unload itself, which waits for this very request.
         core.wait_for(asyncio.get_running_loop().create_task(_unloaded(core.unload(model), model)))
         return {}
+
+
+def _discard(_: dict[str, Any], __: Sequence[WireTensor]) -> None:
+    """Before there is a copy."""
 
 
 async def _unloaded(work: Coroutine[Any, Any, None], model: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ENSEMBLE, ONNX, ModelKind
+from halfserve.serve.engine.backend import ENSEMBLE, ONNX, PYTHON, ModelKind
 from halfserve.serve.engine.config.padding_rule import padding_rule, rising_lengths, whole
 from halfserve.serve.engine.errors import ModelLoadError
 
@@ -50,7 +50,6 @@ HONOURED = frozenset(
         *("sequence_batching.oldest.max_queue_delay_microseconds", "sequence_batching.iterative_sequence"),
         *("sequence_batching.state.input_name", "sequence_batching.state.output_name", "sequence_batching.state.data_type"),
         *("sequence_batching.state.dims", "sequence_batching.state.initial_state.*"),
-        "model_transaction_policy.decoupled",
     }
 )
 # What only ONNX Runtime acts on: settings by path, parameters by key and by prefix.
@@ -66,6 +65,7 @@ ONNX_ONLY_PARAMETERS = frozenset(
     }
 )
 ONNX_ONLY_PREFIXES = ("session.", "optimization.", "mlas.", "ep.")
+PYTHON_ONLY = frozenset({"input.optional", "model_transaction_policy"})  # only Python models act on these
 # What only a CUDA device acts on.
 DEVICE_ONLY = frozenset({"optimization.cuda.graphs", "optimization.execution_accelerators"})
 DEVICE_ONLY_PARAMETERS = frozenset(
@@ -348,7 +348,8 @@ def ignored_settings(config: ModelConfig, kind: ModelKind, *, on_device: bool) -
         prefixes = (*prefixes, PREFIX)
     silent = REPORTED | {TASK}
     keys = (key for key in config.parameters if (key in parameters or key.startswith(prefixes)) and key not in silent)
-    return sorted({*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)})
+    ignored = {*_ignored(config, "", dropped), *(f"parameters.{key}" for key in keys)}
+    return sorted(ignored - PYTHON_ONLY if kind is PYTHON else ignored)
 
 
 def _ignored(message: Message, prefix: str, dropped: AbstractSet[str]) -> Iterator[str]:

@@ -164,6 +164,7 @@ class Instance:
         self._timer: asyncio.TimerHandle | None = None  # to watch a batch, or to load again
         self._wait_s = how.first_wait_s
         self._stopped = False
+        self._closed: asyncio.Event | None = None  # of a stopped copy that takes time to clean up
 
     @property
     def batches(self) -> int:
@@ -205,8 +206,23 @@ class Instance:
         self.on_change = lambda _: None  # breaks a reference cycle that would keep an unloaded model
         self._cancel_timer()
         if isinstance(self._copy.backend, RequestBackend):
-            self._worker.submit(self._copy.backend.close)
+            self._closed = asyncio.Event()
+            self._worker.submit(self._close, self._copy.backend, asyncio.get_running_loop(), self._closed)
         self._worker.stop()
+
+    async def closed(self) -> None:
+        """Wait until a stopped copy has cleaned up."""
+        if self._closed is not None:
+            await self._closed.wait()
+
+    def _close(self, backend: RequestBackend, loop: asyncio.AbstractEventLoop, closed: asyncio.Event) -> None:
+        """On the worker thread."""
+        try:
+            backend.close()
+        except Exception:
+            logger.exception("%s: cannot clean up", self.name)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(closed.set)
 
     def _compute(self, job: _Job, copy: _Copy) -> None:
         """On the worker thread."""
@@ -323,6 +339,8 @@ class Instance:
 
     def _loaded(self, loop: asyncio.AbstractEventLoop, loaded: Backend | _NotLoaded) -> None:
         if self._stopped:
+            if isinstance(loaded, RequestBackend):
+                loaded.give_up()
             return
         if isinstance(loaded, _NotLoaded):
             self.fault = loaded.reason

@@ -31,7 +31,7 @@ from halfserve.serve.engine.repository.model_repository import ModelFiles, named
 from halfserve.serve.engine.sequences.loading import client_view, read_plan, sequence_scheduler
 from halfserve.serve.engine.sequences.state_layout import batch_first
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
-from halfserve.serve.engine.whole_requests import DecoupledRequests, OneByOne
+from halfserve.serve.engine.whole_requests import DecoupledRequests, WholeRequests
 
 STATE_FOLDER = "initial_state"  # of a model folder; holds the files that sequence_batching names
 
@@ -286,5 +286,5 @@ def _place(placement: DevicePlacement, kind: str, device: int) -> DevicePlacemen
 
 def _take_whole_requests(model: Model) -> None:
     """Batch only where the configuration asks for it, as Triton does; and let a decoupled model answer as often as it wants."""
-    scheduler = model.batcher if model.config.HasField("dynamic_batching") else OneByOne(model.batcher)
+    scheduler = WholeRequests(model.batcher, one_by_one=not model.config.HasField("dynamic_batching"))
     model.scheduler = DecoupledRequests(model.name, scheduler, model.statistics) if model.is_decoupled else scheduler

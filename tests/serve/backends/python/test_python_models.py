@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from halfserve.serve.backends.runtimes import Runtimes
 from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import Array
-from tests.serve.backends.python.python_models import load, save_python_model, serving
+from tests.serve.backends.python.python_models import X_TO_Y, load, save_python_model, serving
 
 DATATYPES = {"f4": "FP32", "O": "BYTES", "i4": "INT32", "?": "BOOL"}
 
@@ -52,8 +53,8 @@ def test_texts_bits_and_halves_keep_their_datatype(tmp_path: Path) -> None:
         "TYPE_UINT64": ("UINT64", np.array([2**64 - 1], np.uint64)),
     }
     for name in examples:
-        x, y = (f"{which} data_type: {name} dims: [ -1 ] }}" for which in ('input { name: "x"', 'output { name: "y"'))
-        save_python_model(tmp_path, name, code, f"{x} {y}")
+        tensors = (f"{which} data_type: {name} dims: [ -1 ] }}" for which in ('input { name: "x"', 'output { name: "y"'))
+        save_python_model(tmp_path, name, code, " ".join(tensors))
     with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
         for name, (datatype, x) in examples.items():
             np.testing.assert_array_equal(infer(client, name, x, datatype=datatype), x)
@@ -273,3 +274,67 @@ def test_a_model_logs_to_the_servers_log(tmp_path: Path, caplog: pytest.LogCaptu
         pass
     told = [(record.levelname, record.getMessage()) for record in caplog.records if "old" in record.getMessage()]
     assert told == [("WARNING", "logs/1: getting old"), ("ERROR", "logs/1: and older")]
+
+
+def test_an_optional_input_may_be_left_out(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def execute(self, requests):
+            given = {tensor.name(): tensor.as_numpy() for tensor in requests[0].inputs()}
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", given["x"] + given.get("more", 1))])]
+    """
+    more = 'input { name: "more" data_type: TYPE_FP32 dims: [ 1 ] optional: true }'
+    save_python_model(tmp_path, "adds", code, X_TO_Y + more)
+    x = np.array([2], np.float32)
+    both = [InferInput(name, [1], "FP32") for name in ("x", "more")]
+    for tensor in both:
+        tensor.set_data_from_numpy(x)
+    with serving(tmp_path) as server, InferenceServerClient(server.address) as client:
+        for _ in range(2):  # the second time from the request cache
+            assert infer(client, "adds", x) == [3]
+            assert client.infer("adds", both).as_numpy("y") == [4]
+        with pytest.raises(InferenceServerException, match="missing input 'x'"):
+            client.infer("adds", both[1:])
+
+
+def test_a_model_finalizes_before_the_server_ends(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.folder = args["model_repository"]
+
+        def execute(self, requests):
+            return []
+
+        def finalize(self):
+            time.sleep(0.2)
+            open(os.path.join(self.folder, "finalized"), "w").close()
+    """
+    save_python_model(tmp_path, "ends", code)
+    with serving(tmp_path):
+        assert not (tmp_path / "ends" / "finalized").exists()
+    assert (tmp_path / "ends" / "finalized").exists()
+
+
+def test_a_version_that_is_not_served_leaves_no_process(tmp_path: Path) -> None:
+    code = """
+    class TritonPythonModel:
+        def initialize(self, args):
+            path = os.path.join(args["model_repository"], "pid")
+            if os.path.exists(path):
+                raise pb_utils.TritonModelException("one is enough")
+            with open(path, "w") as file:
+                file.write(str(os.getpid()))
+
+        def execute(self, requests):
+            return []
+    """
+    save_python_model(tmp_path, "two", code, X_TO_Y + "instance_group { count: 2 kind: KIND_CPU }")
+    with pytest.raises(ModelLoadError, match=r"model.py: one is enough$"):
+        load(tmp_path, Runtimes(trust_python_models=True))
+    try:
+        ended = os.pidfd_open(int((tmp_path / "two" / "pid").read_text()))
+    except ProcessLookupError:
+        return
+    assert select.select([ended], [], [], 20)[0], "it lives on"
+    os.close(ended)
