@@ -21,8 +21,6 @@ from typing import Annotated
 import numpy as np
 import typer
 from google.protobuf import text_format
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.soaking.server_process import server_process
 from halfserve import AsyncClient
@@ -34,6 +32,7 @@ from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
 WAYS = ("padded", "unpadded")
+COLUMNS = "{:<8} {:>9} {:>20} {:>20} {:>24}"
 TOKENS = 1000  # of the vocabulary that requests use
 REQUESTS = 4096  # prepared lengths, repeated
 
@@ -105,9 +104,9 @@ async def rate(
 
 async def measure(
     address: str, longest: dict[str, Array], mixes: list[str], levels: list[int], rounds: int, seconds: float
-) -> Table:
-    """Both ways in turn, for each mix and level."""
-    table = Table("lengths", "in flight", *(f"{way} requests/s" for way in WAYS), "ratio (least to most)")
+) -> None:
+    """Both ways in turn, for each mix and level; prints medians as they come."""
+    print(COLUMNS.format("lengths", "in flight", *(f"{way}, requests/s" for way in WAYS), "ratio (least to most)"))
     async with AsyncClient(address) as client:
         for mix in mixes:
             lengths = lengths_of(mix, np.random.default_rng(0))
@@ -119,13 +118,9 @@ async def measure(
                     for way in WAYS if number % 2 else WAYS[::-1]:
                         rates[way].append(await rate(client, way, longest, lengths, in_flight, seconds))
                 ratios = [one / other for one, other in zip(*rates.values(), strict=True)]
-                table.add_row(
-                    mix,
-                    str(in_flight),
-                    *(f"{statistics.median(rates[way]):.1f}" for way in WAYS),
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                )
-    return table
+                medians = [f"{statistics.median(rates[way]):.1f}" for way in WAYS]
+                ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                print(COLUMNS.format(mix, in_flight, *medians, ratio), flush=True)
 
 
 @app.command()
@@ -141,8 +136,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
         longest = longest_inputs(write_ways(model, Path(folder)))
         with server_process(Path(folder)) as server:
-            table = asyncio.run(measure(server.address, longest, mixes.split(","), levels, rounds, seconds))
-            Console(width=120).print(table)
+            asyncio.run(measure(server.address, longest, mixes.split(","), levels, rounds, seconds))
             print(server.log_text(), end="")
 
 
