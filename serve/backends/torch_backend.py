@@ -19,6 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgu
 from torch.export.passes import move_to_device_pass
 
 from halfserve.protos.model_config_pb2 import ModelConfig
+from halfserve.serve.backends.index_ranges import IndexRange, check_indices
 from halfserve.serve.backends.onnx_runtime.cuda import RECORDING_LOCK, settle_thread
 from halfserve.serve.backends.onnx_runtime.session_settings import fewer_cores, read_settings
 from halfserve.serve.backends.torch_program import (
@@ -26,6 +27,7 @@ from halfserve.serve.backends.torch_program import (
     can_upcast,
     check_sizes,
     half_dtypes,
+    index_ranges,
     program_interface,
     size_ranges,
     upcast_graph,
@@ -75,6 +77,7 @@ class TorchRuntime:
         described, self._described = self._described, None
         program = described[1] if described is not None and described[0] == _file(path) else _read(path)
         halves = half_dtypes(program)
+        indices = index_ranges(program)
         upcast = bool(halves) and device == CPU and can_upcast(program)
         asked = read_settings(config, path).intra_op_threads
         threads = (placement.threads if asked is None else asked) or fewer_cores()
@@ -98,6 +101,7 @@ class TorchRuntime:
             _skipped=len(program.graph_signature.output_specs) - len(interface.outputs),
             _interface=interface,
             _ranges=size_ranges(program),
+            _indices=indices,
             _device=device,
             _upcast=upcast,
         )
@@ -117,6 +121,7 @@ class TorchBackend:
     _skipped: int  # outputs before the user's: what the program would have written into its buffers
     _interface: ModelInterface
     _ranges: tuple[SizeRange, ...]
+    _indices: Mapping[str, IndexRange]
     _device: torch.device
     _upcast: bool
 
@@ -129,12 +134,14 @@ class TorchBackend:
         """Compute every output, in the dtypes of the program's interface.
 
         Raises:
-            InvalidArgumentError: the program was not exported for such a size.
+            InvalidArgumentError: the program was not exported for such a size, or an index is out of its table's range.
             BackendError: torch refused these inputs.
         """
         if self._device != CPU:
             settle_thread(self._device.index)
         check_sizes(self._ranges, inputs)
+        if self._device != CPU:  # there, a wrong index costs the process its device
+            check_indices(self._indices, inputs)
         arguments = list(self._arguments)
         for place in self._changing:  # no state passes from one request to the next
             arguments[place] = arguments[place].clone()
@@ -147,6 +154,7 @@ class TorchBackend:
                 for spec, tensor in zip(self._interface.outputs, outputs, strict=True)
             }
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            check_indices(self._indices, inputs)
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise BackendError(f"the model failed on this request: {reason}") from error
 

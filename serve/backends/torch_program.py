@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from halfserve.protos.datatypes import BY_WIRE
+from halfserve.serve.backends.index_ranges import IndexRange
 from halfserve.serve.engine.backend import TORCH_EXPORT, ModelInterface
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
@@ -35,6 +36,14 @@ STATISTICS, TRAINING = frozenset({"running_mean", "running_var"}), frozenset({"t
 HALF_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Asserts a tensor's dtype and device at export.
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default  # noqa: SLF001  (an operator's public name)
+# Their results have all elements of their first argument, and no others.
+SAME_ELEMENTS = frozenset(
+    {
+        *(torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default, torch.ops.aten.contiguous.default),  # noqa: SLF001  (see above)
+        *(torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten.clone.default),
+        *(torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.flatten.using_ints),
+    }
+)
 # Reads bits, which differ in fp32.
 REINTERPRETATION = torch.ops.aten.view.dtype
 
@@ -112,6 +121,25 @@ def check_sizes(ranges: tuple[SizeRange, ...], inputs: Tensors) -> None:
         if first != number:
             how = "as in" if (rule.factor, rule.offset) == (1, 0) else "to go with"
             raise InvalidArgumentError(f"{where}, expected {rule.factor * first + rule.offset} {how} input {other!r}")
+
+
+def index_ranges(program: ExportedProgram) -> dict[str, IndexRange]:
+    """The range of each input that an embedding takes its indices from, by the input's name."""
+    inputs = frozenset(program.graph_signature.user_inputs)
+    found: dict[str, IndexRange] = {}
+    for node in program.graph.nodes:
+        if node.target is not torch.ops.aten.embedding.default:
+            continue
+        table, index = node.args[:2]
+        rows = table.meta["val"].shape[0]
+        while index.target in SAME_ELEMENTS:
+            index = index.args[0]
+        if index.name not in inputs or not isinstance(rows, int):
+            continue
+        known = found.get(index.name)
+        if known is None or rows <= known.high:
+            found[index.name] = IndexRange(0, rows - 1)
+    return found
 
 
 def _taken(program: ExportedProgram) -> list[str]:

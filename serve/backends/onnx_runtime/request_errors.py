@@ -8,14 +8,14 @@ zeros, so that the inputs are checked before each batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto
 
+from halfserve.serve.backends.index_ranges import IndexRange, check_indices
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import BackendError, InferenceError, InvalidArgumentError
-from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors
+from halfserve.serve.engine.tensors import ANY_SIZE, Tensors
 
 # Operators whose results have all elements of their first input, and no others.
 SAME_ELEMENTS = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
@@ -34,21 +34,6 @@ SHAPE_SIGNS = (
     "out of data bounds",
 )
 SHOWN_TEXT = 300  # characters of the runtime's
-
-
-@dataclass(frozen=True)
-class IndexRange:
-    """The values that an input may have, both ends included."""
-
-    low: int
-    high: int
-
-    def outside(self, array: Array) -> int | None:
-        """A value of the array that is not in the range; None if all are."""
-        if not array.size:
-            return None
-        least, most = int(array.min()), int(array.max())
-        return most if most > self.high else least if least < self.low else None
 
 
 def index_ranges(graph: GraphProto) -> dict[str, IndexRange]:
@@ -109,13 +94,7 @@ class RequestErrors:
         Raises:
             InvalidArgumentError: one has a value outside of it.
         """
-        for name, known in self._ranges.items():
-            value = known.outside(inputs[name]) if name in inputs else None
-            if value is not None:
-                raise InvalidArgumentError(
-                    f"input {name!r} has the value {value}, expected {known.low} to {known.high}: it is the index of one of "
-                    f"{known.high + 1} rows"
-                )
+        check_indices(self._ranges, inputs)
 
     def explain(self, inputs: Tensors, text: str) -> InferenceError:
         """The client's error after a batch failed; `text` is the runtime's."""

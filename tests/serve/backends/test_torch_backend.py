@@ -22,7 +22,7 @@ from halfserve.serve.backends.torch_backend import TorchBackend, TorchRuntime
 from halfserve.serve.backends.torch_program import written
 from halfserve.serve.engine.backend import DevicePlacement, ModelInterface, Trust
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, complete_config
-from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
+from halfserve.serve.engine.errors import BackendError, InvalidArgumentError, ModelLoadError
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.queueing.compute_slots import ComputeSlots
 from halfserve.serve.engine.repository.loaded_version import load_model
@@ -386,3 +386,26 @@ def test_a_constant_that_goes_into_a_subgraph_is_no_graph() -> None:
     root.register_buffer("constant", torch.ones(1))
     root.add_module("inner", torch.fx.GraphModule(nn.Module(), inner))
     assert not written(torch.fx.GraphModule(root, outer))
+
+
+class Embedding(nn.Module):
+    """ids INT64 [batch, n] -> y: a word's number of 5, and a kind's of 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds = nn.Embedding(5, 1), nn.Embedding(3, 1)
+
+    def forward(self, ids: torch.Tensor, kinds: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        return self.words(ids.to(torch.int32)) + self.kinds(kinds.unsqueeze(0))[0] + self.words(free + 1)
+
+
+def test_an_index_out_of_an_embedding_is_the_callers_error(tmp_path: Path) -> None:
+    examples = [torch.zeros(2, 3, dtype=torch.int64) for _ in range(3)]
+    _, backend = load(save_program(tmp_path / "m.pt2", Embedding(), *examples))
+    good = {name: np.ones((2, 3), np.int64) for name in ("ids", "kinds", "free")}
+    assert backend.run(good)["output"].shape == (2, 3, 1)
+    for name, value, range_of in (("ids", 5, "0 to 4"), ("ids", -1, "0 to 4"), ("kinds", 3, "0 to 2")):
+        with pytest.raises(InvalidArgumentError, match=f"input '{name}' has the value {value}, expected {range_of}: "):
+            backend.run({**good, name: np.array([[0, 1, value], [0, 0, 0]])})
+    with pytest.raises(BackendError, match="index out of range"):  # computed with: its range is not known
+        backend.run({**good, "free": np.full((2, 3), 4)})

@@ -41,14 +41,14 @@ class Same(nn.Module):
 
 
 class Picky(nn.Module):
-    """i INT64 [batch, 1] -> y FP32 [batch, 1]: two rows to choose from."""
+    """i INT64 [batch, 1] -> y FP32 [batch, 1]: two rows to choose from, by an index that is computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.tensor([10.0, 20.0]))
 
     def forward(self, i: torch.Tensor) -> Outputs:
-        return {"y": torch.embedding(self.get_buffer("table")[:, None], i)[..., 0]}
+        return {"y": torch.embedding(self.get_buffer("table")[:, None], i + 0)[..., 0]}
 
 
 def save_program(path: Path, module: nn.Module, *inputs: torch.Tensor, dynamic_shapes: Any = None) -> Path:
