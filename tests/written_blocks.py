@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,15 +42,18 @@ def run_in_order(blocks: list[Block], folder: Path, port: int, *modules: Path) -
     Returns:
         How many blocks were run beside the servers.
     """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        http_port = int(free.getsockname()[1])
     # `halfserve` and `python` of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *modules])), "COLUMNS": "120"}
     ran = 0
     with ExitStack() as servers:
-        for text, command in _commands(blocks, port):
+        for text, command in _commands(blocks, port, http_port):
             if text.startswith(SERVER):
                 servers.close()
-                servers.enter_context(_serving(command, folder, environment, port))
+                servers.enter_context(_serving(command, folder, environment, port, http_port))
                 continue
             done = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
@@ -59,11 +63,11 @@ def run_in_order(blocks: list[Block], folder: Path, port: int, *modules: Path) -
     return ran
 
 
-def _commands(blocks: list[Block], port: int) -> Iterator[tuple[str, list[str]]]:
+def _commands(blocks: list[Block], port: int, http_port: int) -> Iterator[tuple[str, list[str]]]:
     """Text, or "" for Python's, and the command."""
     chosen = [block for block in blocks if block.language in ("bash", "python")]
     for language, together in groupby(chosen, lambda block: block.language):
-        texts = [_as_tested(block.text, port) for block in together]
+        texts = [_as_tested(block.text, port, http_port) for block in together]
         if language == "python":
             yield "", [sys.executable, "-c", EACH_BY_ITSELF, *texts]
             continue
@@ -71,17 +75,17 @@ def _commands(blocks: list[Block], port: int) -> Iterator[tuple[str, list[str]]]
             yield text, ["bash", "-euo", "pipefail", "-c", text]
 
 
-def _as_tested(text: str, port: int) -> str:
+def _as_tested(text: str, port: int, http_port: int) -> str:
     """The block as it stands, but on a port of the test's, and in fewer epochs; test_digits.py tries what all of them give."""
     text = re.sub(r"^(halfserve (?:models|infer|bench)\b.*)$", rf"\1 --address 127.0.0.1:{port}", text, flags=re.MULTILINE)
     text = re.sub(r"^(halfserve train\b.* --epochs )\d+$", r"\g<1>4", text, flags=re.MULTILINE)
-    return text.replace("127.0.0.1:8001", f"127.0.0.1:{port}")
+    return text.replace("127.0.0.1:8001", f"127.0.0.1:{port}").replace("127.0.0.1:8000", f"127.0.0.1:{http_port}")
 
 
 @contextmanager
-def _serving(command: list[str], folder: Path, environment: dict[str, str], port: int) -> Iterator[None]:
+def _serving(command: list[str], folder: Path, environment: dict[str, str], port: int, http_port: int) -> Iterator[None]:
     # exec, so that the signal at the end reaches the server and not the shell around it.
-    exact = [*command[:-1], f"exec {command[-1].strip()} --grpc-port {port} --http-port 0 --metrics-port 0"]
+    exact = [*command[:-1], f"exec {command[-1].strip()} --grpc-port {port} --http-port {http_port} --metrics-port 0"]
     server = subprocess.Popen(exact, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -223,14 +223,19 @@ class TextModels:
         self._core = core
         self._loading: dict[Model, asyncio.Task[TextModel | InferenceError]] = {}
         self._threads = asyncio.Semaphore(TOKENIZING_THREADS)
+        self._follows = False
 
     def start(self) -> None:
         """Load the tokenizers of all text models, now and whenever models change."""
         self._core.on_change(self._follow)
+        self._follows = True
         self._follow()
 
     def stop(self) -> None:
-        self._core.off_change(self._follow)
+        """Undo `start`; nothing if it was not called: the server could not listen."""
+        if self._follows:
+            self._core.off_change(self._follow)
+        self._follows = False
         for task in self._loading.values():
             task.cancel()
         self._loading.clear()
