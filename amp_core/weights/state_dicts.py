@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def torch_content(path: Path) -> Any:
         WeightsError: The file is damaged, or holds anything else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return _plain_content(path, "cpu")
     except UNREADABLE as error:
         text = str(error)
         if "Unsupported global" in text or "Unsupported class" in text or "weights_only" in text:
@@ -141,10 +142,16 @@ def torch_content(path: Path) -> Any:
         raise WeightsError(f"{path} is damaged: torch.load cannot read it; copy or save it again") from error
 
 
+def _plain_content(path: Path, device: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pickles that torch.save has not written; they are refused in one line
+        return torch.load(path, map_location=device, weights_only=True)
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a file of torch.save is a checkpoint of `halfserve train`, or so damaged that only its reader can tell."""
     try:
-        content = torch.load(path, map_location="meta", weights_only=True)
+        content = _plain_content(path, "meta")
     except UNREADABLE:
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
@@ -153,7 +160,7 @@ def is_checkpoint(path: Path) -> bool:
 def is_state_dict(path: Path) -> bool:
     """Whether a file of torch.save holds a state dict."""
     try:
-        return _state_dict(torch.load(path, map_location="meta", weights_only=True)) is not None
+        return _state_dict(_plain_content(path, "meta")) is not None
     except UNREADABLE:
         return False
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from halfserve.amp_core.weights.file_kinds import WeightsError
 from halfserve.amp_core.weights.state_dicts import load_weights
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.samples import Samples
@@ -206,7 +207,7 @@ def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _K
             ignore_mismatched_sizes=True,  # they are reported, and refused below
         )
     except Exception as error:  # as above; safetensors raises its own
-        load_weights(folder)  # says which file of weights is not whole, where that is why
+        _require_whole_weights(folder)
         raise ExportError(f"cannot load the model in {folder}: {one_line(error)}") from error
     # A body's own pooler and the mask of training are not used, and may be missing; anything else would be random numbers.
     unused = {name for name in loading["missing_keys"] if name.startswith("pooler.") or name.endswith("masked_spec_embed")}
@@ -229,6 +230,14 @@ def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _K
     network.config.use_cache = False
     model: PreTrainedModel = network.eval()
     return model
+
+
+def _require_whole_weights(folder: Path) -> None:
+    """Say which file of weights cannot be read, where that is why a model cannot be loaded."""
+    try:
+        load_weights(folder)
+    except WeightsError as error:
+        raise ExportError(str(error)) from error
 
 
 def _unexpected(network: PreTrainedModel, names: Iterable[str]) -> list[str]:
