@@ -1,8 +1,8 @@
-"""`LateUpdate`: a scaler whose scale changes only between iterations, and the arguments that all integrations check."""
+"""`LateUpdate`: a scaler whose scale changes only between iterations; a scheduler that knows of skips; checked arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -109,3 +109,29 @@ class LateUpdate:
         if name == "scaler":  # not set yet, while this object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self.scaler, name)
+
+
+class SkipAwareScheduler:
+    """A learning-rate scheduler whose `step` does nothing after a skipped optimizer step.
+
+    Otherwise a warm-up would run ahead of the training while the scale is being found, and torch would warn that the scheduler
+    was stepped before the optimizer. Attributes are the wrapped scheduler's, and `isinstance` checks for its class pass.
+    """
+
+    def __init__(self, scheduler: Any, step_was_skipped: Callable[[], bool]) -> None:
+        self._scheduler = scheduler
+        self._step_was_skipped = step_was_skipped
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler unless the optimizer's step was skipped."""
+        if not self._step_was_skipped():
+            self._scheduler.step(*args, **kwargs)
+
+    @property  # type: ignore[misc]  # isinstance asks a property too
+    def __class__(self) -> type:
+        return type(self._scheduler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_scheduler":  # not set yet, while this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)

@@ -21,8 +21,10 @@ from torch.optim import LBFGS, Optimizer
 from halfserve.amp_core.autocast.autocast import autocast
 from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler, device_type
 from halfserve.amp_core.integrations import not_installed
-from halfserve.amp_core.integrations.late_update import LateUpdate, check_scaler, given_policy
+from halfserve.amp_core.integrations.late_update import LateUpdate, SkipAwareScheduler, check_scaler, given_policy
 from halfserve.amp_core.policy import Policy
+from halfserve.amp_core.recorder import Record
+from halfserve.amp_core.recorder.batch_recorder import BatchRecorder
 
 try:
     import lightning.pytorch as pl
@@ -34,7 +36,7 @@ except ModuleNotFoundError as error:
     raise not_installed(error, "lightning", "2.6") from error
 
 MixedName = Literal["16-mixed", "bf16-mixed"]
-POLICY = "policy"  # beside the scaler's own keys in a saved state, where torch's scaler ignores it
+POLICY, RECORD = "policy", "record"  # beside the scaler's own keys in a saved state, where torch's scaler ignores them
 
 
 class LightningCasting:
@@ -97,7 +99,7 @@ class LightningCasting:
             RuntimeError: If the scaler's part lacks a key.
             PolicyError: If the policy cannot be read here.
         """
-        scaling = {key: value for key, value in state_dict.items() if key != POLICY}
+        scaling = {key: value for key, value in state_dict.items() if key not in {POLICY, RECORD}}
         saved = state_dict.get(POLICY)
         policy = self._policy if saved is None else Policy.parse(saved)
         if self.scaler and scaling:
@@ -217,32 +219,6 @@ def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
 
 
-class SkipAwareScheduler:
-    """A learning-rate scheduler whose `step` does nothing after a skipped optimizer step.
-
-    Otherwise a warm-up would run ahead of the training while the scale is being found, and torch would warn that the scheduler
-    was stepped before the optimizer. Attributes are the wrapped scheduler's, and `isinstance` checks for its class pass.
-    """
-
-    def __init__(self, scheduler: Any, step_was_skipped: Callable[[], bool]) -> None:
-        self._scheduler = scheduler
-        self._step_was_skipped = step_was_skipped
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler unless the optimizer's step was skipped."""
-        if not self._step_was_skipped():
-            self._scheduler.step(*args, **kwargs)
-
-    @property  # type: ignore[misc]  # isinstance asks a property too
-    def __class__(self) -> type:
-        return type(self._scheduler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_scheduler":  # not set yet, while this object is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self._scheduler, name)
-
-
 LIGHTNINGS_OWN = MixedPrecision.__qualname__  # under which its checkpoints keep the scaler's state
 
 
@@ -253,7 +229,8 @@ class TrainerPrecision(MixedPrecision):
     and `scaler.overflowed_parameters(model)` from any hook after the step; a scheduler with interval "step" and frequency 1
     does not advance after a skipped step (in automatic optimization; `trainer.global_step` counts attempts, as ever); several
     optimizers may share one backward's scale; fused optimizers can be clipped. Checkpoints are exchangeable with Lightning's
-    own plugin.
+    own plugin. They also hold the policy and a record of the ranges that training saw, which `halfserve export MODULE:FACTORY
+    --weights FILE.ckpt` reads.
 
     A scaler with `on_min_scale="stop"` stops the Trainer when no scale can help.
 
@@ -266,9 +243,11 @@ class TrainerPrecision(MixedPrecision):
             torch's rules.
         scaler: A scaler with other settings: `GradScaler(min_scale=1.0)`.
         device: The device type, such as `cuda`; by default the accelerator in use, else the CPU.
+        record_every: In automatic optimization, one step in so many is recorded (with gradients accumulated, its last batch);
+            0 records none.
 
     Raises:
-        ValueError: If `precision` is unknown, or a scaler is given for bfloat16.
+        ValueError: If `precision` is unknown, a scaler is given for bfloat16, or `record_every` is negative.
         TypeError: If `scaler` is not ours.
         PolicyError: If a policy's string form cannot be read.
     """
@@ -280,7 +259,9 @@ class TrainerPrecision(MixedPrecision):
         policy: Policy | str | None = None,
         scaler: GradScaler | None = None,
         device: str | None = None,
+        record_every: int = 200,
     ) -> None:
+        self._batches = BatchRecorder(record_every)
         self._casting = LightningCasting(precision, device, policy, scaler)
         super().__init__(precision, self._casting.device, cast("Any", self._casting.scaler))
 
@@ -340,6 +321,7 @@ class TrainerPrecision(MixedPrecision):
         Returns:
             The result of the optimizer's step; None if it was skipped or the training step returned no loss.
         """
+        closure = self._recorded(closure, model)
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         _refuse_lbfgs(optimizer)
@@ -357,18 +339,33 @@ class TrainerPrecision(MixedPrecision):
             model.trainer.should_stop = True
         return result
 
+    def _recorded(self, closure: Callable[[], Any], model: pl.LightningModule) -> Callable[[], Any]:
+        if not model.automatic_optimization:
+            return closure  # which is empty: the batch was computed before
+
+        def run() -> Any:
+            with self._batches.batch(model, self._scale()):
+                return closure()
+
+        return run
+
+    def _scale(self) -> float:
+        return self.scaler.get_scale() if self.scaler else 1.0
+
     def clip_gradients(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clip the gradients of any optimizer, a fused one too: they are unscaled by now."""
         # Not super(): Lightning's MixedPrecision refuses fused optimizers, because they unscale in their own kernel.
         Precision.clip_gradients(self, optimizer, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state and the policy."""
-        return self._casting.state_dict()
+        """The scaler's state, the policy, and the record of the training where it has one."""
+        record = self._batches.record
+        return {**self._casting.state_dict(), **({RECORD: record.to_dict()} if record.steps else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, or of Lightning's own plugin; see `LightningCasting.load_state_dict`."""
         self._casting.load_state_dict(state_dict)
+        self._batches.record = Record.from_dict(state_dict[RECORD]) if RECORD in state_dict else Record()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the scaler's state where Lightning's own plugin finds it as well."""

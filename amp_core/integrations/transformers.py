@@ -19,7 +19,8 @@ from halfserve.amp_core.grad_scaler.grad_scaler import GradScaler
 from halfserve.amp_core.integrations import not_installed
 from halfserve.amp_core.integrations.accelerate import HalfserveAccelerator, compare_policy
 from halfserve.amp_core.policy import Policy
-from halfserve.amp_core.recorder import Record, Recorder
+from halfserve.amp_core.recorder import Record
+from halfserve.amp_core.recorder.batch_recorder import BatchRecorder
 from halfserve.amp_core.recorder.beside_weights import read_record, write_policy, write_record
 
 try:
@@ -61,11 +62,8 @@ class HalfserveTrainer(Trainer):
         record_every: int = 200,
         **kwargs: Any,
     ) -> None:
-        if record_every < 0:
-            raise ValueError(f"record_every is {record_every}; expected a number of batches from 1, or 0 for no record")
+        self._batches = BatchRecorder(record_every)
         self._make_accelerator = partial(HalfserveAccelerator, policy=policy, scaler=scaler)
-        self._record_every, self._batches = record_every, 0
-        self._record = Record()
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -76,16 +74,10 @@ class HalfserveTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch, after its backward; recorded where it is its turn."""
-        self._batches += 1
-        if not self._record_every or (self._batches - 1) % self._record_every:
-            return super().training_step(model, inputs, num_items_in_batch)
-        # A recorder for this batch alone: with `model_init`, each call of `train` makes another model.
-        recorder = Recorder(self.accelerator.unwrap_model(model, keep_torch_compile=False), every=1)
         scale = 1.0 if self.accelerator.scaler is None else self.accelerator.scaler.get_scale()
-        with recorder.step(1, scale=scale):
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        self._record = self._record.merged(recorder.record())
-        return loss
+        # With `model_init`, each call of `train` makes another model.
+        with self._batches.batch(self.accelerator.unwrap_model(model, keep_torch_compile=False), scale):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -93,11 +85,11 @@ class HalfserveTrainer(Trainer):
             folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
             if self.accelerator.native_amp:
                 write_policy(folder, self.accelerator.policy)
-            if self._record.steps:
-                write_record(folder, self._record)
+            if self._batches.record.steps:
+                write_record(folder, self._batches.record)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.accelerator.native_amp:
             compare_policy(resume_from_checkpoint, self.accelerator.policy)
-        self._record = read_record(resume_from_checkpoint) or Record()
+        self._batches.record = read_record(resume_from_checkpoint) or Record()

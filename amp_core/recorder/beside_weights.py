@@ -1,14 +1,21 @@
-"""The policy and the record of a training, in files beside weights that another framework wrote."""
+"""The policy and the record of a training, beside weights that another framework wrote: in files, or in its checkpoint."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from halfserve.amp_core.checkpoint import UNREADABLE
 from halfserve.amp_core.policy import Policy, PolicyError
 from halfserve.amp_core.recorder.record import Record
+from halfserve.amp_core.weights.file_kinds import FileKind, kind_of
 from halfserve.protos.atomic_files import atomic_file
 
+# Under which Lightning's Trainer keeps the state of our precision plugin.
+LIGHTNINGS_KEY = "TrainerPrecision"
 POLICY_FILE = "halfserve_policy.json"
 RECORD_FILE = "halfserve_record.json"
 
@@ -53,3 +60,37 @@ def read_record(folder: Path | str) -> Record | None:
         return Record.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the record in {path}; delete the file to load the rest without it: {error}") from error
+
+
+def read_training(weights: Path) -> tuple[Policy | None, Record | None]:
+    """The policy and the record of the training that made weights; None where there is none.
+
+    Args:
+        weights: A folder with the files of this module; a checkpoint of Lightning's Trainer with our plugin; or a file with the
+            files of this module beside it.
+
+    Raises:
+        ValueError: If they are there and cannot be read.
+    """
+    if weights.is_dir():
+        return read_policy(weights), read_record(weights)
+    state = _plugin_state(weights)
+    if state is None:
+        return read_policy(weights.parent), read_record(weights.parent)
+    try:
+        policy, record = state.get("policy"), state.get("record")
+        return None if policy is None else Policy.parse(policy), None if record is None else Record.from_dict(record)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"cannot read the policy and record in the checkpoint {weights}: {error}") from error
+
+
+def _plugin_state(file: Path) -> dict[str, Any] | None:
+    """The state of our precision plugin in a checkpoint of Lightning; None in any other file."""
+    if kind_of(file) not in (FileKind.TORCH_ARCHIVE, FileKind.PICKLE):
+        return None
+    try:
+        content = torch.load(file, map_location="meta", weights_only=True)
+    except UNREADABLE:
+        return None
+    state = content.get(LIGHTNINGS_KEY) if isinstance(content, dict) else None
+    return state if isinstance(state, dict) else None

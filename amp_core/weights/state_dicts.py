@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,15 @@ def save_weights(path: Path, weights: Mapping[str, Any]) -> None:
 
 
 def load_into(module: nn.Module, weights: Mapping[str, Tensor], place: str) -> str:
-    """Load weights into a module, all of them and nothing else.
+    """Load weights into a module, all of the module's and nothing else.
 
     Args:
         module: The module.
-        weights: Tensors by name. A prefix that all names have, and none of the module's, is left out.
+        weights: Tensors by name; see `prefix_of` for the names in a wrapper, such as a LightningModule.
         place: Where they come from, for errors.
 
     Returns:
-        A note for the certificate; empty where the weights were float32.
+        A note for the certificate: other types than float32, and tensors that the wrapper has beside the module's.
 
     Raises:
         WeightsError: They do not fit; names the first differences.
@@ -112,7 +113,10 @@ def load_into(module: nn.Module, weights: Mapping[str, Tensor], place: str) -> s
             )
     module.load_state_dict({name: given[name] for name in wanted})
     narrow = sorted({str(t.dtype)[6:] for t in given.values() if t.is_floating_point() and t.dtype.itemsize < 4})
-    return f"the weights in {place} are {' and '.join(narrow)}, and were converted from there" if narrow else ""
+    types = f"the weights in {place} are {' and '.join(narrow)}, and were converted from there" if narrow else ""
+    left = sorted(weights.keys() - {f"{prefix_of(weights, wanted)}{name}" for name in given})
+    beside = f"{len(left)} tensors in {place} are not the module's, such as {left[0]}, and were left out" if left else ""
+    return "; ".join(filter(None, (types, beside)))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -127,7 +131,7 @@ def torch_content(path: Path) -> Any:
         WeightsError: The file is damaged, or holds anything else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return _plain_content(path, "cpu")
     except UNREADABLE as error:
         text = str(error)
         if "Unsupported global" in text or "Unsupported class" in text or "weights_only" in text:
@@ -138,10 +142,16 @@ def torch_content(path: Path) -> Any:
         raise WeightsError(f"{path} is damaged: torch.load cannot read it; copy or save it again") from error
 
 
+def _plain_content(path: Path, device: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pickles that torch.save has not written; they are refused in one line
+        return torch.load(path, map_location=device, weights_only=True)
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a file of torch.save is a checkpoint of `halfserve train`, or so damaged that only its reader can tell."""
     try:
-        content = torch.load(path, map_location="meta", weights_only=True)
+        content = _plain_content(path, "meta")
     except UNREADABLE:
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
@@ -150,7 +160,7 @@ def is_checkpoint(path: Path) -> bool:
 def is_state_dict(path: Path) -> bool:
     """Whether a file of torch.save holds a state dict."""
     try:
-        return _state_dict(torch.load(path, map_location="meta", weights_only=True)) is not None
+        return _state_dict(_plain_content(path, "meta")) is not None
     except UNREADABLE:
         return False
 
@@ -195,11 +205,33 @@ def _state_dict(content: Any) -> dict[str, Tensor] | None:
     return next((tensors for tensors in found if tensors is not None), None)
 
 
-def without_prefix(weights: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    given = dict(weights)
-    while given.keys() != wanted.keys():
-        prefix = next((prefix for prefix in PREFIXES if given and all(name.startswith(prefix) for name in given)), None)
-        if prefix is None or any(name.startswith(prefix) for name in wanted):
+def prefix_of(names: Collection[str], wanted: Collection[str]) -> str:
+    """What a wrapper of a module put before the names of the module's tensors, such as `model.` or `net._orig_mod.`.
+
+    Where all tensors of the module are there under one prefix alone, it is that one, whatever the wrapper has beside them.
+    Otherwise it is what all names begin with and none of the module's does, of `PREFIXES`.
+
+    Args:
+        names: Of the tensors that are given.
+        wanted: Of the module's tensors.
+    """
+    given = set(names)
+    if given >= set(wanted):
+        return ""
+    first = min(wanted)
+    possible = {name.removesuffix(first) for name in given if name.endswith(f".{first}")}
+    whole = [prefix for prefix in possible if all(f"{prefix}{name}" in given for name in wanted)]
+    if len(whole) == 1:
+        return whole[0]
+    prefix = ""
+    while found := next((part for part in PREFIXES if all(name.startswith(prefix + part) for name in given)), None):
+        if not given or any(name.startswith(found) for name in wanted):
             break
-        given = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
-    return given
+        prefix += found
+    return prefix
+
+
+def without_prefix(weights: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
+    """The tensors under `prefix_of`, by their names in the module."""
+    prefix = prefix_of(weights, wanted)
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from halfserve.amp_core.weights.state_dicts import load_into, load_weights, torch_content
+from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, torch_content
 from halfserve.export.errors import ExportError
 from halfserve.export.repository.version_writer import FACTORY
 from halfserve.export.samples import Samples, model_of
 from halfserve.export.sources.sample_files import read_arrays
 from halfserve.export.sources.source import Source, SourceOptions, factory_name, repository_name
+from halfserve.export.sources.training import with_training
 from halfserve.export.to_onnx.capture import one_line
 
 
@@ -29,12 +31,16 @@ def open_factory(factory: str, options: SourceOptions) -> Source:
     """
     samples = _samples(options, factory)
     module = model_of(factory)
-    if options.weights is not None:
-        if options.trust_pickle and options.weights.is_file():
-            raise ExportError("--trust-pickle opens a pickled module, which needs no factory; leave it or MODULE:FACTORY out")
-        note = load_into(module, load_weights(options.weights), str(options.weights))
-        samples = samples.noting(note)
-    return Source(module=module.eval(), samples=samples, name=factory_name(factory), metadata={FACTORY: factory})
+    samples = _fitting(samples, module)
+    source = Source(module=module.eval(), samples=samples, name=factory_name(factory), metadata={FACTORY: factory})
+    if options.weights is None:
+        return source
+    if options.trust_pickle and options.weights.is_file():
+        raise ExportError("--trust-pickle opens a pickled module, which needs no factory; leave it or MODULE:FACTORY out")
+    weights = load_weights(options.weights)
+    note = load_into(module, weights, str(options.weights))
+    prefix = prefix_of(weights, module.state_dict())
+    return with_training(replace(source, samples=samples.noting(note)), options.weights, module, prefix=prefix)
 
 
 def open_pickled_module(path: Path, options: SourceOptions) -> Source:
@@ -52,7 +58,8 @@ def open_pickled_module(path: Path, options: SourceOptions) -> Source:
         raise ExportError(f"cannot open {path}: {one_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise ExportError(f"{path} holds a {type(module).__name__}; expected a torch.nn.Module")
-    return Source(module=module.float().eval(), samples=_samples(options, str(path)), name=repository_name(path.stem))
+    module = module.float().eval()
+    return Source(module=module, samples=_fitting(_samples(options, str(path)), module), name=repository_name(path.stem))
 
 
 def _samples(options: SourceOptions, source: str) -> Samples:
@@ -62,3 +69,15 @@ def _samples(options: SourceOptions, source: str) -> Samples:
             "numpy.savez('samples.npz', PARAMETER=array) and give --samples samples.npz"
         )
     return Samples(inputs=read_arrays(options.samples, options.max_samples), labels=None)
+
+
+def _fitting(samples: Samples, module: nn.Module) -> Samples:
+    """Samples of float64, numpy's own type, in the float32 of a module that has no float64 itself."""
+    tensors = (*module.parameters(), *module.buffers())
+    given = samples.inputs if isinstance(samples.inputs, dict) else {"": samples.inputs}
+    wide = [name for name, tensor in given.items() if tensor.dtype == torch.float64]
+    if not wide or any(tensor.dtype == torch.float64 for tensor in tensors):
+        return samples
+    rounded = {name: tensor.float() if name in wide else tensor for name, tensor in given.items()}
+    inputs = rounded if isinstance(samples.inputs, dict) else rounded[""]
+    return replace(samples, inputs=inputs).noting("the samples are float64, and were rounded to the model's float32")

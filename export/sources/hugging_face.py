@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halfserve.amp_core.policy import Policy
-from halfserve.amp_core.recorder.beside_weights import read_policy, read_record
-from halfserve.amp_core.recorder.module_spans import OUTSIDE, ROOT
-from halfserve.amp_core.recorder.record import Record
+from halfserve.amp_core.weights.file_kinds import WeightsError
+from halfserve.amp_core.weights.state_dicts import load_weights
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.samples import Samples
 from halfserve.export.sources.audio_clips import clip_samples
@@ -24,6 +22,7 @@ from halfserve.export.sources.pictures import picture_samples
 from halfserve.export.sources.sentence_transformers import sentence_layers
 from halfserve.export.sources.source import Source, SourceOptions, repository_name
 from halfserve.export.sources.tokenized_text import padding_values, read_tokenizer, served_tokenizer, text_samples
+from halfserve.export.sources.training import with_training
 from halfserve.export.tasks.audio_models import AudioModel
 from halfserve.export.tasks.image_models import ImageModel, Preprocessing
 from halfserve.export.tasks.judges import judge_decoded, judge_embeddings, judge_token_labels, judge_token_vectors
@@ -115,8 +114,7 @@ def open_hugging_face(folder: Path, options: SourceOptions) -> Source:
     else:
         tokenizer = read_tokenizer(transformers, folder, config, trusted=options.trust_remote_code)
         source = _text_source(folder, options, network, task, tokenizer)
-    policy, record, remark = _training(folder, network, source.module)
-    return replace(source, policy=policy, record=record, samples=source.samples.noting(remark))
+    return with_training(source, folder, network)
 
 
 def _transformers() -> Any:
@@ -126,6 +124,8 @@ def _transformers() -> Any:
         raise ExportError("a Hugging Face folder needs the package transformers: pip install 'halfserve[hf]'") from error
     # Bars are for downloads of gigabytes; the command tells its own progress.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # Its table of weights that do not fit; an error says it in one line.
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers
 
 
@@ -205,8 +205,10 @@ def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _K
             trust_remote_code=trusted,
             dtype=torch.float32,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
         )
     except Exception as error:  # as above; safetensors raises its own
+        _require_whole_weights(folder)
         raise ExportError(f"cannot load the model in {folder}: {one_line(error)}") from error
     # A body's own pooler and the mask of training are not used, and may be missing; anything else would be random numbers.
     unused = {name for name in loading["missing_keys"] if name.startswith("pooler.") or name.endswith("masked_spec_embed")}
@@ -221,27 +223,29 @@ def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _K
         raise ExportError(
             f"the weights in {folder} do not fit config.json: {name!r} has shape {shapes[0]}, expected {shapes[1]}"
         )
+    if unexpected := _unexpected(network, loading["unexpected_keys"]):
+        raise ExportError(
+            f"the weights in {folder} have {len(unexpected)} tensors more than a {type(network).__name__}, such as "
+            f"{unexpected[0]!r}; they are of another model than config.json says"
+        )
     network.config.use_cache = False
     model: PreTrainedModel = network.eval()
     return model
 
 
-def _training(folder: Path, network: nn.Module, module: nn.Module) -> tuple[Policy, Record | None, str]:
-    """What `HalfserveTrainer` wrote beside the weights: the policy, the record of the task's `module`, and a remark."""
+def _require_whole_weights(folder: Path) -> None:
+    """Say which file of weights cannot be read, where that is why a model cannot be loaded."""
     try:
-        policy, record = read_policy(folder) or Policy(), read_record(folder)
-    except ValueError as error:
+        load_weights(folder)
+    except WeightsError as error:
         raise ExportError(str(error)) from error
-    if record is None:
-        return policy, None, ""
-    own = {name for name, _ in network.named_modules()}
-    recorded = {entry.module for entry in record.entries} - {ROOT, OUTSIDE}
-    if not recorded <= own:
-        return policy, None, f"the record of the training in {folder} is of another model, and was not used"
-    prefix = next(name for name, part in module.named_modules() if part is network)
-    places = {OUTSIDE: OUTSIDE, ROOT: prefix, **{name: f"{prefix}.{name}" for name in recorded}}
-    entries = tuple(replace(entry, module=places[entry.module]) for entry in record.entries)
-    return policy, replace(record, entries=entries), ""
+
+
+def _unexpected(network: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """The weights that belong into a part that the network has, such as one more layer; heads for other tasks do not."""
+    prefix = f"{network.base_model_prefix}."
+    parts = {name for module in (network, network.base_model) for name, _ in module.named_children()}
+    return sorted(n for n in names if n.endswith(".weight") and n.removeprefix(prefix).partition(".")[0] in parts)
 
 
 def _answer_settings(config: Any, task: str) -> dict[str, str]:

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfserve.amp_core.weights.state_dicts import load_into, load_weights, without_prefix
+from halfserve.amp_core.weights.state_dicts import load_into, load_weights, prefix_of, without_prefix
 from halfserve.export.errors import ExportError, UsageError
 from halfserve.export.sources.pictures import picture_samples
 from halfserve.export.sources.source import Source, SourceOptions, repository_name
+from halfserve.export.sources.training import with_training
 from halfserve.export.tasks.image_models import ImageModel, Preprocessing
 from halfserve.export.tasks.task import Task
 from halfserve.export.to_onnx.capture import one_line
@@ -86,12 +87,13 @@ def open_timm_folder(folder: Path, config: Mapping[str, Any], options: SourceOpt
 def _source(made: _Classifier, weights: Mapping[str, Tensor], options: SourceOptions, *, place: Path, name: str) -> Source:
     note = load_into(made.network, weights, str(place))
     samples = picture_samples(made.preprocessing, options).noting(note)
-    return Source(
+    source = Source(
         module=ImageModel(made.network, made.preprocessing).eval(),
         samples=samples,
         name=repository_name(name),
         task=Task(name="image-classification", labels=tuple(made.labels)),
     )
+    return with_training(source, place, made.network, prefix=prefix_of(weights, made.network.state_dict()))
 
 
 def _classes(made: _Classifier, weights: Mapping[str, Tensor]) -> int | None:

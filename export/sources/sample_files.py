@@ -27,6 +27,8 @@ def read_arrays(path: Path, count: int) -> Tensor | dict[str, Tensor]:
     if len(tensors) < len(arrays) or not tensors:
         raise ExportError(f"{path} holds a single number, or nothing; expected arrays whose first dimension counts the samples")
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
+    if not max(lengths.values()):
+        raise ExportError(f"{path} holds no samples: each array is empty; expected at least 1 in its first dimension")
     if len(set(lengths.values())) > 1 or not min(lengths.values()):
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ExportError(

@@ -134,3 +134,15 @@ def test_files_that_hold_no_weights_are_refused_in_one_line(damage: str, tmp_pat
     with pytest.raises(WeightsError, match=text) as refused:
         load_weights(make(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+def test_the_modules_tensors_are_found_in_any_wrapper() -> None:
+    module = made()
+    note = load_into(module, {**prefixed("head.classifier."), "loss.weight": torch.ones(2)}, "w.ckpt")
+    assert note == "1 tensors in w.ckpt are not the module's, such as loss.weight, and were left out"
+    torch.testing.assert_close(module.state_dict(), WEIGHTS)
+
+
+def test_two_candidates_in_a_wrapper_are_refused() -> None:
+    with pytest.raises(WeightsError, match="do not fit the Sequential: 7 of the module's tensors are missing"):
+        load_into(made(), {**prefixed("student."), **prefixed("teacher.")}, "w.ckpt")

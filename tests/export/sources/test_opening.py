@@ -164,6 +164,7 @@ def test_options_of_other_sources_are_refused(options: SourceOptions, text: str,
             {"x": np.ones((4, 8), np.float32), "y": np.ones((5, 8), np.float32)},
             "different numbers of samples: x 4, y 5",
         ),
+        ({"x": np.ones((0, 8), np.float32)}, "holds no samples: each array is empty"),
         ({"x": np.array(3.0)}, "expected arrays whose first dimension counts the samples"),
         ({"x": np.array(["a", "b"])}, "expected floats, whole numbers or booleans"),
     ],
@@ -172,3 +173,10 @@ def test_samples_that_cannot_be_used_are_refused(arrays: dict[str, Any], text: s
     np.savez(tmp_path / "s.npz", **arrays)
     with pytest.raises(ExportError, match=text):
         open_source(FACTORY, SourceOptions(samples=tmp_path / "s.npz"))
+
+
+def test_samples_of_numpys_own_type_become_the_models(tmp_path: Path) -> None:
+    np.save(tmp_path / "s.npy", np.ones((4, 8)))
+    source = open_source(FACTORY, SourceOptions(samples=tmp_path / "s.npy"))
+    assert source.samples.inputs.dtype == torch.float32
+    assert source.samples.note == "the samples are float64, and were rounded to the model's float32"
