@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,38 @@ def test_an_unload_does_not_wait_for_idle_sequences(reloading: tuple[RunningServ
         with pytest.raises(InferenceServerException, match="sequence 1 of model 'sum' is not running"):
             step(client, 1, 1)
         server.run(server.core.unload("sum"))
+
+
+@pytest.mark.long
+def test_reloads_under_load_fail_no_request(reloading: tuple[RunningServer, Path]) -> None:
+    server, root = reloading
+    stop, news = threading.Event(), threading.Condition()
+    done = dict.fromkeys(range(1, 5), 0)
+
+    def converse(key: int) -> None:
+        """Sequences of four requests, one after the other."""
+        with triton.InferenceServerClient(server.address) as client:
+            while not stop.is_set():
+                answers = [step(client, key, x, start=x == 1, end=x == 4) for x in (1, 2, 3, 4)]
+                factor = answers[0]  # of the version that the sequence began on
+                assert answers == [factor, 3 * factor, 6 * factor, 10 * factor]
+                with news:
+                    done[key] += 1
+                    news.notify()
+
+    def are_beyond(before: dict[int, int]) -> bool:
+        return all(done[key] >= before[key] + 2 for key in done)
+
+    with ThreadPoolExecutor(len(done)) as threads:
+        running = [threads.submit(converse, key) for key in done]
+        try:
+            for factor in range(2, 6):
+                save_sum(root / "sum" / str(factor) / "model.onnx", factor=factor)
+                server.run(server.core.load("sum"))
+                before = dict(done)
+                with news:  # two reloads during one sequence would end it
+                    assert news.wait_for(lambda: are_beyond(before), WAIT_S)  # noqa: B023  (called in this turn)
+        finally:
+            stop.set()
+        for one in running:
+            one.result(WAIT_S)
