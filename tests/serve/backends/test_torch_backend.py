@@ -396,7 +396,8 @@ class Embedding(nn.Module):
         self.words, self.kinds = nn.Embedding(5, 1), nn.Embedding(3, 1)
 
     def forward(self, ids: torch.Tensor, kinds: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-        return self.words(ids.to(torch.int32)) + self.kinds(kinds.unsqueeze(0))[0] + self.words(free + 1)
+        y: torch.Tensor = self.words(ids.to(torch.int32)) + self.kinds(kinds.unsqueeze(0))[0] + self.words(free + 1)
+        return y
 
 
 def test_an_index_out_of_an_embedding_is_the_callers_error(tmp_path: Path) -> None:
