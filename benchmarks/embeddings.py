@@ -18,7 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -53,6 +55,7 @@ def main(
     litserve_python: Annotated[Path | None, typer.Option(help="the Python that has litserve")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     seconds: Annotated[float, typer.Option(min=0.1, help="of each measurement")] = 5.0,
+    repository: Annotated[Path | None, typer.Option(help="of the exported model 'encoder'; else it is made")] = None,
     in_flight: Annotated[str, typer.Option(help="concurrent requests, with commas")] = "16,64",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -60,9 +63,10 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         folder = _folder(model, Path(scratch))
         mixes = {"short": _texts(folder, _short), "tails": _texts(folder, _tails)}
-        repository = Path(scratch) / "models"
-        export = [sys.executable, "-m", "halfserve", "export", str(folder), "--task", "embeddings"]
-        subprocess.run([*export, "--name", MODEL, "--repository", str(repository)], check=True, stdout=subprocess.DEVNULL)
+        if repository is None:
+            repository = Path(scratch) / "models"
+            export = [sys.executable, "-m", "halfserve", "export", str(folder), "--task", "embeddings"]
+            subprocess.run([*export, "--name", MODEL, "--repository", str(repository)], check=True, stdout=subprocess.DEVNULL)
         with contextlib.ExitStack() as running:
             targets = [running.enter_context(_ours(repository))]
             if litserve_python is not None:
@@ -147,7 +151,7 @@ def _litserve(python: Path, folder: Path) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], port: int, path: str) -> Iterator[None]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         ends = time.monotonic() + START_S
         while not _is_ready(port, path):
@@ -157,7 +161,11 @@ def _running(command: Sequence[str], port: int, path: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # LitServe's workers outlive it
+        process.wait()
 
 
 def _is_ready(port: int, path: str) -> bool:

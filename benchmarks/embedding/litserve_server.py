@@ -5,14 +5,13 @@
 Runs in an environment of its own with litserve, torch and transformers, and imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
 import litserve
 import torch
 import transformers
+from starlette.requests import Request  # LitServe looks at the annotation itself, so that it must not be a text
 
 MAX_BATCH_SIZE = 32
 BATCH_TIMEOUT_S = 0.002  # for requests to share a batch; batches fill by themselves while one is computed
@@ -30,8 +29,8 @@ class Embedder(litserve.LitAPI):  # type: ignore[misc]  # (litserve is not in th
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._folder)
         self._network: Any = transformers.AutoModel.from_pretrained(self._folder, dtype=torch.float32).eval().to(device)
 
-    def decode_request(self, request: Any, **_: Any) -> str:
-        return str(request["input"])
+    def decode_request(self, request: Request, **_: Any) -> str:
+        return str(request["input"])  # type: ignore[index]  # (LitServe hands over the JSON)
 
     def batch(self, inputs: list[str]) -> list[str]:
         return inputs

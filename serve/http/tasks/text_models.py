@@ -39,6 +39,7 @@ MAX_TOKENS: Final = 32_768  # of a text, where the tokenizer says none
 # to 6. So the time to tokenize is bounded.
 CHARACTERS_PER_TOKEN: Final = 64
 INLINE_CHARACTERS: Final = 2000  # tokenized on the event loop, which takes up to 1 ms
+CHARACTERS_PER_TEXT: Final = 64  # a text costs as much as so many characters, besides its own
 TOGETHER: Final = 64  # texts tokenized at once: their encodings hold 100 bytes a token
 TOKENIZING_THREADS: Final = 2  # so that tokenizing leaves the other cores to the models
 RAW_ENTRY: Final = bytes((ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | 2,))
@@ -253,7 +254,10 @@ class TextModels:
         return loaded
 
     async def tokenized(self, characters: int, work: Callable[[], T]) -> T:
-        """The result of `work`, on a thread if it is for many characters: the tokenizer releases the interpreter lock."""
+        """The result of `work`, on a thread if it is for many characters (see `characters_of`).
+
+        The tokenizer releases the interpreter lock.
+        """
         if characters <= INLINE_CHARACTERS:
             return work()
         async with self._threads:
@@ -274,7 +278,8 @@ class TextModels:
 
 
 def characters_of(texts: Iterable[Text]) -> int:
-    return sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
+    """How many characters cost as much time to tokenize as these texts."""
+    return sum(CHARACTERS_PER_TEXT + (len(text) if isinstance(text, str) else len(text[0]) + len(text[1])) for text in texts)
 
 
 def _described(text: str, encoding: Encoding) -> list[dict[str, Any]]:

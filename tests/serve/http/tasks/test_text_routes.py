@@ -24,9 +24,11 @@ from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.queueing.pace import BatchLimits
 from halfserve.serve.engine.tensors import Tensors, TensorSpec
 from halfserve.serve.http.options import HttpOptions
+from halfserve.serve.http.rest_server import RestServer
 from halfserve.serve.security.options import ClientLimits, SecurityOptions
 from halfserve.serve.security.roles import Role
 from halfserve.serve.security.tokens import new_token
+from halfserve.serve.transports.listening import BindError
 from tests.serve.conftest import load_repository
 from tests.serve.engine.fakes import HOLD_S, HeldBackend
 from tests.serve.http.running_http import running_http
@@ -139,6 +141,35 @@ def test_a_client_may_send_more_texts_than_it_may_have_in_progress(text_server: 
         answer = client.post("/v1/embeddings", json={**EMBED, "input": ["the train"] * 20})
         assert answer.status_code == 200
         assert len(answer.json()["data"]) == 20
+
+
+def test_a_server_whose_port_is_taken_says_so(text_server: RunningServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = HttpOptions(port=taken.getsockname()[1], metrics_port=None)
+        rest = text_server.call(lambda: RestServer(text_server.core, text_server.service, "127.0.0.1", options))
+        with pytest.raises(BindError):
+            text_server.run(rest.start())
+
+
+def test_a_text_whose_client_does_not_wait_is_not_computed(tmp_path: Path) -> None:
+    backend = HeldTextBackend(held=True)
+    with (
+        running_server(lambda: [held_text_model(backend, tmp_path)]) as server,
+        running_http(server, HttpOptions(port=0, metrics_port=None)) as rest,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        url = f"http://127.0.0.1:{rest.port}/v1/embeddings"
+        first = pool.submit(httpx.post, url, json={"model": "held", "input": "the"}, timeout=HOLD_S)
+        assert backend.entered.wait(HOLD_S)
+        headers = {"x-stainless-read-timeout": "0.000001"}
+        content = {"model": "held", "input": "the cat"}
+        late = pool.submit(httpx.post, url, json=content, headers=headers, timeout=HOLD_S)
+        while not late.done() and not httpx.get(f"http://127.0.0.1:{rest.port}/ui/state").json()["models"][0]["waiting"]:
+            pass
+        backend.release.set()
+        assert late.result().status_code == 504
+        assert first.result().status_code == 200
+    assert backend.batches == [[3.0]]
 
 
 def test_each_text_is_an_inference_of_the_model(text_repository: Path) -> None:
