@@ -5,7 +5,7 @@
 
 The model's folder is served twice by one server process, once as it is and once without `halfserve.padding`. Each is loaded by
 a closed loop of asynchronous clients over gRPC, A B A B ..., so that a drift in the machine's speed falls on both. Both get the
-same lengths in the same order.
+same lengths in the same order. The server's CPU time for a request tells the same on a machine that is busy otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import typer
 from google.protobuf import text_format
 
-from benchmarks.soaking.server_process import server_process
+from benchmarks.soaking.server_process import ServerProcess, server_process
 from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY
@@ -32,7 +32,7 @@ from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2
 WAYS = ("padded", "unpadded")
-COLUMNS = "{:<8} {:>9} {:>20} {:>20} {:>24}"
+COLUMNS = "{:<8} {:>9} {:>12} {:>12} {:>13} {:>15} {:>24}"
 TOKENS = 1000  # of the vocabulary that requests use
 REQUESTS = 4096  # prepared lengths, repeated
 
@@ -83,10 +83,16 @@ def longest_inputs(rule: PaddingRule) -> dict[str, Array]:
     return values
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def rate(
     client: AsyncClient, way: str, longest: dict[str, Array], lengths: list[int], in_flight: int, seconds: float
-) -> float:
-    """Requests a second of one closed loop."""
+) -> int:
+    """Requests that one closed loop has answered in this time."""
     left = iter(range(1 << 60))
     answered, until = 0, time.perf_counter() + seconds
 
@@ -99,26 +105,34 @@ async def rate(
                 answered += 1
 
     await asyncio.gather(*(ask() for _ in range(in_flight)))
-    return answered / seconds
+    return answered
 
 
 async def measure(
-    address: str, longest: dict[str, Array], mixes: list[str], levels: list[int], rounds: int, seconds: float
+    server: ServerProcess, longest: dict[str, Array], mixes: list[str], levels: list[int], rounds: int, seconds: float
 ) -> None:
     """Both ways in turn, for each mix and level; prints medians as they come."""
-    print(COLUMNS.format("lengths", "in flight", *(f"{way}, requests/s" for way in WAYS), "ratio (least to most)"))
-    async with AsyncClient(address) as client:
+    print(
+        COLUMNS.format(
+            "lengths", "in flight", *(f"{way} {what}" for what in ("1/s", "CPU ms") for way in WAYS), "ratio (least to most)"
+        )
+    )
+    async with AsyncClient(server.address) as client:
         for mix in mixes:
             lengths = lengths_of(mix, np.random.default_rng(0))
             for in_flight in levels:
                 for way in WAYS:
                     await rate(client, way, longest, lengths, in_flight, seconds / 2)  # what is learned is learned
                 rates: dict[str, list[float]] = {way: [] for way in WAYS}
+                costs: dict[str, list[float]] = {way: [] for way in WAYS}
                 for number in range(rounds):
                     for way in WAYS if number % 2 else WAYS[::-1]:
-                        rates[way].append(await rate(client, way, longest, lengths, in_flight, seconds))
+                        before = cpu_s(server.process.pid)
+                        answered = await rate(client, way, longest, lengths, in_flight, seconds)
+                        rates[way].append(answered / seconds)
+                        costs[way].append((cpu_s(server.process.pid) - before) / answered * 1e3)
                 ratios = [one / other for one, other in zip(*rates.values(), strict=True)]
-                medians = [f"{statistics.median(rates[way]):.1f}" for way in WAYS]
+                medians = [f"{statistics.median(found[way]):.1f}" for found in (rates, costs) for way in WAYS]
                 ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 print(COLUMNS.format(mix, in_flight, *medians, ratio), flush=True)
 
@@ -136,7 +150,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=model.parent.parent) as folder:
         longest = longest_inputs(write_ways(model, Path(folder)))
         with server_process(Path(folder)) as server:
-            asyncio.run(measure(server.address, longest, mixes.split(","), levels, rounds, seconds))
+            asyncio.run(measure(server, longest, mixes.split(","), levels, rounds, seconds))
             print(server.log_text(), end="")
 
 
