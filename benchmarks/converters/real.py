@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -15,8 +17,11 @@ from benchmarks.converters.peers import converter
 from benchmarks.converters.runtime import Session
 from benchmarks.converters.runtime import rounded as as_float16
 from benchmarks.converters.synthetic_inputs import Trial, trials
+from halfserve.export.verification.error_units import ErrorUnits
 from halfserve.export.verification.metrics import compare
 from halfserve.export.verification.simulation import round_every_node
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 LIMIT = 1e-2  # of the output's largest value
 
@@ -36,6 +41,7 @@ class RealOutcome:
         size_ratio: Bytes of the file by bytes of the float32 file.
         share: Nodes by type.
         trials: How many sets of inputs were run.
+        least_cosine: Of a row of the first output with float32's, of both executions; NaN where that has no rows of numbers.
     """
 
     problem: str = ""
@@ -48,6 +54,7 @@ class RealOutcome:
     size_ratio: float = float("nan")
     share: Share = field(default_factory=Share)
     trials: int = 0
+    least_cosine: float = float("nan")
 
 
 def evaluate(name: str, modelopt_python: str | None, content: bytes, keep_io: bool) -> RealOutcome:
@@ -58,63 +65,109 @@ def evaluate(name: str, modelopt_python: str | None, content: bytes, keep_io: bo
     except Exception as error:  # noqa: BLE001  (converters raise anything)
         return RealOutcome(problem=f"convert: {type(error).__name__}: {str(error).strip()[:200]}")
     seconds = time.monotonic() - start
+    return replace(judged(content, converted, None, keep_io), seconds=seconds)
+
+
+def judged(content: bytes, converted: bytes, chosen: Sequence[Trial] | None, keep_io: bool | None) -> RealOutcome:
+    """Judge a converted model; run it in a child process.
+
+    Args:
+        content: The float32 model.
+        converted: What a converter made of it.
+        chosen: Inputs with their answers in float32, whose errors are measured by each output's largest value in all of them;
+            by default synthetic ones, which the float32 model answers, each in the units that its own answers have.
+        keep_io: Whether the types of inputs and outputs were to stay; None where names and types are the converter's choice.
+    """
     problem = _structure_problem(content, converted, keep_io)
-    made = RealOutcome(problem=problem, clean=not problem, seconds=seconds, size_ratio=len(converted) / len(content))
+    units = [] if chosen is None else _largest_values(chosen)
+    made = RealOutcome(problem=problem, clean=not problem, size_ratio=len(converted) / len(content))
     try:
-        runtime, rounded, steepness, non_finite, count = _errors(content, converted)
+        chosen = trials(content) if chosen is None else chosen
+        runtime, rounded, steepness = _distances(content, converted, chosen, units)
         share = share_of(onnx.load_from_string(converted))
     except Exception as error:  # noqa: BLE001  (the runtime's own exceptions, and what the simulation refuses)
         return replace(made, problem=problem or f"run: {failed('run', error).text}")
-    if not problem and (non_finite or not max(runtime, rounded) <= LIMIT):
-        problem = f"value: error {runtime:.2g} of the largest value, {rounded:.2g} rounded, {non_finite} not finite"
+    non_finite = runtime.non_finite + rounded.non_finite
+    if not problem and (non_finite or not max(runtime.error, rounded.error) <= LIMIT):
+        problem = f"value: error {runtime.error:.2g} of the largest value, {rounded.error:.2g} rounded, {non_finite} not finite"
     return replace(
         made,
         problem=problem,
-        runtime_error=runtime,
-        rounded_error=rounded,
-        input_error=steepness,
+        runtime_error=runtime.error,
+        rounded_error=rounded.error,
+        input_error=steepness.error,
         non_finite=non_finite,
         share=share,
-        trials=count,
+        trials=len(chosen),
+        least_cosine=min(runtime.cosine, rounded.cosine),
     )
 
 
-def _structure_problem(content: bytes, converted: bytes, keep_io: bool) -> str:
+def _structure_problem(content: bytes, converted: bytes, keep_io: bool | None) -> str:
     try:
         model = onnx.load_from_string(converted)
         onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # noqa: BLE001  (a converter's bytes may be anything)
         return f"checker: {failed('checker', error).text}"
+    if keep_io is None:
+        return ""
     wrong = wrong_io_type(onnx.load_from_string(content), model, keep_io=keep_io)
     return f"types: {wrong}" if wrong else ""
 
 
-def _errors(content: bytes, converted: bytes) -> tuple[float, float, float, int, int]:
-    """(runtime error, rounded error, error of rounding the inputs alone, non-finite numbers, trials)."""
-    chosen = trials(content)
+@dataclass(frozen=True)
+class _Distance:
+    """How far answers are from float32's: see `RealOutcome`."""
+
+    error: float
+    non_finite: int
+    cosine: float
+
+
+def _distances(
+    content: bytes, converted: bytes, chosen: Sequence[Trial], units: Sequence[ErrorUnits]
+) -> tuple[_Distance, _Distance, _Distance]:
+    """Of the runtime, of the simulation of a GPU, and of the float32 model with rounded inputs."""
     if not chosen:
         raise ValueError("the float32 model takes none of the synthetic inputs")
-    runtime = _distance(Session(converted), chosen)
+    runtime = _distance(Session(converted), chosen, units)
     # Its casts are part of the model, which the runtime keeps; it would fold constants through them at higher levels.
     simulation = round_every_node(onnx.load_from_string(converted)).SerializeToString()
-    rounded = _distance(Session(simulation, "ORT_DISABLE_ALL"), chosen)
+    rounded = _distance(Session(simulation, "ORT_DISABLE_ALL"), chosen, units)
     coarse = [replace(trial, feeds={name: as_float16(array) for name, array in trial.feeds.items()}) for trial in chosen]
-    steepness, _ = _distance(Session(content), coarse)
-    return runtime[0], rounded[0], steepness, runtime[1] + rounded[1], len(chosen)
+    return runtime, rounded, _distance(Session(content), coarse, units)
 
 
-def _distance(session: Session, chosen: list[Trial]) -> tuple[float, int]:
+def _distance(session: Session, chosen: Sequence[Trial], units: Sequence[ErrorUnits]) -> _Distance:
     worst, non_finite = 0.0, 0
+    cosines: list[float] = []
     for trial in chosen:
-        for reference, answer in zip(trial.answers, session.run(trial.feeds), strict=True):
+        for number, (reference, answer) in enumerate(zip(trial.answers, session.run(trial.feeds), strict=True)):
             r, a = np.asarray(reference), np.asarray(answer)
             if r.shape != a.shape:
                 raise ValueError(f"an output has shape {list(a.shape)} instead of {list(r.shape)}")
             if r.size == 0:
                 continue
             if np.issubdtype(r.dtype, np.floating):
-                figures = compare(r, a)
+                figures = compare(r, a, units[number] if units else None)
                 worst, non_finite = max(worst, figures.max_scaled_error), non_finite + figures.non_finite
             else:
                 worst = max(worst, float((r != a).mean()))
-    return worst, non_finite
+            if number == 0 and r.ndim == 2:
+                cosines.append(_least_cosine(r, a))
+    return _Distance(worst, non_finite, min(cosines, default=float("nan")))
+
+
+def _largest_values(chosen: Sequence[Trial]) -> list[ErrorUnits]:
+    """For each output, its largest |value| in all trials."""
+    outputs = zip(*(trial.answers for trial in chosen), strict=True)
+    largest = [max(float(np.abs(np.asarray(answer)).max(initial=0.0)) for answer in answers) for answers in outputs]
+    return [ErrorUnits(scale=value, unit=value) for value in largest]
+
+
+def _least_cosine(reference: Array, answer: Array) -> float:
+    """Of two rows, in float64; NaN where a row has no direction."""
+    r, a = reference.astype(np.float64), answer.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        lengths = np.linalg.norm(r, axis=-1) * np.linalg.norm(a, axis=-1)
+        return float(((r * a).sum(-1) / lengths).min())

@@ -7,8 +7,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save
 
-from benchmarks import convert, real_models
+from benchmarks import checkpoints, convert, real_models
+from benchmarks.converters.packaged_networks import speech_detector
 from benchmarks.converters.speed_models import convolutions
 from tests.benchmarks.converters.test_models import pictures
 
@@ -60,3 +62,19 @@ def test_packaged_models_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_folder_without_wheels_ends_with_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no wheels"):
         real_models.main(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_weights_in_a_package_are_exported_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "silero_vad-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("silero_vad/data/silero_vad_16k.safetensors", save(speech_detector().state_dict()))
+    checkpoints.main(tmp_path, converters=f"{checkpoints.OURS},{PEER},modelopt autocast", as_json=True)
+    out, err = capsys.readouterr()
+    assert "modelopt autocast is left out" in err
+    rows = json.loads(out)["checkpoints"]["silero-vad 16 kHz"]
+    assert rows.keys() == {checkpoints.OURS, PEER}
+    ours = rows[checkpoints.OURS]
+    assert ours["problem"] == ""
+    assert ours["clean"]
+    assert ours["trials"] == len(checkpoints.BATCHES)
+    assert ours["size_ratio"] < 0.55
