@@ -86,7 +86,7 @@ def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
 def foreign(root: Path, config: str) -> Path:
     """A model of which this server could read no file."""
     (root / "mlp" / "1").mkdir(parents=True)
-    (root / "mlp" / "1" / "model.py").touch()
+    (root / "mlp" / "1" / "model.bin").touch()
     (root / "mlp" / "config.pbtxt").write_text(config)
     return root
 
@@ -120,7 +120,7 @@ def foreign(root: Path, config: str) -> Path:
             lambda root: foreign(root, 'platform: "ensemble" ensemble_scheduling {}'),
             "'ensemble' models are not supported, expected platform 'onnxruntime_onnx' or backend 'onnxruntime', or platform ",
         ),
-        (lambda root: foreign(root, 'backend: "python"'), "mlp/config.pbtxt: 'python' models are not supported"),
+        (lambda root: foreign(root, 'backend: "openvino"'), "mlp/config.pbtxt: 'openvino' models are not supported"),
         (
             lambda root: foreign(root, 'platform: "onnxruntime_onnx" backend: "dali"'),
             "mlp/config.pbtxt: 'dali' models are not supported",
