@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from halfserve.serve.backends.python_child.errors import TritonModelException
 from halfserve.serve.backends.python_child.tensors import Tensor
@@ -18,7 +18,7 @@ def test_dlpack_carries_numbers_both_ways_without_a_copy() -> None:
     seen = from_dlpack(Tensor("x", x))
     seen[0] = 7
     assert x[0] == 7
-    capsule = to_dlpack(seen)
+    capsule = seen.__dlpack__()
     again = Tensor.from_dlpack("y", capsule)
     assert (again.name(), again.triton_dtype(), again.shape()) == ("y", 11, [3])
     np.testing.assert_array_equal(again.as_numpy(), x)

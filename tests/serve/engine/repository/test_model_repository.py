@@ -86,7 +86,7 @@ def test_a_bare_file_is_a_model_named_after_it(tmp_path: Path) -> None:
 def foreign(root: Path, config: str) -> Path:
     """A model of which this server could read no file."""
     (root / "mlp" / "1").mkdir(parents=True)
-    (root / "mlp" / "1" / "model.py").touch()
+    (root / "mlp" / "1" / "model.bin").touch()
     (root / "mlp" / "config.pbtxt").write_text(config)
     return root
 
@@ -116,7 +116,7 @@ def foreign(root: Path, config: str) -> Path:
             lambda root: write_versions(root, "1", config="version_policy { specific { } }"),
             "mlp: version_policy asks for no version, expected one of those that are there: 1",
         ),
-        (lambda root: foreign(root, 'backend: "python"'), "mlp/config.pbtxt: 'python' models are not supported"),
+        (lambda root: foreign(root, 'backend: "openvino"'), "mlp/config.pbtxt: 'openvino' models are not supported"),
         (
             lambda root: foreign(root, 'platform: "onnxruntime_onnx" backend: "dali"'),
             "mlp/config.pbtxt: 'dali' models are not supported",
