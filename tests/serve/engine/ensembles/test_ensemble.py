@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import numpy as np
 import pytest
 
+from halfserve.serve.engine.ensembles.run import EnsembleRun, StepCall
 from halfserve.serve.engine.errors import (
     BackendError,
     DeadlineExceededError,
@@ -403,3 +405,34 @@ def test_stages_of_the_whole_are_those_of_its_longest_way() -> None:
         assert 0 < totals.compute_infer.ns <= sum(step.compute_infer.ns for step in steps)
 
     run(scene, model("one"), model("ten", StepBackend(add(10))), both())
+
+
+def test_ended_requests_are_freed_by_reference_counting() -> None:
+    """Answered, failed, refused and cancelled ones: in a server the garbage collector runs rarely."""
+
+    def living() -> int:
+        return sum(type(found) in {EnsembleRun, StepCall} for found in gc.get_objects())
+
+    def fail_on_negative(inputs: Tensors) -> Tensors:
+        if inputs["x"].min() < 0:
+            raise ValueError("it hurts")
+        return {"y": inputs["x"]}
+
+    async def scene(core: InferenceCore) -> None:
+        pipe = serve(core, CHAIN)
+        assert await Asked(core, pipe, ONE_ROW).value() == [[6]]
+        assert isinstance(await Asked(core, pipe, {"x": [[-9]]}).error(), BackendError)
+        core.model("one").scheduler = one = ByHand()
+        Asked(core, pipe, ONE_ROW).cancel()
+        one.submitted.clear()
+        core.replace("ten", [])
+        with pytest.raises(UnavailableError):
+            Asked(core, pipe, ONE_ROW)
+
+    before = living()
+    gc.disable()
+    try:
+        run(scene, model("one"), model("ten", StepBackend(fail_on_negative)))
+        assert living() == before
+    finally:
+        gc.enable()
