@@ -186,9 +186,10 @@ def test_the_page_and_the_metrics_have_the_ensemble(server: RunningServer) -> No
 
 
 def test_reshapes_hold_for_steps_and_for_the_whole(tmp_path: Path) -> None:
+    fp32: int = TensorProto.FLOAT
     squares: list[int | str] = ["batch", 2, 2]
     nodes = [helper.make_node("Transpose", ["x"], ["y"], perm=[0, 2, 1])]
-    tensors = [(name, TensorProto.FLOAT, squares) for name in "xy"]
+    tensors = [(name, fp32, squares) for name in "xy"]
     save_model(tmp_path / "turn" / "1" / "model.onnx", nodes, tensors[:1], tensors[1:])
     flat = "data_type: TYPE_FP32 dims: 4 reshape { shape: [ 2, 2 ] }"
     (tmp_path / "turn" / "config.pbtxt").write_text(
