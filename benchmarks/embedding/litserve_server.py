@@ -30,7 +30,7 @@ class Embedder(litserve.LitAPI):  # type: ignore[misc]  # (litserve is not in th
         self._network: Any = transformers.AutoModel.from_pretrained(self._folder, dtype=torch.float32).eval().to(device)
 
     def decode_request(self, request: Request, **_: Any) -> str:
-        return str(request["input"])  # type: ignore[index]  # (LitServe hands over the JSON)
+        return str(request["input"])  # LitServe hands over the JSON
 
     def batch(self, inputs: list[str]) -> list[str]:
         return inputs
