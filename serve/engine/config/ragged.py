@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from halfserve.protos.datatypes import BY_CONFIG
@@ -118,8 +119,8 @@ def _made(declared: DeclaredInput, sources: set[str], specs: dict[str, TensorSpe
     return BatchInput(names=tuple(declared.target_name), source=source, make=KINDS[declared.kind], dtype=dtype)
 
 
-def _one_source(names: object, sources: set[str], where: str) -> tuple[str]:
-    given = [str(name) for name in names]  # type: ignore[attr-defined]  # (protobuf's container)
+def _one_source(names: Iterable[str], sources: set[str], where: str) -> tuple[str]:
+    given = list(names)
     if len(given) != 1 or given[0] not in sources:
         known = ", ".join(map(repr, sorted(sources))) or "none"
         raise ModelLoadError(f"{where} has source_input {given}, expected one of the inputs in the configuration: {known}")

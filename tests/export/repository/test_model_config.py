@@ -5,7 +5,8 @@ import pytest
 from google.protobuf import text_format
 
 from halfserve.export.errors import ExportError
-from halfserve.export.repository.model_config import config_for, read_config, require_agreement, write_config
+from halfserve.export.repository.model_config import config_for, padding_text, read_config, require_agreement, write_config
+from halfserve.export.tasks.task import Task
 from halfserve.protos.model_config_pb2 import TYPE_FP16, ModelConfig
 from tests.export.stored_models import chain
 
@@ -95,3 +96,18 @@ def test_a_missing_input_is_named() -> None:
 def test_what_is_no_configuration_is_refused(content: bytes) -> None:
     with pytest.raises(ExportError, match="config.pbtxt is no model configuration: .* mend it or remove it"):
         read_config(content, "config.pbtxt")
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "expected"),
+    [
+        (Task(name="embeddings", padding={"ids": 1, "mask": 0}), 8, "ids[1]=1 mask[1]=0"),
+        (Task(name="tags", padding={"ids": 1, "mask": 0}, per_token=True), 8, "ids[1]=1 mask[1]=0 -> y[1]"),
+        (Task(name="tags", per_token=True), 8, ""),
+        (Task(name="embeddings", padding={"ids": 1, "mask": 0}), 0, ""),
+    ],
+)
+def test_padding_is_written_as_the_server_reads_it(task: Task, batch: int, expected: str) -> None:
+    config = ModelConfig(max_batch_size=batch)
+    config.output.add(name="y")
+    assert padding_text(config, task) == expected
