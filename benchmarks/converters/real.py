@@ -167,7 +167,8 @@ def _largest_values(chosen: Sequence[Trial]) -> list[ErrorUnits]:
 
 def _least_cosine(reference: Array, answer: Array) -> float:
     """Of two rows, in float64; NaN where a row has no direction."""
-    r, a = reference.astype(np.float64), answer.astype(np.float64)
+    r: Array = reference.astype(np.float64)
+    a: Array = answer.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         lengths = np.linalg.norm(r, axis=-1) * np.linalg.norm(a, axis=-1)
         return float(((r * a).sum(-1) / lengths).min())

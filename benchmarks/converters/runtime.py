@@ -27,9 +27,9 @@ class Session:
         self._session: Any = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def run(self, inputs: dict[str, Value]) -> list[Value]:
-        """Run once; floating inputs are cast to the floating type that the model declares for them."""
+        """Run once; floating inputs are cast to the type that the model declares for them, and others than its own left out."""
         declared = {value.name: value.type for value in self._session.get_inputs()}
-        feeds = {name: _fitting(value, declared.get(name, "")) for name, value in inputs.items()}
+        feeds = {name: _fitting(value, declared[name]) for name, value in inputs.items() if name in declared}
         outputs: list[Value] = self._session.run(None, feeds)
         return outputs
 
