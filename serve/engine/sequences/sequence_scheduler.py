@@ -23,8 +23,9 @@ from halfserve.serve.engine.errors import (
 )
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import full_error, late_error
-from halfserve.serve.engine.queueing.batch_queue import FullError, is_late
+from halfserve.serve.engine.queueing.batch_queue import FullError
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.queueing.waiting_line import is_late
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence import Sequence, SequenceId, Step

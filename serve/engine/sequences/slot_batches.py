@@ -16,7 +16,7 @@ from halfserve.serve.engine.config.sequence_batching import SequencePlan
 from halfserve.serve.engine.errors import InferenceError
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.admission_control import late_error
-from halfserve.serve.engine.queueing.batch_queue import is_late
+from halfserve.serve.engine.queueing.waiting_line import is_late
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.scheduler import Scheduler
 from halfserve.serve.engine.sequences.sequence import Step
