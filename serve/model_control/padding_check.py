@@ -18,9 +18,10 @@ from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.padding import KEY, padding_settings
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
-from halfserve.serve.engine.execution.batch import Answered, padded_inputs, run_batch
+from halfserve.serve.engine.execution.assembly import padded_inputs
+from halfserve.serve.engine.execution.batch import Answered, run_batch
 from halfserve.serve.engine.execution.instance import ON_CPU
-from halfserve.serve.engine.padding import Padding
+from halfserve.serve.engine.execution.padding import Padding
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import compare
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts, Measured

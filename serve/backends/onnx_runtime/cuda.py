@@ -26,7 +26,7 @@ import numpy as np
 import onnxruntime as ort
 
 from halfserve.serve.engine.cuda_driver import CudaError, cuda_driver
-from halfserve.serve.engine.execution.batch import lock_buffers
+from halfserve.serve.engine.execution.assembly import lock_buffers
 from halfserve.serve.engine.tensors import Array
 
 logger = logging.getLogger(__name__)

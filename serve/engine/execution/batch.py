@@ -3,286 +3,31 @@
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
 
 import numpy as np
 
 from halfserve.serve.engine.backend import Backend
-from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
 from halfserve.serve.engine.errors import (
     BackendError,
     InferenceError,
     InstanceLostError,
-    OutOfMemoryError,
     is_device_lost,
-    is_out_of_memory,
 )
+from halfserve.serve.engine.execution.assembly import assemble, pad_rows, padded_inputs
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance, dependent_output
+from halfserve.serve.engine.execution.memory_limit import MemoryLimit
+from halfserve.serve.engine.execution.padding import Padding
+from halfserve.serve.engine.execution.ragged import Ragged
 from halfserve.serve.engine.model_statistics import BatchTimes
-from halfserve.serve.engine.padding import Padding
 from halfserve.serve.engine.precision_guard.guard import GuardVerdict, PrecisionGuard
 from halfserve.serve.engine.queueing.pace import padded_rows
-from halfserve.serve.engine.ragged import Ragged
-from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RawInputs, RemarkedAnswer
+from halfserve.serve.engine.requests import Answer, BatchOutputs, InferRequest, RemarkedAnswer
 from halfserve.serve.engine.tensors import Array, Tensors
 
 logger = logging.getLogger(__name__)
-
-
-FIRST_WAIT_S: Final = 10.0
-LONGEST_WAIT_S: Final = 600.0
-# From this size on, fresh memory costs more than the copy into it, by its page faults.
-SCRATCH_BYTES: Final = 65_536
-
-
-class MemoryLimit:
-    """How many rows one copy of a model computes at once. Used by one thread at a time.
-
-    The limit halves when memory runs out and doubles after a wait, until it is as large as what failed first. When it fails
-    again soon after it has grown, the wait doubles.
-    """
-
-    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._label = label
-        self._clock = clock
-        self._rows: int | None = None
-        self._enough = 0  # the limit is dropped when it reaches these rows
-        self._wait_s = FIRST_WAIT_S
-        self._changed_at = 0.0
-        self._grew = False  # at the last change
-
-    @property
-    def rows(self) -> int | None:
-        """The current limit; None is no limit."""
-        return self._rows
-
-    def run(self, backend: Backend, inputs: Tensors, rows: int) -> Tensors:
-        """Compute a batch of `rows` rows, in pieces where the limit or the memory asks for it.
-
-        Raises:
-            OutOfMemoryError: not even one row can be computed.
-            Exception: any other error of the runtime.
-        """
-        failed: list[int] = []
-        while True:
-            size = self._most(rows) if not failed else failed[-1] // 2
-            try:
-                outputs = backend.run(inputs) if size >= rows else _in_pieces(backend, inputs, rows, size)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if size == 1:
-                    # This request asks for too much. The limit for others stays.
-                    raise OutOfMemoryError from error
-                failed.append(size)
-            else:
-                if failed:
-                    self._shrink(failed, size)
-                return outputs
-
-    def _shrink(self, failed: Sequence[int], fits: int) -> None:
-        now = self._clock()
-        if self._grew:
-            too_soon = now < self._changed_at + self._wait_s
-            self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S) if too_soon else FIRST_WAIT_S
-        if self._rows is None:
-            self._enough = failed[0]
-        self._rows, self._changed_at, self._grew = fits, now, False
-        logger.warning(
-            "%s: out of memory with %d rows at once; it computes at most %d now, and tries more in %g s",
-            self._label,
-            failed[-1],
-            fits,
-            self._wait_s,
-        )
-
-    def _most(self, rows: int) -> int:
-        return rows if self._rows is None else self._grown(self._rows, rows)
-
-    def _grown(self, limit: int, rows: int) -> int:
-        """The limit for a batch of `rows` rows, doubled where the wait is over."""
-        now = self._clock()
-        if limit < rows and now >= self._changed_at + self._wait_s:
-            limit *= 2
-            self._changed_at, self._grew = now, True
-            self._rows = limit if limit < self._enough else None
-            if self._rows is None:
-                logger.info("%s: it computes batches of any size again", self._label)
-        return min(limit, rows)
-
-
-def _in_pieces(backend: Backend, inputs: Tensors, rows: int, size: int) -> Tensors:
-    pieces = [
-        backend.run({name: array[start : start + size] for name, array in inputs.items()}) for start in range(0, rows, size)
-    ]
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def assemble(requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], padded: int = 0) -> Array:
-    """One input of a batch.
-
-    Args:
-        requests: of one bucket, in order.
-        name: the input's.
-        dtype: in which the backend takes it.
-        padded: rows that the batch is going to be padded to; see `pad_rows`.
-
-    Returns:
-        All rows, and the padding where that costs no copy. The memory may be the request's own, where there is only one, or be
-        reused by this thread's next batch.
-
-    Raises:
-        InferenceError: bytes in shared memory cannot be fetched.
-    """
-    first = requests[0].inputs
-    if type(first) is not RawInputs:
-        return _concatenated(requests, name, dtype)
-    if len(requests) == 1:
-        if first.size(name) >= SCRATCH_BYTES and (padded > requests[0].rows or not first.has_aligned(name)):
-            return _gathered([first], name, requests[0].rows, dtype, padded)
-        # A view on received bytes may be unaligned, and runtimes may not take such pointers.
-        part = first[name]
-        return part.astype(dtype, copy=not part.flags.aligned)
-    sources = [request.inputs for request in requests if type(request.inputs) is RawInputs]
-    if len(sources) != len(requests):
-        return _concatenated(requests, name, dtype)
-    rows = sum([request.rows for request in requests])
-    if first.size(name) * len(requests) >= SCRATCH_BYTES:
-        return _gathered(sources, name, rows, dtype, padded)
-    entry = first.layout.inputs[first.layout.places[name]]
-    joined = b"".join([source.piece(name) for source in sources])
-    return np.frombuffer(joined, entry.dtype).reshape(rows, *entry.shape[1:]).astype(dtype, copy=False)
-
-
-def _concatenated(requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any]) -> Array:
-    if len(requests) == 1:
-        part = requests[0].inputs[name]
-        return part.astype(dtype, copy=not part.flags.aligned)
-    return np.concatenate([request.inputs[name] for request in requests], dtype=dtype, casting="unsafe")
-
-
-def _gathered(sources: Sequence[RawInputs], name: str, rows: int, dtype: np.dtype[Any], padded: int) -> Array:
-    entry = sources[0].layout.inputs[sources[0].layout.places[name]]
-    sizes = [source.size(name) for source in sources]
-    total = sum(sizes)
-    row_bytes, added = (total // rows, padded - rows) if padded > rows else (0, 0)
-    buffer = _scratch().of(name, total + added * row_bytes)
-    view, start = buffer.data, 0
-    for source, size in zip(sources, sizes, strict=True):
-        source.copy_into(name, view[start : start + size])
-        start += size
-    if added:
-        buffer[total : total + added * row_bytes].reshape(added, row_bytes)[:] = buffer[total - row_bytes : total]
-    shape = (rows + added, *entry.shape[1:]) if len(sources) > 1 or added else entry.shape
-    return buffer[: total + added * row_bytes].view(entry.dtype).reshape(shape).astype(dtype, copy=False)
-
-
-def assemble_padded(
-    requests: Sequence[InferRequest], name: str, dtype: np.dtype[Any], rows: int, length: int, padding: Padding
-) -> Array:
-    """One padded input of a batch of requests of different lengths, in one copy.
-
-    Args:
-        requests: of one family of buckets, in order.
-        name: the input's.
-        dtype: in which the backend takes it.
-        rows: of the batch; those beyond the requests' repeat the last one.
-        length: to which the requests are padded.
-        padding: says which axes, and the value.
-
-    Returns:
-        All rows. The memory may be reused by this thread's next batch.
-
-    Raises:
-        InferenceError: bytes in shared memory cannot be fetched.
-    """
-    padded = padding.inputs[name]
-    arrays = [request.inputs[name] for request in requests]
-    shape = [rows, *arrays[0].shape[1:]]
-    for axis in padded.axes:
-        shape[axis] = length
-    batch = _empty(name, tuple(shape), dtype)
-    start = 0
-    for array in arrays:
-        end = start + array.shape[0]
-        place = [slice(start, end)] + [slice(None)] * (array.ndim - 1)
-        if array.shape[padded.axes[0]] != length:
-            batch[start:end] = padded.value
-            for axis in padded.axes:
-                place[axis] = slice(array.shape[axis])
-        batch[tuple(place)] = array
-        start = end
-    if start < rows:
-        batch[start:] = batch[start - 1]
-    return batch
-
-
-def _empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    size = math.prod(shape) * dtype.itemsize
-    if size < SCRATCH_BYTES:
-        return np.empty(shape, dtype)
-    return _scratch().of(name, size)[:size].view(dtype).reshape(shape)
-
-
-def lock_buffers(device_id: int) -> None:
-    """Page-lock the buffers that this thread makes from now on, where possible, for copies to a CUDA device."""
-    _scratch().device_id = device_id
-
-
-class _Scratch:
-    """A thread's buffers, by input. Each is as large as the largest batch so far."""
-
-    def __init__(self) -> None:
-        self.device_id: int | None = None
-        self._buffers: dict[tuple[str, int | None], Buffer] = {}
-
-    def of(self, name: str, size: int) -> Buffer:
-        """A buffer of at least `size` bytes."""
-        key = (name, self.device_id)
-        buffer = self._buffers.get(key)
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[key] = self._new(name, size)
-        return buffer
-
-    def _new(self, name: str, size: int) -> Buffer:
-        if self.device_id is None:
-            return np.empty(size, np.uint8)
-        self._buffers.pop((name, None), None)  # made before the first batch was on the device
-        return batch_buffer(size, self.device_id)
-
-
-_of_thread: Final = threading.local()  # holds a _Scratch
-
-
-def _scratch() -> _Scratch:
-    scratch: _Scratch | None = getattr(_of_thread, "scratch", None)
-    if scratch is None:
-        scratch = _of_thread.scratch = _Scratch()
-    return scratch
-
-
-def pad_rows(array: Array, rows: int) -> Array:
-    """Pad one input to `rows` rows by repeating its last row.
-
-    Unlike zeros, that row is valid for the model (an index into a table, a mask with an element), and cannot make non-finite
-    values.
-
-    Args:
-        array: [n, ...] with 1 <= n <= rows.
-        rows: wanted.
-
-    Returns:
-        [rows, ...]; the array itself where n = rows.
-    """
-    missing = rows - array.shape[0]
-    if missing <= 0:
-        return array
-    return np.concatenate([array, np.broadcast_to(array[-1:], (missing, *array.shape[1:]))])
 
 
 class _NoRowsError(Exception):
@@ -479,20 +224,6 @@ def _run_ragged(backend: Backend, requests: list[InferRequest], ragged: Ragged) 
     answers = ragged.answers(outputs, requests)
     times = BatchTimes(started=started, assembled=assembled, computed=computed, split=time.monotonic_ns())
     return [Answered(requests, answers, times)]
-
-
-def padded_inputs(
-    backend: Backend, requests: Sequence[InferRequest], rows: int, length: int, padding: Padding
-) -> dict[str, Array]:
-    """All inputs of a batch of requests of different lengths; see `assemble_padded`."""
-    inputs: dict[str, Array] = {}
-    for name in requests[0].inputs:
-        dtype = backend.compute_dtype(name)
-        if name in padding.inputs:
-            inputs[name] = assemble_padded(requests, name, dtype, rows, length, padding)
-        else:
-            inputs[name] = assemble(requests, name, dtype, rows)
-    return inputs
 
 
 def _judged(

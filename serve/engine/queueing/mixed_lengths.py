@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
-from halfserve.serve.engine.padding import Padding
+from halfserve.serve.engine.execution.padding import Padding
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts
 from halfserve.serve.engine.queueing.waiting_line import WaitingLine
 

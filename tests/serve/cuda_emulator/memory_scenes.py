@@ -13,7 +13,8 @@ import pytest
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntimeBackend
 from halfserve.serve.engine.backend import DevicePlacement
-from halfserve.serve.engine.execution.batch import Answered, assemble, run_batch
+from halfserve.serve.engine.execution.assembly import assemble
+from halfserve.serve.engine.execution.batch import Answered, run_batch
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from tests.serve.backends.support import load_backend
 from tests.serve.cuda_emulator.copying_model import COLUMNS, load, log, rows, save, with_graphs

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, InvalidArgumentError
-from halfserve.serve.engine.execution.batch import SCRATCH_BYTES, Answered, Failed, assemble, pad_rows, run_batch
+from halfserve.serve.engine.execution.assembly import SCRATCH_BYTES, assemble, pad_rows
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.requests import (
     CUT_BYTES,

@@ -21,9 +21,10 @@ from halfserve.serve.engine.backend import Backend, DevicePlacement
 from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, InstanceLostError, OutOfMemoryError
-from halfserve.serve.engine.execution.batch import Answered, Failed, MemoryLimit, run_batch
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
+from halfserve.serve.engine.execution.memory_limit import MemoryLimit
 from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.pace import CONFIDENT, BatchLimits, Pace

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfserve.serve.engine.errors import BackendError, OutOfMemoryError, is_out_of_memory
-from halfserve.serve.engine.execution.batch import FIRST_WAIT_S, LONGEST_WAIT_S, Answered, Failed, MemoryLimit, run_batch
+from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
+from halfserve.serve.engine.execution.memory_limit import FIRST_WAIT_S, LONGEST_WAIT_S, MemoryLimit
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from halfserve.serve.engine.config.padding_rule import padding_rule
-from halfserve.serve.engine.padding import Padding, PaddingSettings
+from halfserve.serve.engine.execution.padding import Padding, PaddingSettings
 from halfserve.serve.engine.queueing.batch_costs import CONFIDENT, BatchCosts, Measured
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths

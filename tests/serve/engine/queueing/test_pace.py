@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfserve.serve.engine.execution.batch import pad_rows
+from halfserve.serve.engine.execution.assembly import pad_rows
 from halfserve.serve.engine.queueing.pace import (
     CONFIDENT,
     MAX_BUCKETS,

@@ -14,8 +14,7 @@ from onnx import TensorProto, helper
 
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.ragged import (
+from halfserve.serve.engine.execution.ragged import (
     Ragged,
     element_bounds,
     element_counts,
@@ -24,6 +23,7 @@ from halfserve.serve.engine.ragged import (
     item_shapes,
     most_elements,
 )
+from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors

@@ -1,0 +1,102 @@
+"""How many rows a copy of a model computes at once, learned from running out of memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from halfserve.serve.engine.backend import Backend
+from halfserve.serve.engine.errors import OutOfMemoryError, is_out_of_memory
+from halfserve.serve.engine.tensors import Tensors
+
+logger = logging.getLogger(__name__)
+
+FIRST_WAIT_S: Final = 10.0
+LONGEST_WAIT_S: Final = 600.0
+
+
+class MemoryLimit:
+    """How many rows one copy of a model computes at once. Used by one thread at a time.
+
+    The limit halves when memory runs out and doubles after a wait, until it is as large as what failed first. When it fails
+    again soon after it has grown, the wait doubles.
+    """
+
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._label = label
+        self._clock = clock
+        self._rows: int | None = None
+        self._enough = 0  # the limit is dropped when it reaches these rows
+        self._wait_s = FIRST_WAIT_S
+        self._changed_at = 0.0
+        self._grew = False  # at the last change
+
+    @property
+    def rows(self) -> int | None:
+        """The current limit; None is no limit."""
+        return self._rows
+
+    def run(self, backend: Backend, inputs: Tensors, rows: int) -> Tensors:
+        """Compute a batch of `rows` rows, in pieces where the limit or the memory asks for it.
+
+        Raises:
+            OutOfMemoryError: not even one row can be computed.
+            Exception: any other error of the runtime.
+        """
+        failed: list[int] = []
+        while True:
+            size = self._most(rows) if not failed else failed[-1] // 2
+            try:
+                outputs = backend.run(inputs) if size >= rows else _in_pieces(backend, inputs, rows, size)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    # This request asks for too much. The limit for others stays.
+                    raise OutOfMemoryError from error
+                failed.append(size)
+            else:
+                if failed:
+                    self._shrink(failed, size)
+                return outputs
+
+    def _shrink(self, failed: Sequence[int], fits: int) -> None:
+        now = self._clock()
+        if self._grew:
+            too_soon = now < self._changed_at + self._wait_s
+            self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S) if too_soon else FIRST_WAIT_S
+        if self._rows is None:
+            self._enough = failed[0]
+        self._rows, self._changed_at, self._grew = fits, now, False
+        logger.warning(
+            "%s: out of memory with %d rows at once; it computes at most %d now, and tries more in %g s",
+            self._label,
+            failed[-1],
+            fits,
+            self._wait_s,
+        )
+
+    def _most(self, rows: int) -> int:
+        return rows if self._rows is None else self._grown(self._rows, rows)
+
+    def _grown(self, limit: int, rows: int) -> int:
+        """The limit for a batch of `rows` rows, doubled where the wait is over."""
+        now = self._clock()
+        if limit < rows and now >= self._changed_at + self._wait_s:
+            limit *= 2
+            self._changed_at, self._grew = now, True
+            self._rows = limit if limit < self._enough else None
+            if self._rows is None:
+                logger.info("%s: it computes batches of any size again", self._label)
+        return min(limit, rows)
+
+
+def _in_pieces(backend: Backend, inputs: Tensors, rows: int, size: int) -> Tensors:
+    pieces = [
+        backend.run({name: array[start : start + size] for name, array in inputs.items()}) for start in range(0, rows, size)
+    ]
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
