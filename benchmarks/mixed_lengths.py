@@ -27,7 +27,7 @@ from halfserve import AsyncClient
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.config.padding import BUCKETS_KEY, KEY, TOKENS_KEY
 from halfserve.serve.engine.config.padding_rule import padding_rule
-from halfserve.serve.engine.execution.padding import PaddingRule
+from halfserve.serve.engine.queueing.padding import PaddingRule
 from halfserve.serve.engine.tensors import Array
 
 SHORT, LONGEST, ZIPF = (5, 20), 200, 1.2

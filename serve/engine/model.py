@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,11 +14,11 @@ from halfserve.serve.engine.config.batching import queue_policy
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.instance import Instance, Supervision
-from halfserve.serve.engine.execution.ragged import Ragged
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.scheduler import Composition, Holder, Scheduler
 from halfserve.serve.engine.tensors import TensorSpec
 
@@ -152,6 +152,22 @@ class Model:
     def max_batch_size(self) -> int:
         """Rows that one request may bring; 0 for a model without a batch dimension."""
         return self.config.max_batch_size
+
+    def bucket(self, shapes: Mapping[str, tuple[int, ...]]) -> Hashable:
+        """The bucket of a request: requests with equal ones can share a batch.
+
+        Args:
+            shapes: of its inputs by name, as the model takes them, with the batch dimension where it has one.
+        """
+        # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
+        first = 1 if self.max_batch_size else 0
+        if self.ragged is not None:
+            return self.ragged.bucket({name: shapes[name][1:] for name in self.inputs})
+        if len(shapes) < len(self.inputs):  # optional ones are left out
+            return tuple((name, shapes[name][first:]) for name in self.inputs if name in shapes)
+        # In the model's order, whatever the request's.
+        own = tuple(shapes[name][first:] for name in self.inputs)
+        return own[0] if len(own) == 1 else own
 
     @property
     def is_ready(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -128,7 +128,7 @@ def _refuse_deadlock(call: ModelCall, model: Model) -> None:
     """Refuse a call that would wait for itself: each instance of the model waits for the call already, in this one chain."""
     waiting = call.callers.count(f"{model.name}/{model.version}")
     instances = len(model.batcher.instances)
-    if waiting >= instances:
+    if instances and waiting >= instances:  # an ensemble has none
         raise FailedPreconditionError(
             f"model {model.name!r} is called by itself ({' -> '.join((*call.callers, model.name))}), and its {instances} "
             f"instance(s) wait for the answer already; end the cycle, or raise the count of its instance_group"
@@ -168,11 +168,12 @@ def _request(call: ModelCall, model: Model) -> InferRequest:
     rows = _rows(arrays, model)
     turn = model.queue_policy.turn(_priority(call.parameters), call.timeout_s)
     now = time.monotonic()
+    own = {name: model.inputs[name].to_model(array) for name, array in arrays.items()}
     request = InferRequest(
-        {name: model.inputs[name].to_model(array) for name, array in arrays.items()},
+        own,
         tuple(call.outputs) or tuple(model.outputs),
         rows,
-        _bucket(arrays, model),
+        model.bucket({name: array.shape for name, array in own.items()}),
         call.deadline,
         _nothing,
         turn.level,
@@ -201,14 +202,6 @@ def _rows(arrays: Mapping[str, Array], model: Model) -> int:
             f"the inputs of model {model.name!r} have batch sizes {sizes}, expected one of 1 to {model.max_batch_size} for all"
         )
     return rows
-
-
-def _bucket(arrays: Mapping[str, Array], model: Model) -> Hashable:
-    first = 1 if model.max_batch_size else 0
-    shapes = {name: spec.to_model(arrays[name]).shape[first:] for name, spec in model.inputs.items() if name in arrays}
-    if len(shapes) < len(model.inputs):
-        return tuple(shapes.items())
-    return next(iter(shapes.values())) if len(shapes) == 1 else tuple(shapes.values())
 
 
 def _priority(parameters: Mapping[str, Parameter]) -> int:

@@ -21,11 +21,11 @@ from halfserve.serve.engine.errors import InstanceLostError, ModelLoadError
 from halfserve.serve.engine.execution.assembly import padded_inputs
 from halfserve.serve.engine.execution.batch import Answered, run_batch
 from halfserve.serve.engine.execution.instance import ON_CPU
-from halfserve.serve.engine.execution.padding import Padding
 from halfserve.serve.engine.precision_guard.loading import error_budget
 from halfserve.serve.engine.precision_guard.tally import compare
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts, Measured
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
+from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.repository.loaded_version import LoadedVersion
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec

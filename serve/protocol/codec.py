@@ -73,7 +73,7 @@ def decode_inputs(request: ModelInferRequest, model: Model, memory: SharedMemory
     _check_total(places)
     rows = _rows(arrays, model)
     arrays = {name: _to_model(array, model.inputs[name]) for name, array in arrays.items()}
-    return DecodedInputs(_inputs(arrays), rows, _bucket(arrays, model))
+    return DecodedInputs(_inputs(arrays), rows, model.bucket({name: array.shape for name, array in arrays.items()}))
 
 
 def raw_layout(request: ModelInferRequest, model: Model) -> RawLayout | None:
@@ -133,20 +133,6 @@ def _rows(arrays: Mapping[str, Array | LateArray], model: Model) -> int:
     if not 1 <= rows <= model.max_batch_size:
         raise InvalidArgumentError(f"the batch size is {rows}, expected 1 to {model.max_batch_size}; split the request")
     return rows
-
-
-def _bucket(arrays: Mapping[str, Array | LateArray], model: Model) -> Hashable:
-    # Without a batch dimension each request runs alone, and its latency depends on the whole shape.
-    first = 1 if model.max_batch_size else 0
-    if model.ragged is not None:
-        return model.ragged.bucket({name: arrays[name].shape[1:] for name in model.inputs})
-    if len(arrays) == 1 == len(model.inputs):
-        (array,) = arrays.values()
-        return tuple(array.shape[first:])
-    # In the model's order, whatever the request's.
-    if len(arrays) == len(model.inputs):
-        return tuple(arrays[name].shape[first:] for name in model.inputs)
-    return tuple((name, arrays[name].shape[first:]) for name in model.inputs if name in arrays)
 
 
 def _left_out(given: Mapping[str, object], model: Model) -> list[str]:

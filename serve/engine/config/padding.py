@@ -10,7 +10,7 @@ from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.execution.padding import PaddingRule, PaddingSettings
+from halfserve.serve.engine.queueing.padding import PaddingRule, PaddingSettings
 from halfserve.serve.engine.tensors import ANY_SIZE, TensorSpec
 
 KEY = "halfserve.padding"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from halfserve.serve.engine.execution.padding import PaddedInput, PaddingRule
+from halfserve.serve.engine.queueing.padding import PaddedInput, PaddingRule
 
 EXPECTED = "expected inputs with axis and value, then outputs, such as 'input_ids[1]=0 attention_mask[1]=0 -> hidden[1]'"
 _INPUT = re.compile(r"(?P<name>\S+)\[(?P<axis>[0-9]{1,2})\]=(?P<value>\S+)")

@@ -10,7 +10,7 @@ from halfserve.protos.model_config_pb2 import BatchInput as DeclaredInput
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.engine.backend import ModelInterface
 from halfserve.serve.engine.errors import ModelLoadError
-from halfserve.serve.engine.execution.ragged import (
+from halfserve.serve.engine.queueing.ragged import (
     BatchInput,
     Ragged,
     element_bounds,

@@ -190,15 +190,14 @@ class BoundStep:
             if not 1 <= rows <= most:
                 raise InvalidArgumentError(f"{self.label}: the batch size is {rows}, expected 1 to {most}")
         specs = [self.model.inputs[link.name] for link in self._links]
-        own = [spec.shape_for_model(shape)[1 if most else 0 :] for spec, shape in zip(specs, shapes, strict=True)]
+        own = {spec.name: spec.shape_for_model(shape) for spec, shape in zip(specs, shapes, strict=True)}
         size = 0
         for spec, shape in zip(specs, shapes, strict=True):
             elements = 1
             for length in shape:
                 elements *= length
             size += elements * spec.datatype.array_dtype.itemsize
-        # As the codec makes them, so that these requests share batches with those that clients send.
-        found: tuple[int, Hashable, int] = (rows, own[0] if len(own) == 1 else tuple(own), size)
+        found: tuple[int, Hashable, int] = (rows, self.model.bucket(own), size)
         if len(self._known) < MAX_SHAPES:
             self._known[shapes] = found
         return found

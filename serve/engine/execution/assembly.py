@@ -11,7 +11,7 @@ import numpy as np
 
 from halfserve.serve.engine.backend import Backend
 from halfserve.serve.engine.cuda_driver import Buffer, batch_buffer
-from halfserve.serve.engine.execution.padding import Padding
+from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.requests import InferRequest, RawInputs
 from halfserve.serve.engine.tensors import Array
 

@@ -19,11 +19,11 @@ from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
 from halfserve.serve.engine.execution.batch_invariance import BatchInvariance
 from halfserve.serve.engine.execution.failure_log import FailureLog
 from halfserve.serve.engine.execution.memory_limit import MemoryLimit
-from halfserve.serve.engine.execution.padding import Padding
-from halfserve.serve.engine.execution.ragged import Ragged
 from halfserve.serve.engine.execution.request_batch import Begun, run_requests
 from halfserve.serve.engine.execution.short_batches import SHORT_S
 from halfserve.serve.engine.precision_guard.guard import PrecisionGuard
+from halfserve.serve.engine.queueing.padding import Padding
+from halfserve.serve.engine.queueing.ragged import Ragged
 from halfserve.serve.engine.queueing.waiting_line import is_late
 from halfserve.serve.engine.requests import InferRequest
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final
 
-from halfserve.serve.engine.execution.padding import Padding
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts
+from halfserve.serve.engine.queueing.padding import Padding
 from halfserve.serve.engine.queueing.waiting_line import WaitingLine
 
 NEAR: Final = 48  # lengths on each side of the most urgent request's that are looked at

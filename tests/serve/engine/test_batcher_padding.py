@@ -10,11 +10,11 @@ from halfserve.serve.engine.batcher import Batcher
 from halfserve.serve.engine.config.padding_rule import padding_rule
 from halfserve.serve.engine.errors import BackendError, DeadlineExceededError, InferenceError
 from halfserve.serve.engine.execution.instance import Instance, Supervision
-from halfserve.serve.engine.execution.padding import Padding, PaddingSettings
 from halfserve.serve.engine.model_statistics import Statistics
 from halfserve.serve.engine.queueing.batch_costs import BatchCosts
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Tensors
 from tests.serve.engine.fakes import HeldBackend

@@ -12,9 +12,9 @@ from halfserve.protos.datatypes import BY_WIRE
 from halfserve.serve.engine.config.padding_rule import padding_rule
 from halfserve.serve.engine.errors import InvalidArgumentError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.padding import Padding, PaddingSettings
 from halfserve.serve.engine.precision_guard.guard import GuardPolicy, PrecisionGuard
 from halfserve.serve.engine.precision_guard.tally import Tally
+from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.requests import InferRequest, RawInput, RawInputs, RawLayout
 from halfserve.serve.engine.tensors import Array, Tensors, TensorSpec
 

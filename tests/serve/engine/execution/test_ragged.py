@@ -14,7 +14,8 @@ from onnx import TensorProto, helper
 
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.execution.batch import Answered, Failed, run_batch
-from halfserve.serve.engine.execution.ragged import (
+from halfserve.serve.engine.model import Model
+from halfserve.serve.engine.queueing.ragged import (
     Ragged,
     element_bounds,
     element_counts,
@@ -23,7 +24,6 @@ from halfserve.serve.engine.execution.ragged import (
     item_shapes,
     most_elements,
 )
-from halfserve.serve.engine.model import Model
 from halfserve.serve.engine.repository.model_repository import find_models
 from halfserve.serve.engine.requests import InferRequest
 from halfserve.serve.engine.tensors import Array, Tensors

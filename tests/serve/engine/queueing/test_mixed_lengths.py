@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from halfserve.serve.engine.config.padding_rule import padding_rule
-from halfserve.serve.engine.execution.padding import Padding, PaddingSettings
 from halfserve.serve.engine.queueing.batch_costs import CONFIDENT, BatchCosts, Measured
 from halfserve.serve.engine.queueing.batch_queue import Batch, BatchQueue
 from halfserve.serve.engine.queueing.mixed_lengths import MixedLengths
 from halfserve.serve.engine.queueing.pace import BatchLimits
+from halfserve.serve.engine.queueing.padding import Padding, PaddingSettings
 from halfserve.serve.engine.requests import InferRequest
 from tests.serve.engine.simulation import new_request, offer, take
 
