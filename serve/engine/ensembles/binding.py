@@ -11,7 +11,7 @@ from halfserve.serve.engine.ensembles.fit import TensorSource, sources_of
 from halfserve.serve.engine.ensembles.graph import EnsembleGraph
 from halfserve.serve.engine.errors import BackendError
 from halfserve.serve.engine.model import Model
-from halfserve.serve.engine.requests import RemarkedAnswer
+from halfserve.serve.engine.requests import Parameter, RemarkedAnswer
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
 
 MAX_PLANS: Final = 256  # selections of outputs that are kept
@@ -106,7 +106,7 @@ class Plan:
         outputs: dict[str, Array] = {}
         for output in self._wanted:
             outputs[output.name] = output.taken(answers[output.step][output.tensor])
-        remarks: dict[str, str] = {}
+        remarks: dict[str, Parameter] = {}
         for answer in answers:
             if isinstance(answer, RemarkedAnswer):
                 remarks.update(answer.parameters)

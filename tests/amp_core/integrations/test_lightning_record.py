@@ -50,7 +50,7 @@ class Task(pl.LightningModule):
         torch.manual_seed(0)
         self.classifier = Net()
         with torch.no_grad():
-            self.classifier.block[0].weight.fill_(LARGE)
+            next(self.classifier.block.parameters()).fill_(LARGE)
         self.loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0]))
 
     def training_step(self, batch: Any, _: int) -> Tensor:
@@ -73,7 +73,8 @@ def trained(folder: Path, task: pl.LightningModule, *, steps: int, resume: Path 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(task, DataLoader(rows, batch_size=8), ckpt_path=None if resume is None else str(resume), weights_only=True)
+    data: Any = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]  # a list is a data set
+    trainer.fit(task, data, ckpt_path=None if resume is None else str(resume), weights_only=True)
     path = folder / f"{steps}.ckpt"
     trainer.save_checkpoint(path)
     return path

@@ -17,7 +17,7 @@ from halfserve import export_onnx, to_half
 from halfserve.protos.model_config_pb2 import ModelConfig
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.runtimes import Runtimes
-from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface
+from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Trust
 from halfserve.serve.engine.config.model_config import Defaults
 from halfserve.serve.engine.errors import BackendError, ModelLoadError
 from halfserve.serve.engine.model import Model
@@ -36,7 +36,7 @@ PLATFORMS = {"onnx": "onnxruntime_onnx", "torch": "torch_export"}
 
 @pytest.fixture(scope="module")
 def runtimes() -> Runtimes:
-    return Runtimes(trust_torch_archives=True)
+    return Runtimes(trust=Trust(torch_archives=True))
 
 
 @pytest.fixture(params=KINDS)
@@ -257,7 +257,7 @@ def refused_in_one_line(path: Path, message: str, config: ModelConfig | None = N
 
 
 def load_all(folder: Path) -> list[Model]:
-    runtimes, placement = Runtimes(trust_torch_archives=True), DevicePlacement(use_gpu=False, threads=1)
+    runtimes, placement = Runtimes(trust=Trust(torch_archives=True)), DevicePlacement(use_gpu=False, threads=1)
     return [load_model(files, runtimes, placement, Defaults()) for files in find_models(folder)]
 
 

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.backends import python_child
 from halfserve.serve.backends.runtimes import Runtimes
+from halfserve.serve.engine.backend import Trust
 from halfserve.serve.engine.config.model_config import config_from_json
 from halfserve.serve.engine.errors import InvalidArgumentError, ModelLoadError
 from halfserve.serve.model_control.uploads import write_upload
@@ -112,7 +113,7 @@ def test_an_archived_environment_is_unpacked(tmp_path: Path, home: Path, monkeyp
 def test_a_wrong_environment_is_refused(tmp_path: Path, config: str, expected: str) -> None:
     save_python_model(tmp_path, "twice", config=X_TO_Y + config)
     with pytest.raises(ModelLoadError, match=expected):
-        load(tmp_path, Runtimes(trust_python_models=True))
+        load(tmp_path, Runtimes(trust=Trust(python_models=True)))
 
 
 def test_a_load_request_brings_neither_code_nor_an_interpreter(tmp_path: Path) -> None:

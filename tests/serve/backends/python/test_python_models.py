@@ -331,7 +331,7 @@ def test_a_version_that_is_not_served_leaves_no_process(tmp_path: Path) -> None:
     """
     save_python_model(tmp_path, "two", code, X_TO_Y + "instance_group { count: 2 kind: KIND_CPU }")
     with pytest.raises(ModelLoadError, match=r"model.py: one is enough$"):
-        load(tmp_path, Runtimes(trust_python_models=True))
+        load(tmp_path, Runtimes(trust=Trust(python_models=True)))
     try:
         ended = os.pidfd_open(int((tmp_path / "two" / "pid").read_text()))
     except ProcessLookupError:
