@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from halfserve.protos.inference_pb2 import InferParameter, ModelInferRequest
 from halfserve.protos.varint import encoded_varint
 from halfserve.serve.engine.errors import InvalidArgumentError, MessageTooLargeError
+from halfserve.serve.engine.requests import Parameter
 
 NUMBER, EIGHT_BYTES, WITH_LENGTH, GROUP, GROUP_END, FOUR_BYTES = range(6)
 FIXED_BYTES = {EIGHT_BYTES: 8, FOUR_BYTES: 4, GROUP: 0, GROUP_END: 0}
@@ -116,7 +117,7 @@ def _sequence_value(data: bytes, start: int, end: int) -> int:
     return value
 
 
-def sequence_id(value: bytes) -> int | str | None:
+def sequence_id(value: bytes) -> Parameter | None:
     """The id in the value of the parameter sequence_id; None where it is none.
 
     Raises:

@@ -319,7 +319,7 @@ def test_calls_without_a_token_are_refused(mlp: Path, tmp_path: Path) -> None:
     ("path", "text"),
     [
         ("/no/such/place", "/no/such/place: not found; expected a model repository folder or an .onnx file"),
-        (__file__, "test_server.py: is not a readable ONNX file"),
+        (Path(__file__).parents[2] / "README.md", "README.md: is not a readable ONNX file"),
         (Path(__file__).parent, "no models in it; expected <model>/<version>/model.onnx"),
     ],
 )

@@ -6,8 +6,8 @@ package. A file in the repository can run any code as the server's user once it 
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from halfserve.protos.model_config_pb2 import ModelConfig
@@ -18,6 +18,7 @@ from halfserve.serve.engine.repository.model_repository import require_file_name
 
 TRUST_OPTION = "--trust-custom-operators"
 PACKAGE = "onnxruntime_extensions"
+LIBRARY = "_extensions_pydll"  # in the package
 FOLDERS = 3  # a version's, with the fp32 twin's below it, and the model's above
 
 
@@ -37,7 +38,7 @@ def operator_libraries(config: ModelConfig, path: Path, *, trusted: bool) -> tup
 
 def _library(name: str, path: Path, *, trusted: bool) -> str:
     if name in OPERATOR_PACKAGES:
-        found = _packaged()
+        found = packaged_library()
         if found is None:
             raise ModelLoadError(
                 f"{path}: needs the operators of onnxruntime-extensions, which is not installed; "
@@ -64,12 +65,12 @@ def _library(name: str, path: Path, *, trusted: bool) -> str:
 
 
 @cache
-def _packaged() -> str | None:
+def packaged_library() -> str | None:
     """The library of the package; None where it is not installed."""
-    try:
-        return str(importlib.import_module(PACKAGE).get_library_path())
-    except ImportError:
-        return None
+    # Found and not imported: the package would import torch, and make every later process use protobuf's slow implementation.
+    package = PathFinder.find_spec(PACKAGE)
+    module = PathFinder.find_spec(LIBRARY, package.submodule_search_locations) if package else None
+    return module.origin if module else None
 
 
 def stamp(library: str) -> str:

@@ -216,9 +216,8 @@ def _whole(parameter: Parameter) -> int:
 
 def _late_shape(inputs: Tensors, name: str) -> tuple[int, ...] | None:
     """The shape of an input that is read when it is computed; None for one that is there."""
-    if isinstance(inputs, LateInputs):
-        return inputs.late_shape(name)
-    if isinstance(inputs, RawInputs):
+    # Not isinstance: from outside the compiled build it takes a dict for one of these, as all are Mappings.
+    if type(inputs) is LateInputs or type(inputs) is RawInputs:
         return inputs.late_shape(name)
     return None
 

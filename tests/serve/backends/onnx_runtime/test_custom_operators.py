@@ -15,12 +15,12 @@ import onnx
 import pytest
 import tritonclient.grpc as triton
 from onnx import NodeProto, TensorProto, helper, numpy_helper
-from onnxruntime_extensions import get_library_path
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from halfserve.serve.backends.onnx_runtime.backend import OnnxRuntime
 from halfserve.serve.backends.onnx_runtime.crash_probe import CrashProbe, CrashVerdictCache
+from halfserve.serve.backends.onnx_runtime.custom_operators import packaged_library
 from halfserve.serve.engine.backend import ONNX
 from halfserve.serve.engine.config.model_config import OPERATOR_PACKAGES
 from halfserve.serve.engine.config.parameters import ignored_settings
@@ -30,6 +30,7 @@ from halfserve.serve.model_control.options import ControlMode
 from tests.serve.model_control.controlled import controlled_server, loader
 from tests.serve.running_server import running_server
 
+LIBRARY = packaged_library() or ""
 TEXT, IMAGE = "ai.onnx.contrib", "com.microsoft.extensions"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "morning", "##s", "gr\u00fcn"]
 PACKAGED = 'model_operations { op_library_filename: "onnxruntime_extensions" }'
@@ -118,7 +119,7 @@ def test_a_picture_is_decoded_in_the_graph(tmp_path: Path, kind: str) -> None:
 
 def test_a_library_of_the_repository_needs_trust(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer", IN_REPOSITORY)
-    shutil.copy(get_library_path(), tmp_path / "tokenizer" / "operators.so")
+    shutil.copy(LIBRARY, tmp_path / "tokenizer" / "operators.so")
     with pytest.raises(ModelLoadError, match=r"'operators.so', which can run any code .* with --trust-custom-operators"):
         load(tmp_path)
     with client_of(tmp_path, trust=True) as client:
@@ -153,7 +154,7 @@ def test_a_library_that_cannot_be_used_is_one_clear_line(
 
 def test_a_library_outside_of_the_repository_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "repository" / "tokenizer", IN_REPOSITORY)
-    (tmp_path / "repository" / "tokenizer" / "operators.so").symlink_to(get_library_path())
+    (tmp_path / "repository" / "tokenizer" / "operators.so").symlink_to(LIBRARY)
     with pytest.raises(ModelLoadError, match="is a link out of the repository"):
         load(tmp_path / "repository", trust=True)
 

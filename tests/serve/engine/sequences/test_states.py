@@ -73,7 +73,7 @@ def test_sequences_whose_states_differ_in_size_share_no_batch(tmp_path: Path) ->
 def test_a_state_is_a_copy_of_its_row(tmp_path: Path) -> None:
     async def test(scene: Scene) -> None:
         await asyncio.gather(*(scene.step(key, key, start=True) for key in (1, 2, 3)))
-        held = [one for one in gc.get_objects() if isinstance(one, Sequence) and one.states is not None]
+        held = [one for one in gc.get_objects() if type(one) is Sequence and one.states is not None]
         assert len(held) == 3
         assert all(state.base is None and state.nbytes == 4 for one in held for state in one.states or ())
 
@@ -83,7 +83,7 @@ def test_a_state_is_a_copy_of_its_row(tmp_path: Path) -> None:
 
 def test_requests_are_freed_without_a_garbage_collection(tmp_path: Path) -> None:
     def steps() -> int:
-        return sum(isinstance(one, Step) for one in gc.get_objects())
+        return sum(type(one) is Step for one in gc.get_objects())
 
     async def test(scene: Scene) -> None:
         for key in range(1, 5):
