@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -270,7 +270,8 @@ def _label(error: type[InferenceError]) -> str:
     return CAPITALS.sub("_", error.__name__.removesuffix("Error")).lower()
 
 
-class CustomMetric(NamedTuple):
+@dataclass(frozen=True)
+class CustomMetric:
     """A family of metrics that a model declares.
 
     Attributes:
