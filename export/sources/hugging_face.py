@@ -221,7 +221,8 @@ def _network(transformers: Any, folder: Path, config: PretrainedConfig, kind: _K
     if loading["mismatched_keys"]:
         name, *shapes = min(loading["mismatched_keys"])
         raise ExportError(
-            f"the weights in {folder} do not fit config.json: {name!r} has shape {tuple(shapes[0])}, expected {tuple(shapes[1])}"
+            f"the weights in {folder} do not fit config.json: {name!r} has shape "
+            f"{tuple(shapes[0])}, expected {tuple(shapes[1])}"
         )
     if unexpected := _unexpected(network, loading["unexpected_keys"]):
         raise ExportError(
