@@ -162,6 +162,31 @@ class Backend(Protocol):
         """End a computation of another thread here, where the runtime can. This copy is not used again."""
 
 
+@dataclass(frozen=True)
+class BackendView:
+    """A backend that changes what goes into another or comes out of it; `run` is left to subclasses."""
+
+    _backend: Backend
+
+    @property
+    def provider(self) -> str:
+        return self._backend.provider
+
+    @property
+    def precision(self) -> str:
+        return self._backend.precision
+
+    def compute_dtype(self, name: str) -> np.dtype[Any]:
+        return self._backend.compute_dtype(name)
+
+    def run(self, inputs: Tensors) -> Tensors:
+        """See `Backend.run`."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        self._backend.give_up()
+
+
 class RequestBackend:
     """A loaded copy that takes whole requests, and not one batch of their inputs. A `Backend` too, for one thread at a time."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.parameters import own_parameter
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.engine.tensors import ANY_SIZE, Array, Tensors, TensorSpec
@@ -75,27 +74,12 @@ class ConstantInputs:
         return array
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
+@dataclass(frozen=True)
+class _Filled(BackendView):
     """A backend with some inputs filled."""
 
-    _backend: Backend
     _constants: Mapping[str, Array]
-
-    @property
-    def provider(self) -> str:
-        return self._backend.provider
-
-    @property
-    def precision(self) -> str:
-        return self._backend.precision
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return self._backend.compute_dtype(name)
 
     def run(self, inputs: Tensors) -> Tensors:
         """See `Backend.run`."""
         return self._backend.run({**inputs, **self._constants})
-
-    def give_up(self) -> None:
-        self._backend.give_up()

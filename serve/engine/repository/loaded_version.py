@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
+from typing import Protocol, runtime_checkable
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import ONNX, PYTHON, Backend, BackendView, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.background_threads import pause
 from halfserve.serve.engine.config.batching import batch_limits
 from halfserve.serve.engine.config.model_config import DeclaredConfig, Defaults, client_interface, complete_config, instances
@@ -72,30 +70,15 @@ class DeclaredOutputs:
         return _SomeOutputs(backend, tuple(spec.name for spec in interface.outputs))
 
 
-@dataclass(frozen=True, slots=True)
-class _SomeOutputs:
+@dataclass(frozen=True)
+class _SomeOutputs(BackendView):
     """A backend that returns some of its outputs."""
 
-    _backend: Backend
     _names: tuple[str, ...]
-
-    @property
-    def provider(self) -> str:
-        return self._backend.provider
-
-    @property
-    def precision(self) -> str:
-        return self._backend.precision
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return self._backend.compute_dtype(name)
 
     def run(self, inputs: Tensors) -> Tensors:
         outputs = self._backend.run(inputs)
         return {name: outputs[name] for name in self._names}
-
-    def give_up(self) -> None:
-        self._backend.give_up()
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from halfserve.protos.model_config_pb2 import ModelConfig
-from halfserve.serve.engine.backend import Backend, DevicePlacement, ModelInterface, Runtime
+from halfserve.serve.engine.backend import Backend, BackendView, DevicePlacement, ModelInterface, Runtime
 from halfserve.serve.engine.config.model_config import DeclaredConfig
 from halfserve.serve.engine.tensors import ANY_SIZE, Tensors, TensorSpec
 
@@ -72,23 +71,11 @@ def _moved(spec: TensorSpec, axes: Mapping[str, int]) -> TensorSpec:
     return replace(spec, shape=(spec.shape[axis], *spec.shape[:axis], *spec.shape[axis + 1 :]))
 
 
-@dataclass(frozen=True, slots=True)
-class _BatchFirst:
+@dataclass(frozen=True)
+class _BatchFirst(BackendView):
     """A backend that takes and returns some tensors with the batch in the first dimension."""
 
-    _backend: Backend
     _axes: Mapping[str, int]
-
-    @property
-    def provider(self) -> str:
-        return self._backend.provider
-
-    @property
-    def precision(self) -> str:
-        return self._backend.precision
-
-    def compute_dtype(self, name: str) -> np.dtype[Any]:
-        return self._backend.compute_dtype(name)
 
     def run(self, inputs: Tensors) -> Tensors:
         """See `Backend.run`."""
@@ -101,6 +88,3 @@ class _BatchFirst:
             if name in outputs and outputs[name].ndim > axis:
                 outputs[name] = np.moveaxis(outputs[name], axis, 0)
         return outputs
-
-    def give_up(self) -> None:
-        self._backend.give_up()
