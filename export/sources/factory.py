@@ -55,9 +55,13 @@ def open_pickled_module(path: Path, options: SourceOptions) -> Source:
     try:
         module = torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # the file runs code of its own
-        raise ExportError(f"cannot open {path}: {one_line(error)}") from error
+        raise ExportError(
+            f"{path} is no whole file of torch.save: {one_line(error)}; expected what torch.save(module, FILE) writes"
+        ) from error
     if not isinstance(module, nn.Module):
-        raise ExportError(f"{path} holds a {type(module).__name__}; expected a torch.nn.Module")
+        raise ExportError(
+            f"{path} holds a {type(module).__name__}; expected a torch.nn.Module, as torch.save(module, FILE) writes"
+        )
     module = module.float().eval()
     return Source(module=module, samples=_fitting(_samples(options, str(path)), module), name=repository_name(path.stem))
 

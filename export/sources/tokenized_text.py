@@ -45,6 +45,7 @@ def read_tokenizer(transformers: Any, folder: Path, config: PretrainedConfig, *,
         raise ExportError(
             f"{folder} has no tokenizer, such as a tokenizer.json; save the model's own there with save_pretrained"
         )
+    _require_whole_tokenizer(folder / "tokenizer.json")
     try:
         tokenizer: PreTrainedTokenizerFast = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trusted
@@ -69,6 +70,20 @@ def read_tokenizer(transformers: Any, folder: Path, config: PretrainedConfig, *,
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id
     return tokenizer
+
+
+def _require_whole_tokenizer(path: Path) -> None:
+    """Ask the library that reads the file; transformers says only which key it missed."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (comes with transformers)
+
+    if not path.is_file():
+        return  # transformers makes one of the vocabulary
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no type of its own
+        raise ExportError(
+            f"{path} is no tokenizer: {error}; expected the file that save_pretrained of the model's tokenizer writes"
+        ) from error
 
 
 def text_samples(

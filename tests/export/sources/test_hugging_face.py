@@ -209,8 +209,8 @@ def _fewer_words(folder: Path) -> None:
     _edited(folder / "config.json", vocab_size=50)
 
 
-def _truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1000])
+def _truncated(path: Path, count: int = 1000) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
 
 
 def _no_tokenizer(folder: Path) -> None:
@@ -246,6 +246,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda folder: (folder / "config.json").write_text("[]"), "has no model_type"),
     "damaged configuration": (lambda folder: (folder / "config.json").write_text("{"), "cannot read .*config.json"),
     "no tokenizer": (_no_tokenizer, "has no tokenizer, such as a tokenizer.json"),
+    "a damaged tokenizer": (
+        lambda folder: _truncated(folder / "tokenizer.json", 30),
+        "tokenizer.json is no tokenizer: EOF .*; expected the file that save_pretrained",
+    ),
     "a tokenizer of another model": (_fewer_words, r"has \d+ tokens, the model 50; they do not belong together"),
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ def test_a_pickled_module_is_exported_where_it_is_trusted(tmp_path: Path, capfd:
     assert "is a pickle with more than tensors" in capfd.readouterr().err
     assert not (tmp_path / "models").exists()
     assert run(*given, "--trust-pickle") == 0
+
+
+def test_a_trusted_file_that_torch_save_did_not_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "net.pkl").write_bytes(pickle.dumps({"weight": [1.0]}))
+    with pytest.raises(
+        ExportError, match=r"net.pkl is no whole file of torch.save: .*; expected what torch.save\(module, FILE\)"
+    ):
+        open_source(str(tmp_path / "net.pkl"), SourceOptions(trust_pickle=True, samples=array(tmp_path)))
 
 
 def _folder_with(name: str) -> Callable[[Path], Path]:
