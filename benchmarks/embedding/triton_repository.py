@@ -15,7 +15,7 @@ import torch
 from halfserve.export.sources.hugging_face import open_hugging_face
 from halfserve.export.sources.source import SourceOptions
 
-ENSEMBLE, OUTPUT = "embed", "embedding"
+ENSEMBLE, OUTPUT = "embed", "sentence_embedding"
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 BATCHED = "max_batch_size: 32 instance_group { count: 1 kind: KIND_CPU } dynamic_batching { } "
 PYTHON_MODEL = Path(__file__).parent / "triton_tokenizer.py"
@@ -47,7 +47,7 @@ def write_triton_repository(folder: Path, repository: Path, threads: int) -> Non
         )
     shutil.copy(folder / "tokenizer.json", repository / "tokenize" / "1")
     shutil.copy(PYTHON_MODEL, repository / "tokenize" / "1" / "model.py")
-    width = source.module(**examples)[OUTPUT].shape[-1]
+    width = source.module(**examples)["embedding"].shape[-1]
     tokens = [f'name: "{name}" data_type: TYPE_INT64 dims: -1' for name in TOKENS]
     text = 'input { name: "TEXT" data_type: TYPE_STRING dims: 1 } '
     answer = f'output {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: {width} }} '

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-import triton_python_backend_utils as pb_utils
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # (Triton brings it)
 
 MOST_TOKENS = 256
 
