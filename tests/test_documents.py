@@ -64,18 +64,29 @@ def test_options_that_documents_name_are_there() -> None:
         text = (ROOT / document).read_text(encoding="utf-8")
         # Whole lines that call other programs aside.
         own = re.sub(
-            r"^.*(?:python3? -m|make|docker|perf_analyzer|h2load|benchmarks|protoc|go_opt).*$", "", text, flags=re.MULTILINE
+            r"^.*(?:python3? -m|make|docker|helm|kubectl|perf_analyzer|h2load|benchmarks|protoc|go_opt).*$",
+            "",
+            text,
+            flags=re.MULTILINE,
         )
         unknown = {option for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", own) if option not in known}
         assert not unknown, f"{document} names {sorted(unknown)}"
 
 
 @pytest.mark.parametrize(
-    "document", ["guides/deploying", "guides/serving", "guides/sequences", "guides/security", "explanation/reliability"]
+    "document",
+    [
+        "guides/deploying",
+        "guides/kubernetes",
+        "guides/serving",
+        "guides/sequences",
+        "guides/security",
+        "explanation/reliability",
+    ],
 )
 def test_metrics_that_documents_name_are_there(document: str) -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "serve").rglob("*.py"))
     for name in re.findall(
         r"\b(?:nv|halfserve)_[a-z_]+[a-z]\b(?!/)", (ROOT / f"docs/{document}.md").read_text(encoding="utf-8")
     ):
-        assert name.removesuffix("_total").removeprefix("halfserve_guard_") in sources, name
+        assert name.removesuffix("_total").removesuffix("_sum").removeprefix("halfserve_guard_") in sources, name

@@ -98,7 +98,7 @@ def test_a_source_archive_holds_what_its_readme_needs(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     (listed,) = tmp_path.glob("*/SOURCES.txt")
     packed = set(listed.read_text(encoding="utf-8").splitlines())
-    folders = ("amp_core", "benchmarks", "docs", "examples", "export", "halfserve", "protos", "serve", "tests")
+    folders = ("amp_core", "benchmarks", "deploy", "docs", "examples", "export", "halfserve", "protos", "serve", "tests")
     found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
     wanted = {
         str(path.relative_to(ROOT))
