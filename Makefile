@@ -13,7 +13,7 @@ help:
 	@echo "make demo    train, convert, serve and measure the digits classifier; writes runs/demo/report.html"
 	@echo "make test    the tests that every change must pass: at most five minutes on 2 cores"
 	@echo "make test-all  these, and the long ones: sweeps, zoos, soaks, fuzzing, emulated devices"
-	@echo "make test-plain  what starts a server, without the compiled hot path"
+	@echo "make test-plain  the short tests of the server, without the compiled hot path"
 	@echo "make compile compile the hot path again, after an edit"
 	@echo "make docs    the documentation site, into build/docs"
 	@echo "make lint    ruff (style and errors) and hadolint (Dockerfile)"
@@ -64,12 +64,12 @@ test-long: $(READY)
 
 test-all: test test-long
 
-# Both lanes again, of what starts a server, on the sources: the other tests import nothing that is compiled.
+# The server's short lane again, on the sources: nothing else imports what is compiled, but to start a server.
 test-plain: export HALFSERVE_COMPILED = 0
 test-plain: export PYTHONDONTWRITEBYTECODE =
 test-plain: $(READY)
-	$(PYTEST) tests/test_compiled_build.py tests/test_halfserve.py tests/test_readme.py tests/test_documents.py tests/examples tests/benchmarks
-	$(PYTEST) $(SERVER_TESTS)
+	$(PYTEST) tests/test_compiled_build.py tests/test_halfserve.py tests/benchmarks/test_request_cost.py
+	$(PYTEST) -m "not long" $(SERVER_TESTS)
 
 docs: $(READY)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs
