@@ -57,7 +57,8 @@ class Client(ClientBase, SyncRunner):
     ) -> Iterator[StreamAnswer]:
         """Run a model on many requests over one call, and yield the answers in the requests' order.
 
-        A request that fails gets an answer that has its error; the others go on. Leaving the loop early ends the call.
+        A request that fails gets an answer that has its error; the others go on. Leaving the loop early ends the call. A
+        request to a decoupled model gets any number of answers, until one that `is_final`.
 
         Args:
             model: its name.

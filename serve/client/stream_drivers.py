@@ -60,7 +60,8 @@ class SyncStream:
                 elif isinstance(event, grpc.RpcError):
                     raise event
                 for answer in self._session.ready():
-                    self._slots.release()
+                    if answer.is_final:
+                        self._slots.release()
                     yield answer
             yield from self._session.ready()
             if self._source_error is not None:
@@ -164,7 +165,8 @@ class AsyncStream:
                 raise ClientError(UNREADABLE, code="INTERNAL")
             elif isinstance(event, grpc.RpcError):
                 raise event
-        self._slots.release()
+        if answer.is_final:
+            self._slots.release()
         return answer
 
     async def end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -30,22 +31,28 @@ MAX_IN_FLIGHT = 65536
 LONGEST_NUMBER = 20  # digits of a request's number; Python refuses to read 5,000
 # The protocol has only a text for a failed request; this project's server adds the status and the retry hint as parameters.
 STATUS = "grpc-status"
+# As Triton names them: a request that wants to know its last answer, and the answer that says so. Ordinary answers may not.
+EMPTY_FINAL, IS_FINAL = "triton_enable_empty_final_response", "triton_final_response"
 CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class StreamAnswer:
-    """The answer to one request of a stream.
+    """An answer to one request of a stream: the only one, but from a decoupled model.
 
     Attributes:
         index: of the request, counted from 0.
         error: why it was not answered; None if it was. The other requests of the stream are answered all the same.
+        is_final: no other answer to this request follows. The final one of a decoupled model may have no outputs.
     """
 
-    __slots__ = ("_outputs", "error", "index")
+    __slots__ = ("_outputs", "error", "index", "is_final")
 
-    def __init__(self, index: int, outputs: dict[str, Array], error: ClientError | None = None) -> None:
+    def __init__(
+        self, index: int, outputs: dict[str, Array], error: ClientError | None = None, *, is_final: bool = True
+    ) -> None:
         self.index = index
         self.error = error
+        self.is_final = is_final
         self._outputs = outputs
 
     @property
@@ -82,26 +89,29 @@ class StreamSession:
         self._lock = threading.Lock()
         self._made = 0
         self._taken = 0
-        self._arrived: dict[int, StreamAnswer] = {}
+        self._arrived: dict[int, deque[StreamAnswer]] = {}
+        self._answered: set[int] = set()  # requests whose final answer has arrived and is not taken yet
+        self._many: set[int] = set()  # requests that are not done, and have an answer that is not their final one
         self._complete = False
         self._progress_s = time.monotonic()
 
     @property
     def unanswered(self) -> int:
-        return self._made - self._taken - len(self._arrived)
+        return self._made - self._taken - len(self._answered)
 
     def request(self, inputs: Mapping[str, Any]) -> ModelInferRequest | None:
         """The next request's message; None if it does not fit the model: its answer is then the error."""
         index, request, misfit = self._made, None, None
         try:
             request = infer_request(self._metadata, inputs, **{**self._options, "request_id": str(index)})
+            request.parameters[EMPTY_FINAL].bool_param = True
         except InvalidRequest as error:
             misfit = error
         with self._lock:
             if not self.unanswered:
                 self._progress_s = time.monotonic()
             if misfit is not None:
-                self._arrived[index] = StreamAnswer(index, {}, misfit)
+                self._add(StreamAnswer(index, {}, misfit))
             self._made += 1
         return request
 
@@ -120,28 +130,41 @@ class StreamSession:
         infer = response.infer_response
         with self._lock:
             index = self._index(infer.id)
-            if not self._taken <= index < self._made or index in self._arrived:
+            if not self._taken <= index < self._made or index in self._answered:
                 raise ClientError(
-                    f"{self._address} answered request {infer.id!r} of a stream, which does not wait for an answer; models "
-                    "that answer a request several times (decoupled) are not supported",
+                    f"{self._address} answered request {infer.id!r} of a stream, which does not wait for an answer",
                     code="INTERNAL",
                 )
-            self._arrived[index] = _answer(index, response, self._options.get("outputs") or ())
+            is_final = infer.parameters[IS_FINAL].bool_param if IS_FINAL in infer.parameters else True
+            if not is_final:
+                self._many.add(index)
+            # Each answer of a decoupled model has the outputs that the model chose.
+            wanted = () if index in self._many else self._options.get("outputs") or ()
+            self._add(_answer(index, response, wanted, is_final=is_final))
             self._progress_s = time.monotonic()
+
+    def _add(self, answer: StreamAnswer) -> None:
+        self._arrived.setdefault(answer.index, deque()).append(answer)
+        if answer.is_final:
+            self._answered.add(answer.index)
 
     def _index(self, request_id: str) -> int:
         """The number of the request that an answer is for; -1 for none of this stream."""
         if not request_id:  # some servers answer an error without the request's id; they keep the order
-            return next(index for index in range(self._taken, self._made + 1) if index not in self._arrived)
+            return next(index for index in range(self._taken, self._made + 1) if index not in self._answered)
         is_number = request_id.isdecimal() and request_id.isascii() and len(request_id) < LONGEST_NUMBER
         return int(request_id) if is_number else -1
 
     def ready(self) -> Iterator[StreamAnswer]:
         """The next answers in order that have arrived; each is given once."""
-        while (answer := self._arrived.get(self._taken)) is not None:
+        while answers := self._arrived.get(self._taken):
             with self._lock:
-                del self._arrived[self._taken]
-                self._taken += 1
+                answer = answers.popleft()
+                if answer.is_final:
+                    del self._arrived[answer.index]
+                    self._answered.remove(answer.index)
+                    self._many.discard(answer.index)
+                    self._taken += 1
             yield answer
 
     def patience_s(self, timeout_s: float | None) -> float | None:
@@ -192,17 +215,18 @@ def prepare_stream(
     return StreamSession(metadata, {**options, "version": version}, address=address)
 
 
-def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[str]) -> StreamAnswer:
+def _answer(index: int, response: ModelStreamInferResponse, wanted: Collection[str], *, is_final: bool) -> StreamAnswer:
     infer = response.infer_response
     try:
         if not response.error_message:
-            return StreamAnswer(index, _outputs(response, wanted))
+            return StreamAnswer(index, _outputs(response, wanted), is_final=is_final)
     except ClientError as error:
-        return StreamAnswer(index, {}, error)
+        return StreamAnswer(index, {}, error, is_final=is_final)
     number = infer.parameters[STATUS].int64_param if STATUS in infer.parameters else None
     hint = infer.parameters[RETRY_HINT_KEY].string_param if RETRY_HINT_KEY in infer.parameters else ""
     code = CODE_NAMES.get(number, "UNKNOWN")
-    return StreamAnswer(index, {}, error_of_code(code, response.error_message, retry_after_s=hinted_s(hint)))
+    refused = error_of_code(code, response.error_message, retry_after_s=hinted_s(hint))
+    return StreamAnswer(index, {}, refused, is_final=is_final)
 
 
 def _outputs(response: ModelStreamInferResponse, wanted: Collection[str]) -> dict[str, Array]:

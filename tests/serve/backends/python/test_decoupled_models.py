@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import queue
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, InferResult
 from tritonclient.utils import InferenceServerException
 
+from halfserve import AsyncClient, Client
+from halfserve.serve.client.streaming import StreamAnswer
 from tests.serve.backends.python.python_models import save_python_model, serving
 from tests.serve.backends.python.test_python_models import infer
 from tests.serve.running_server import TRANSPORTS
@@ -77,6 +80,23 @@ def test_a_decoupled_model_gives_any_number_of_responses(tmp_path: Path, transpo
         client.stop_stream()  # waits for the server to end the stream
         statistics = client.get_inference_statistics("counts").model_stats[0].inference_stats
     assert (statistics.success.count, statistics.fail.count) == (3, 0)
+
+
+def test_the_client_takes_all_responses_in_the_requests_order(tmp_path: Path) -> None:
+    save_python_model(tmp_path, "counts", COUNTS, DECOUPLED)
+    requests = [{"x": np.array([n], np.float32)} for n in (9, 0, 1)]  # the first one waits for the last one
+
+    def told(answer: StreamAnswer) -> tuple[int, list[float], bool]:
+        return answer.index, [float(y[0]) for y in answer.outputs.values()], answer.is_final
+
+    async def ask(address: str) -> list[tuple[int, list[float], bool]]:
+        async with AsyncClient(address) as client:
+            return [told(answer) async for answer in client.stream_infer("counts", requests, in_flight=3)]
+
+    expected = [*((0, [float(at)], False) for at in range(9)), (0, [], True), (1, [], True), (2, [0.0], False), (2, [], True)]
+    with serving(tmp_path) as server, Client(server.address) as client:
+        assert [told(answer) for answer in client.stream_infer("counts", requests, in_flight=3)] == expected
+        assert asyncio.run(ask(server.address)) == expected
 
 
 def test_responses_of_different_requests_interleave(tmp_path: Path) -> None:
