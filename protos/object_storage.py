@@ -247,11 +247,15 @@ class ObjectStore:
         with self._told("cannot be written", path):
             target = f"{self._root}/{path}"
             try:
-                exists = new and self._fs.exists(target)  # not every store can refuse to replace
+                exists = new and self._fs.exists(target)
                 if not exists:
                     self._fs.put_file(str(source), target, **({"mode": "create"} if new else {}))
             except FileExistsError:
                 exists = True
+            except Exception as error:
+                if not new or not _knows_no_conditions(error):
+                    raise
+                self._fs.put_file(str(source), target)  # then only the look before it guards against others
             if exists:
                 raise ObjectExistsError(f"{self.url}/{path}: exists")
 
@@ -286,6 +290,12 @@ class ObjectStore:
         if (isinstance(error, PermissionError) or "Credential" in named) and self._extra:
             return f"{text}; give credentials that may do that: {CREDENTIALS[self._extra]}"
         return text if isinstance(error, OSError | EOFError) else f"{named}: {text}"
+
+
+def _knows_no_conditions(error: BaseException) -> bool:
+    """Whether a store of S3's interface answers that it cannot write an object only where there is none: 501."""
+    answer = getattr(error.__cause__ or error, "response", None) or {}
+    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 501)
 
 
 def _tag(info: dict[str, Any]) -> str:

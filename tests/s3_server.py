@@ -24,6 +24,7 @@ class S3Server:
 
     Attributes:
         requests: Method and path of each request.
+        headers: Names of the last one's headers.
         fault: Decides what becomes of requests; it may also change the store meanwhile.
     """
 
@@ -33,6 +34,7 @@ class S3Server:
         self._server.log = lambda *_: None  # type: ignore[method-assign]
         self._server.RequestHandlerClass.log_request = lambda *_: None  # type: ignore[method-assign,assign]
         self.requests: list[tuple[str, str]] = []
+        self.headers: set[str] = set()
         self.fault: Fault | None = None
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
@@ -45,6 +47,7 @@ class S3Server:
         fault = None
         if environ.get("HTTP_AUTHORIZATION") != TESTS:
             self.requests.append((method, path))
+            self.headers = {name[5:].replace("_", "-").title() for name in environ if name.startswith("HTTP_")}
             fault = self.fault(method, path) if self.fault else None
         if isinstance(fault, int):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

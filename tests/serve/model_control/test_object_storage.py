@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
@@ -16,8 +18,10 @@ from tritonclient.utils import InferenceServerException
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.model_control.options import ControlMode
 from halfserve.serve.storage.options import ObjectStorage
-from tests.models import save_mlp
+from halfserve.serve.storage.repository_copy import RepositoryCopy
+from tests.models import save_mlp, save_table
 from tests.s3_server import S3Server, s3_server
+from tests.serve.conftest import load_repository
 from tests.serve.model_control.controlled import ask, controlled_server, wait_for
 
 QUICKLY = {"poll_interval_s": 0.05, "settle_s": 0.02, "warm_up_budget_s": 0.0}
@@ -103,6 +107,22 @@ def test_a_model_that_cannot_be_copied_is_reported_once(
         wait_for(server, [("mlp", "2", "READY", "")])
 
 
+def test_weights_in_a_data_file_are_served(tmp_path: Path) -> None:
+    model = onnx.load(save_table(tmp_path / "table.onnx", np.float32))
+    (tmp_path / "store" / "table" / "1").mkdir(parents=True)
+    onnx.save_model(
+        model,
+        tmp_path / "store" / "table" / "1" / "model.onnx",
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    copy = RepositoryCopy(ObjectStorage(url=f"file://{tmp_path}/store", folder=tmp_path / "cache"))
+    copy.update()
+    assert [(loaded.name, loaded.version) for loaded in load_repository(copy.path)] == [("table", 1)]
+    copy.close()
+
+
 def test_models_are_copied_when_they_are_loaded(s3: S3Server, storage: ObjectStorage, mlp: bytes) -> None:
     for name in ("a", "b"):
         s3.put(f"models/{name}/1/model.onnx", mlp)
@@ -139,4 +159,6 @@ def test_the_command_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "halfserve", "serve", "oci://me:hunter22@bucket/models", "--storage-folder", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[3])
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == "halfserve serve: oci://***@bucket/models: what opens oci:// is not installed; run: pip install ocifs\n"
+    assert (
+        ended.stderr == "halfserve serve: oci://***@bucket/models: what opens oci:// is not installed; run: pip install ocifs\n"
+    )
