@@ -286,9 +286,8 @@ def serve(
         allowed_hosts=tuple(http_allowed_host or ()),
         allowed_origins=tuple(_origin(text) for text in http_allowed_origin or ()),
     )
-    storage = ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
     options = ServerOptions(
-        path=storage if is_url(path) else Path(path),
+        path=_place(path, storage_folder, storage_gib),
         host=host,
         grpc_port=grpc_port,
         placement=DevicePlacement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
@@ -344,6 +343,12 @@ def serve(
         torch_archives=trust_torch_archives, python_models=trust_python_models, custom_operators=trust_custom_operators
     )
     _run(options, partial(report_startup, report), link, trust)
+
+
+def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path | ObjectStorage:
+    if not is_url(path):
+        return Path(path)
+    return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
 
 
 def _origin(text: str) -> str:

@@ -62,6 +62,7 @@ class FileCache:
         self._objects = place / "objects"
         self._copying = threading.Lock()
         try:
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._objects.mkdir(parents=True, exist_ok=True)
             self._turn = FileLock(self._root / "lock", thread_local=False)
             self._lock, self.view = _free_view(place)
@@ -80,6 +81,11 @@ class FileCache:
     def incoming(self, stored: StoredObject) -> Path:
         """Where `fetch` leaves an object, to be renamed into the view."""
         return self.view / INCOMING / _key(stored)
+
+    def forget_incoming(self) -> None:
+        """Give up what was fetched and not renamed into the view, as the store has changed since."""
+        for path in (self.view / INCOMING).glob("*"):
+            path.unlink(missing_ok=True)
 
     def fetch(self, store: ObjectStore, wanted: Sequence[StoredObject], name: str) -> list[StoredObject]:
         """Bring objects to this disk. What was copied before, by any server, or in part, is not copied again.

@@ -6,12 +6,21 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from halfserve.serve.engine.errors import ModelLoadError
+
 DEFAULT_GIB = 50.0
 
 
 def default_folder() -> Path:
-    """The user's folder for caches, as the XDG specification names it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfserve" / "storage"
+    """Where copies go: in the user's folder for caches, as the XDG specification names it.
+
+    Raises:
+        ModelLoadError: this user has no home.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfserve" / "storage"
+    except RuntimeError:
+        raise ModelLoadError("this user has no home folder to keep copies in; give --storage-folder") from None
 
 
 @dataclass(frozen=True, kw_only=True)

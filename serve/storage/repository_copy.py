@@ -105,7 +105,9 @@ class RepositoryCopy:
     ) -> dict[str, str]:
         models = self._models()
         failures: dict[str, str] = {}
-        left = [name for name in models if names is None or name in names or name == BARE]
+        left = [name for name in models if names is None or name in names or (name == BARE and (names or not self._shown))]
+        if left:  # at most one thread has such calls
+            self._cache.forget_incoming()
         for attempt in range(1, ROUNDS + 1):
             copied, ready = False, dict[str, StoredModel]()
             for name in left:
