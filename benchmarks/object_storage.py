@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def _serve(port: Any, requests: Any) -> None:
-    from moto.server import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415  (in the child)
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app  # noqa: PLC0415  (in the child)
     from werkzeug.serving import make_server  # noqa: PLC0415  (in the child)
 
     application = DomainDispatcherApplication(create_backend_app)

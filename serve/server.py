@@ -173,9 +173,7 @@ async def serve(
         defaults=options.defaults,
         warm_up_budget_s=options.control.warm_up_budget_s,
     )
-    copy = RepositoryCopy(options.path) if isinstance(options.path, ObjectStorage) else None
-    path = options.path if copy is None else copy.path
-    control = ModelControl(core, path, loader, options.control, copy)
+    control = _control(core, options, loader)
     try:
         if not await _finished_before(stop, control.start()):
             return
@@ -216,6 +214,13 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     elif security.admin_port is not None:
         found[ADMIN] = Address(host, security.admin_port, "--admin-port")
     return found
+
+
+def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:
+    if isinstance(options.path, Path):
+        return ModelControl(core, options.path, loader, options.control)
+    copy = RepositoryCopy(options.path)
+    return ModelControl(core, copy.path, loader, options.control, copy)
 
 
 def _keep_responses(core: InferenceCore, mib: int) -> None:

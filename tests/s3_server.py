@@ -9,14 +9,19 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
 TRUNCATED = "truncated"
 TESTS = "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 # What becomes of a request (its method and its path without the bucket): a status, TRUNCATED, or None for the true answer.
 Fault = Callable[[str, str], int | str | None]
+
+
+class Quiet(WSGIRequestHandler):
+    def log(self, type: str, message: str, *args: object) -> None:  # noqa: A002  (its name there)
+        pass
 
 
 class S3Server:
@@ -30,9 +35,7 @@ class S3Server:
 
     def __init__(self) -> None:
         self._moto = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self._server.log = lambda *_: None  # type: ignore[method-assign]
-        self._server.RequestHandlerClass.log_request = lambda *_: None  # type: ignore[method-assign,assign]
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
         self.requests: list[tuple[str, str]] = []
         self.headers: set[str] = set()
         self.fault: Fault | None = None

@@ -99,6 +99,8 @@ class RepositoryCopy:
             return self._updated(names, serving, arriving)
         except StorageError as error:
             raise ModelLoadError(str(error)) from None
+        except OSError as error:
+            raise ModelLoadError(f"{error.filename}: cannot hold copies from object storage: {error.strerror}") from None
 
     def _updated(
         self, names: Mapping[str, DeclaredConfig | None] | None, serving: Collection[tuple[str, int]], arriving: Collection[str]
@@ -251,8 +253,10 @@ class RepositoryCopy:
                 if not folder.name.startswith(".") and folder.name not in models:
                     shutil.rmtree(folder, ignore_errors=True)
                     self._shown.pop(folder.name, None)
-            for name, model in models.items() if names is not None else ():
-                if name in names or name in in_use or name == BARE:
+            if names is None or self._store.file:
+                return
+            for name, model in models.items():
+                if name in names or name in in_use:
                     continue
                 if self._shown.pop(name, None) is not None:
                     shutil.rmtree(self._cache.view / name, ignore_errors=True)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,7 +25,7 @@ from tests.s3_server import S3Server, s3_server
 from tests.serve.conftest import load_repository
 from tests.serve.model_control.controlled import ask, controlled_server, wait_for
 
-QUICKLY = {"poll_interval_s": 0.05, "settle_s": 0.02, "warm_up_budget_s": 0.0}
+QUICKLY: dict[str, Any] = {"poll_interval_s": 0.05, "settle_s": 0.02, "warm_up_budget_s": 0.0}
 
 
 @pytest.fixture
