@@ -35,6 +35,7 @@ WINDOW_BYTES = 64 * 2**20  # read at the same time, and held in memory
 WINDOW_PIECES = 16
 LARGE_BYTES = 256 * 2**20  # from here on a copy is announced, as it takes a while
 INCOMING = ".incoming"
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 Piece = tuple[StoredObject, int, int]
 
@@ -265,4 +266,5 @@ def _clear(folder: Path) -> None:
 
 def readable(size: int) -> str:
     """A number of bytes, as people read it."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), UNITS[-1])
+    return f"{size / unit:.1f} {name}"

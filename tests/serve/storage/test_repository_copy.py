@@ -250,7 +250,7 @@ def test_what_no_server_uses_makes_room(memory: MemoryStore, open_copy: Open, tm
         assert sum(stored) <= 2500
     memory.put("models/m/5/model.onnx", b"5" * 2000)
     failure = copy.update(serving={("m", 4)})["m"]
-    assert "has room for 0.0 MiB beside what servers use; raise --storage-gib" in failure
+    assert "has room for 1.5 KiB beside what servers use; raise --storage-gib" in failure
     assert files(copy) == {"m/4/model.onnx": b"4" * 1000}
     memory.put("models/small/1/model.onnx", b"s")  # others go on
     assert list(copy.update(serving={("m", 4)})) == ["m"]
@@ -338,5 +338,5 @@ def test_a_copy_is_logged_in_one_line(memory: MemoryStore, open_copy: Open, capl
     with caplog.at_level(logging.INFO):
         open_copy("memory://bucket/models").update()
     assert [record.getMessage().partition(" in 2 files from memory://bucket/models in ")[0] for record in caplog.records] == [
-        "m: copied 0.0 MiB"
+        "m: copied 0.0 KiB"
     ]
