@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
+from halfserve.protos import object_storage
 from halfserve.serve.engine.config.model_config import DeclaredConfig, config_from_json
 from halfserve.serve.engine.errors import ModelLoadError
 from halfserve.serve.storage import file_cache
@@ -161,6 +164,34 @@ def test_a_failing_read_is_tried_again(fault: int | str, s3: S3Server, open_copy
     assert copy.update() == {}
     assert files(copy) == {"m/1/model.onnx": SAMPLE}
     assert len(failed) == 2
+
+
+def test_a_read_that_hangs_is_given_up_and_tried_again(s3: S3Server, open_copy: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(object_storage.S3_CONFIG, "read_timeout", 0.3)
+    s3.put("models/m/1/model.onnx", SAMPLE)
+    released, hung = threading.Event(), []
+
+    def hang_once(_: str, path: str) -> None:
+        if path.endswith("model.onnx") and not hung:
+            hung.append(path)
+            released.wait(20)
+
+    s3.fault = hang_once
+    copy = open_copy()
+    assert copy.update() == {}
+    assert not released.is_set()
+    assert files(copy) == {"m/1/model.onnx": SAMPLE}
+    released.set()
+
+
+def test_two_servers_that_start_together_copy_once(s3: S3Server, open_copy: Open) -> None:
+    for name in "abc":
+        s3.put(f"models/{name}/1/model.onnx", SAMPLE)
+    copies = [open_copy(), open_copy()]
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(RepositoryCopy.update, copies)) == [{}, {}]
+    assert files(copies[0]) == files(copies[1]) == {f"{name}/1/model.onnx": SAMPLE for name in "abc"}
+    assert len(reads(s3)) == 3 * len(SAMPLE) // 1024
 
 
 def test_a_copy_that_broke_off_is_resumed(s3: S3Server, open_copy: Open, monkeypatch: pytest.MonkeyPatch) -> None:
