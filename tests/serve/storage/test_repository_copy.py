@@ -169,7 +169,7 @@ def test_a_failing_read_is_tried_again(fault: int | str, s3: S3Server, open_copy
 def test_a_read_that_hangs_is_given_up_and_tried_again(s3: S3Server, open_copy: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(object_storage.S3_CONFIG, "read_timeout", 0.3)
     s3.put("models/m/1/model.onnx", SAMPLE)
-    released, hung = threading.Event(), []
+    released, hung = threading.Event(), list[str]()
 
     def hang_once(_: str, path: str) -> None:
         if path.endswith("model.onnx") and not hung:
