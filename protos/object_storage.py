@@ -7,6 +7,7 @@ puts last. A version folder without it is unfinished, and no reader takes it for
 from __future__ import annotations
 
 import re
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ CREDENTIALS = {
     "hf-hub": "HF_TOKEN",
 }
 TAGS = ("ETag", "etag", "blob_id", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+MAX_TEXT = 500  # of a client's error: a proxy may answer with a page
 TRIES = 3  # of reading a range: beyond those of the store's own client, which does not see a body that ends early
 PAUSE_S = 0.2  # before the second try; doubled before the next
 # An unreachable store is an error after seconds: botocore would try 5 times for 60 s each, and s3fs that 5 times over.
@@ -283,7 +285,7 @@ class ObjectStore:
         text = " ".join(str(error).split()) or type(error).__name__
         for secret in reversed(self._secrets):
             text = text.replace(secret, HIDDEN)
-        text = redacted(text)
+        text = textwrap.shorten(redacted(text), MAX_TEXT, placeholder=" ...")
         if isinstance(error, FileNotFoundError):
             return f"not found ({text})"
         named = type(error).__name__

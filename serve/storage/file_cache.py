@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -35,6 +36,8 @@ WINDOW_BYTES = 64 * 2**20  # read at the same time, and held in memory
 WINDOW_PIECES = 16
 LARGE_BYTES = 256 * 2**20  # from here on a copy is announced, as it takes a while
 INCOMING = ".incoming"
+PLACE = "[0-9a-f]" * 16  # the hash of a URL
+KEY = re.compile(r"[0-9a-f]{64}(\.part)?")
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 Piece = tuple[StoredObject, int, int]
@@ -183,10 +186,9 @@ class FileCache:
         """Remove objects that no server uses, the longest unused first, until the missing ones fit."""
         begun = {self._part(stored): stored.size for stored in missing}
         found = []
-        for place in self._root.iterdir():
-            if place.is_dir():
-                _remove_dead_views(place)
-                found += [(path.stat(), path) for path in (place / "objects").iterdir()]
+        for objects in self._root.glob(f"{PLACE}/objects"):  # and nothing else: the folder is the user's choice
+            _remove_dead_views(objects.parent)
+            found += [(path.stat(), path) for path in objects.iterdir() if KEY.fullmatch(path.name)]
         used = sum(status.st_size for status, _ in found)
         needed = sum(begun.values()) - sum(min(status.st_size, begun[path]) for status, path in found if path in begun)
         room = min(self._max_bytes - used, shutil.disk_usage(self._root).free)

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 FILE_SUFFIXES = tuple(Path(kind.file_name).suffix for kind in (ONNX, TORCH_EXPORT))
 BARE = ""  # the name here of the model that is one file
-CHATTY = ("aiobotocore", "botocore")  # log at INFO where they found credentials
+# At INFO the stores' clients log each request, some with signed URLs, or where they found credentials.
+CHATTY = ("aiobotocore", "azure", "botocore", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub")
 ROUNDS = 3  # of copying a model that changes meanwhile
 Files = dict[str, StoredObject]  # by path in their folder
 

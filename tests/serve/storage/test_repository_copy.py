@@ -271,13 +271,16 @@ def test_a_store_that_cannot_be_read_changes_nothing(what: str, s3: S3Server, op
 
 def test_what_no_server_uses_makes_room(memory: MemoryStore, open_copy: Open, tmp_path: Path) -> None:
     memory.put("models/m/1/model.onnx", b"1" * 1000)
+    other = tmp_path / "cache" / "repository" / "objects" / "not-ours"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"o" * 5000)
     copy = open_copy("memory://bucket/models", max_bytes=2500)
     copy.update()
     for version in (2, 3, 4):
         memory.put(f"models/m/{version}/model.onnx", b"%d" % version * 1000)
         assert copy.update(serving={("m", version - 1)}) == {}
         copy.update(serving={("m", version)})
-        stored = [path.stat().st_size for path in (tmp_path / "cache").glob("*/objects/*")]
+        stored = [path.stat().st_size for path in (tmp_path / "cache").glob("*/objects/*") if path != other]
         assert sum(stored) <= 2500
     memory.put("models/m/5/model.onnx", b"5" * 2000)
     failure = copy.update(serving={("m", 4)})["m"]
@@ -286,6 +289,7 @@ def test_what_no_server_uses_makes_room(memory: MemoryStore, open_copy: Open, tm
     memory.put("models/small/1/model.onnx", b"s")  # others go on
     assert list(copy.update(serving={("m", 4)})) == ["m"]
     assert files(copy)["small/1/model.onnx"] == b"s"
+    assert other.exists()
 
 
 def test_the_files_of_a_killed_server_are_given_up(memory: MemoryStore, open_copy: Open, tmp_path: Path) -> None:
