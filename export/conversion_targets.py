@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,11 +14,18 @@ from halfserve.export.errors import ExportError, telling_place
 from halfserve.export.onnx_files.model_file import ModelFile, open_model
 from halfserve.export.onnx_files.model_writer import StagedModel, superseded_files
 from halfserve.export.onnx_fp16.convert import require_free
-from halfserve.export.repository.version_writer import require_addable, require_same_network, write_model_version
+from halfserve.export.repository.version_writer import (
+    latest_version,
+    require_addable,
+    require_same_network,
+    write_model_version,
+)
 from halfserve.export.tasks.task import Task
+from halfserve.protos.object_storage import is_url
 
 if TYPE_CHECKING:
     from halfserve.export.certificate.certificate import Certificate
+    from halfserve.export.repository.stored_repository import StoredRepository
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +33,14 @@ class PublishedModel:
     """A model that was written.
 
     Attributes:
-        path: Its file, or the version's folder in a repository.
+        path: Its file, or the version's folder in a repository; below the URL of one in object storage.
         superseded: Data files beside it that only the model before it used.
+        url: Of the version in object storage, without credentials; "" for files on this machine.
     """
 
     path: Path
     superseded: tuple[str, ...] = ()
+    url: str = ""
 
 
 class ConversionTarget(Protocol):
@@ -96,7 +106,7 @@ class RepositoryTarget:
     """A version in a model repository; see `write_model_version`.
 
     Attributes:
-        repository: The repository's folder; made if missing.
+        repository: The repository's folder, made if missing; or its URL in object storage.
         name: The model's name.
         version: The version; the next free one by default.
         max_batch_size: Largest batch that the server may form; 0 for a model without a batch dimension.
@@ -105,7 +115,7 @@ class RepositoryTarget:
         task: The model's task, whose labels and files are written too.
     """
 
-    repository: Path
+    repository: Path | str
     name: str
     version: int | None = None
     max_batch_size: int = 32
@@ -117,35 +127,66 @@ class RepositoryTarget:
     def model_name(self) -> str:
         return self.name
 
+    @cached_property
+    def _stored(self) -> StoredRepository | None:
+        """The repository in object storage; None for a folder."""
+        if not is_url(str(self.repository)):
+            return None
+        from halfserve.export.repository.stored_repository import StoredRepository  # noqa: PLC0415  (rarely needed)
+
+        return StoredRepository(str(self.repository))
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """The repository's folder, or a likeness of the stored one."""
+        if self._stored is None:
+            yield Path(self.repository)
+        else:
+            with self._stored.likeness(self.name) as folder:
+                yield folder
+
     def check(self, source: ModelFile) -> None:
-        if self.default_name:
-            require_same_network(self.repository, self.name, source)
-        require_addable(self.repository, self.name, source, version=self.version, max_batch_size=self.max_batch_size)
+        with self._folder() as repository:
+            if self.default_name:
+                stored = self._stored
+                existing = latest_version(repository / self.name) if stored is None else stored.latest(self.name)
+                require_same_network(repository, self.name, source, existing)
+            require_addable(repository, self.name, source, version=self.version, max_batch_size=self.max_batch_size)
 
     @contextmanager
     def file(self) -> Iterator[Path]:
-        """A temporary file on the repository's disk; a missing repository is not created yet."""
-        folder = self.repository.absolute()
+        """A temporary file, on the repository's disk if it has one; a missing repository is not created yet."""
+        folder = Path(tempfile.gettempdir()) if self._stored is not None else Path(self.repository).absolute()
         try:
             while not folder.is_dir():
                 folder = folder.parent
             hidden = tempfile.TemporaryDirectory(prefix=f".{self.name}.", dir=folder, ignore_cleanup_errors=True)
         except OSError as error:
-            raise ExportError(f"cannot write to the repository {self.repository}: {error.strerror or error}") from error
-        with hidden as made, telling_place(Path(made), self.repository / self.name):
+            raise ExportError(f"cannot write to the repository {self._place}: {error.strerror or error}") from error
+        with hidden as made, telling_place(Path(made), f"{self._place}/{self.name}"):
             yield Path(made) / "model.onnx"
+
+    @property
+    def _place(self) -> str:
+        return str(self.repository) if self._stored is None else self._stored.url
 
     def publish(self, source: ModelFile, staged: StagedModel, certificate: Certificate | None) -> PublishedModel:
         if certificate is None:
             raise ExportError("a version in a repository needs a certificate; verify the model")
-        written = write_model_version(
-            self.repository,
-            self.name,
-            open_model(staged.path),
-            certificate,
-            version=self.version,
-            max_batch_size=self.max_batch_size,
-            fp32_twin=source if self.fp32_twin else None,
-            task=self.task,
-        )
-        return PublishedModel(path=written)
+        while True:
+            with self._folder() as repository:
+                written = write_model_version(
+                    repository,
+                    self.name,
+                    open_model(staged.path),
+                    certificate,
+                    version=self.version,
+                    max_batch_size=self.max_batch_size,
+                    fp32_twin=source if self.fp32_twin else None,
+                    task=self.task,
+                )
+                if self._stored is None:
+                    return PublishedModel(path=written)
+                url = self._stored.publish(written)
+            if url is not None:
+                return PublishedModel(path=Path(self.name) / written.name, url=url)

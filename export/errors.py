@@ -16,8 +16,8 @@ class UsageError(ExportError):
 
 
 @contextmanager
-def telling_place(hidden: Path, place: Path) -> Iterator[None]:
-    """Name the user's path in errors instead of the temporary folder where the work is done."""
+def telling_place(hidden: Path, place: Path | str) -> Iterator[None]:
+    """Name the user's path or URL in errors instead of the temporary folder where the work is done."""
     try:
         yield
     except ExportError as error:

@@ -88,7 +88,7 @@ class Converted:
     """A model that was written.
 
     Attributes:
-        path: Its file, or its version's folder in a repository.
+        path: Its file, or its version's folder in a repository; below the URL of one in object storage.
         source_bytes: Size of the float32 model, data files included.
         size_bytes: Size of the float16 model, data files included.
         report: What the conversion did.
@@ -97,6 +97,7 @@ class Converted:
         search: The nodes that need float32; None without a search.
         superseded: Data files beside it that only the model before it used.
         growth: Why it is larger than the float32 model; None where it is not.
+        url: Of its version in object storage, without credentials; "" for files on this machine.
     """
 
     path: Path
@@ -108,6 +109,12 @@ class Converted:
     search: SearchResult | None
     superseded: tuple[str, ...]
     growth: str | None = None
+    url: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it was written, for people: a path or a URL."""
+        return self.url or str(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +368,7 @@ def _publish(
         search=found,
         superseded=published.superseded,
         growth=why,
+        url=published.url,
     )
 
 

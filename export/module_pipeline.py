@@ -105,7 +105,7 @@ def export_module(
     Args:
         module: The float32 module, in evaluation mode and on the CPU; it stays as it is.
         samples: Inputs, samples first: a tensor; a tuple (forward's parameters in order) or a dict (by name) of tensors.
-        repository: The model repository's folder; made if missing.
+        repository: The model repository's folder, made if missing; or its URL in object storage.
         name: The model's name.
         labels: The samples' true classes, for the accuracy: whole numbers, shape (samples,).
         budget: How much the float16 model may differ; `Budget()` by default.
@@ -135,7 +135,7 @@ def export_module(
         PolicyError: The policy cannot be read.
     """
     target = RepositoryTarget(
-        repository=Path(repository), name=name, version=version, max_batch_size=max_batch_size, fp32_twin=fp32_twin
+        repository=repository, name=name, version=version, max_batch_size=max_batch_size, fp32_twin=fp32_twin
     )
     options = ExportOptions(
         budget=budget or Budget(),

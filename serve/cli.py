@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from halfserve.protos.object_storage import is_url
 from halfserve.serve.engine.backend import DevicePlacement, Trust
 from halfserve.serve.engine.config.batching import BatchingOptions
 from halfserve.serve.engine.config.model_config import Defaults
@@ -25,6 +26,7 @@ from halfserve.serve.protocol.open_files import FEWEST_FILES, allow_more, most_f
 from halfserve.serve.security.options import ClientLimits, SecurityError, SecurityOptions, TlsOptions
 from halfserve.serve.server import LostDeviceError, ServerOptions, addresses
 from halfserve.serve.startup_report import StartupReport, log_restart, print_json, print_text, report_startup
+from halfserve.serve.storage.options import DEFAULT_GIB, ObjectStorage, default_folder
 from halfserve.serve.supervisor.handover import LOST_DEVICE_CODE
 from halfserve.serve.supervisor.launch import SupervisorLink, become_supervisor, take_over
 from halfserve.serve.transports.listening import BindError
@@ -46,7 +48,14 @@ _ending = partial(typer.Option, rich_help_panel="Ending")
 
 
 def serve(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A model repository folder, or one .onnx or .pt2 file.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A model repository folder, or one .onnx or .pt2 file; or the URL of one in object storage, such as "
+            "s3://bucket/models.",
+        ),
+    ],
     *,
     host: Annotated[str, _listening(help="Address to listen on; 0.0.0.0 for all.")] = ServerOptions.host,
     grpc_port: Annotated[int, _listening(min=0, max=65535, help="gRPC port; 0 finds a free one.")] = ServerOptions.grpc_port,
@@ -122,6 +131,16 @@ def serve(
             "--model-uploads", help="Let load requests bring ONNX models and label files along (--model-control explicit)."
         ),
     ] = ControlOptions.uploads,
+    storage_folder: Annotated[
+        Path | None,
+        _models(
+            help="Folder for copies of models from object storage; by default ~/.cache/halfserve/storage. Servers share it.",
+            show_default=False,
+        ),
+    ] = None,
+    storage_gib: Annotated[
+        float, _models(min=0.001, help="GiB that it may take; what no server uses makes room for what one needs.")
+    ] = DEFAULT_GIB,
     trust_torch_archives: Annotated[
         bool,
         _models(
@@ -268,7 +287,7 @@ def serve(
         allowed_origins=tuple(_origin(text) for text in http_allowed_origin or ()),
     )
     options = ServerOptions(
-        path=path,
+        path=_place(path, storage_folder, storage_gib),
         host=host,
         grpc_port=grpc_port,
         placement=DevicePlacement(use_gpu=not cpu, require_gpu=require_gpu, threads=threads),
@@ -324,6 +343,12 @@ def serve(
         torch_archives=trust_torch_archives, python_models=trust_python_models, custom_operators=trust_custom_operators
     )
     _run(options, partial(report_startup, report), link, trust)
+
+
+def _place(path: str, storage_folder: Path | None, storage_gib: float) -> Path | ObjectStorage:
+    if not is_url(path):
+        return Path(path)
+    return ObjectStorage(url=path, folder=storage_folder or default_folder(), max_bytes=int(storage_gib * 2**30))
 
 
 def _origin(text: str) -> str:

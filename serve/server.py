@@ -32,6 +32,8 @@ from halfserve.serve.security.memory_budget import DEFAULT_BYTES, MemoryBudget
 from halfserve.serve.security.options import SecurityOptions
 from halfserve.serve.security.security import PortSecurity, Security
 from halfserve.serve.startup_report import StartupReport
+from halfserve.serve.storage.options import ObjectStorage
+from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.supervisor.handover import ADMIN, GRPC, HTTP, METRICS
 from halfserve.serve.supervisor.launch import SupervisorLink
 from halfserve.serve.transports.listener import ConnectionLimit
@@ -55,7 +57,7 @@ class ServerOptions:
     """How to serve.
 
     Attributes:
-        path: a model repository, or one .onnx or .pt2 file.
+        path: a model repository, or one .onnx or .pt2 file; or where in object storage it lies.
         host: the address to listen on.
         grpc_port: 0 finds a free one.
         placement: where models run.
@@ -73,7 +75,7 @@ class ServerOptions:
         response_cache_mib: MiB of answers for the models whose configuration has a `response_cache`; 0 keeps none.
     """
 
-    path: Path
+    path: Path | ObjectStorage
     host: str = "127.0.0.1"
     grpc_port: int = 8001
     placement: DevicePlacement = field(default_factory=DevicePlacement)
@@ -171,7 +173,7 @@ async def serve(
         defaults=options.defaults,
         warm_up_budget_s=options.control.warm_up_budget_s,
     )
-    control = ModelControl(core, options.path, loader, options.control)
+    control = _control(core, options, loader)
     try:
         if not await _finished_before(stop, control.start()):
             return
@@ -212,6 +214,13 @@ def addresses(options: ServerOptions) -> dict[str, Address]:
     elif security.admin_port is not None:
         found[ADMIN] = Address(host, security.admin_port, "--admin-port")
     return found
+
+
+def _control(core: InferenceCore, options: ServerOptions, loader: VersionLoader) -> ModelControl:
+    if isinstance(options.path, Path):
+        return ModelControl(core, options.path, loader, options.control)
+    copy = RepositoryCopy(options.path)
+    return ModelControl(core, copy.path, loader, options.control, copy)
 
 
 def _keep_responses(core: InferenceCore, mib: int) -> None:

@@ -24,6 +24,7 @@ BELOW = {
     "serve/engine": {"serve.engine"},
     "serve/backends": {"serve.backends", "serve.engine"},
     "serve/observability": {"serve.observability", "serve.engine"},
+    "serve/storage": {"serve.storage", "serve.engine"},
     "serve/protocol": {"serve.protocol", "serve.observability", "serve.engine"},
     "serve/security": {"serve.security", "serve.protocol", "serve.engine.errors"},
     "serve/transports": {"serve.transports", "serve.security", "serve.protocol", "serve.engine.errors"},
@@ -108,8 +109,8 @@ def test_within_serve_a_room_knows_only_what_is_below(room: str) -> None:
 
 def test_protos_needs_protobuf_and_numpy_alone() -> None:
     outside = {m.split(".")[0] for path in files("protos") if path.name != "generate.py" for m in imported(path)}
-    # ml_dtypes gives numpy its bfloat16; it is imported when a tensor of that type is met.
-    ours = {"protos", "google", "numpy", "ml_dtypes"}
+    # ml_dtypes gives numpy its bfloat16, and fsspec opens object storage; they are imported when such a tensor or URL is met.
+    ours = {"protos", "google", "numpy", "ml_dtypes", "fsspec"}
     assert {name for name in outside - ours if name not in sys.stdlib_module_names} == set()
 
 

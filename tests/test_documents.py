@@ -51,8 +51,8 @@ def options_of_all_commands() -> set[str]:
     return found
 
 
-# Of docker and torchrun.
-OTHERS = {"--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
+# Of docker, torchrun and aws.
+OTHERS = {"--exclude", "--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
 OTHERS |= {"--cache-config", "--model-repository", "--model-control-mode"}  # tritonserver's
 
 

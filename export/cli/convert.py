@@ -95,7 +95,10 @@ def convert(
         bool, report("--placement", help="Show in full where ONNX Runtime puts the nodes, and float32 islands.")
     ] = False,
     repository: Annotated[
-        Path | None, repository_version(help="Add a version to this model repository instead of writing a file.")
+        str | None,
+        repository_version(
+            help="Add a version to this model repository, a folder or a URL such as s3://bucket/models, in place of a file."
+        ),
     ] = None,
     name: Annotated[str | None, repository_version(help="The model's name there; by default the source's.")] = None,
     version: ModelVersion = None,
@@ -163,7 +166,7 @@ def convert(
 def _target(
     source: Path,
     target: Path | None,
-    repository: Path | None,
+    repository: str | None,
     name: str | None,
     version: int | None,
     max_batch_size: int | None,
@@ -182,7 +185,7 @@ def _target(
     if overwrite:
         raise UsageError("a version in a repository is never replaced; leave --overwrite out")
     return RepositoryTarget(
-        repository=repository or Path(),
+        repository=repository or "",
         name=source.stem if name is None else name,
         version=version,
         max_batch_size=MAX_BATCH_SIZE if max_batch_size is None else max_batch_size,

@@ -52,7 +52,13 @@ def export(
             show_default=False,
         ),
     ],
-    repository: Annotated[Path, typer.Option(help="The model repository's folder; made if missing.", show_default=False)],
+    repository: Annotated[
+        str,
+        typer.Option(
+            help="The model repository's folder, made if missing; or its URL in object storage, such as s3://bucket/models.",
+            show_default=False,
+        ),
+    ],
     name: Annotated[str | None, repository_version(help="The model's name; by default from the source.")] = None,
     version: ModelVersion = None,
     max_abs_error: Annotated[

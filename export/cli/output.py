@@ -69,7 +69,7 @@ def verdict_files(path: Path | None, page: Path | None) -> Beside:
 def as_plain(done: Converted) -> dict[str, Any]:
     """Everything about a conversion, in JSON's own types."""
     return {
-        "path": str(done.path),
+        "path": done.place,
         "size_bytes": done.size_bytes,
         "source_bytes": done.source_bytes,
         "conversion": done.report.to_json(),
@@ -108,7 +108,7 @@ def print_conversion(done: Converted, *, in_full: bool = False) -> None:
         f"left over {name}: only the model before used it; remove it when no process reads that model"
         for name in done.superseded
     ]
-    for line in [*lines, f"written   {done.path}"]:
+    for line in [*lines, f"written   {done.place}"]:
         console.print(Text(line), soft_wrap=True)
 
 

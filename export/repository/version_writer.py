@@ -209,11 +209,20 @@ def _taken(name: str, version: int) -> ExportError:
     return ExportError(f"version {version} of {name!r} exists and is never replaced; leave --version out for the next one")
 
 
-def _require_valid(name: str, version: int | None, max_batch_size: int) -> None:
+def require_name(name: str) -> None:
+    """Check that a model's name is a plain one.
+
+    Raises:
+        ExportError: It is not.
+    """
     if not NAME.fullmatch(name):
         raise ExportError(
             f"{name!r} is no model name; use letters, digits, '.', '-' and '_', at most 128, a letter or digit first"
         )
+
+
+def _require_valid(name: str, version: int | None, max_batch_size: int) -> None:
+    require_name(name)
     if version is not None and not 1 <= version <= LARGEST_VERSION:
         raise ExportError(f"{version} is no model version; expected a whole number of at least 1")
     if not 0 <= max_batch_size < 2**31:
@@ -287,33 +296,33 @@ def _renamed(staged: Path, target: Path) -> bool:
     return True
 
 
-def require_same_network(repository: Path, name: str, source: ModelFile) -> None:
+def require_same_network(repository: Path | str, name: str, source: ModelFile, existing: onnx.ModelProto | None) -> None:
     """Check that a model with a default name is the network that already has this name in the repository.
 
     It is the same network if both state the same factory; else if their matrices have the same shapes, as after more training.
 
     Args:
-        repository: The repository's folder; it need not exist.
+        repository: The repository's folder or URL, for the error's text.
         name: The default name.
         source: The float32 model.
+        existing: The newest version of that name; None where there is none.
 
     Raises:
         ExportError: It is another network.
     """
-    existing = _latest(repository / name)
     if existing is None:
         return
     theirs, ours = _factory(existing), _factory(source.outline)
     if theirs != ours if theirs and ours else _shapes(existing) != _shapes(source.outline):
         made_from = f" made from {theirs}" if theirs else ""
         raise ExportError(
-            f"{repository / name} holds another network{made_from}, and {name!r} is only this one's default name; give it a "
+            f"{repository}/{name} holds another network{made_from}, and {name!r} is only this one's default name; give it a "
             f"name of its own with --name, or --name {name} to add it there as the next version"
         )
 
 
-def _latest(folder: Path) -> onnx.ModelProto | None:
-    """The newest readable version without its weights; None where there is none."""
+def latest_version(folder: Path) -> onnx.ModelProto | None:
+    """The newest readable version in a model's folder, without its weights; None where there is none."""
     try:
         numbers = [int(entry.name) for entry in folder.iterdir() if entry.name.isascii() and entry.name.isdigit()]
     except OSError:

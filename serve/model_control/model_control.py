@@ -27,11 +27,13 @@ from halfserve.serve.engine.errors import (
 from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.engine.repository.loaded_ensemble import models_below
 from halfserve.serve.engine.repository.model_repository import find_models, model_names
+from halfserve.serve.model_control.copies import ModelCopies
 from halfserve.serve.model_control.loading import LoaderThread, VersionLoader
 from halfserve.serve.model_control.options import ALL, ControlMode, ControlOptions
 from halfserve.serve.model_control.switch import Switch
 from halfserve.serve.model_control.uploads import check_name, write_upload
 from halfserve.serve.model_control.watch import RepositoryWatch
+from halfserve.serve.storage.repository_copy import RepositoryCopy
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +41,23 @@ logger = logging.getLogger(__name__)
 class ModelControl:
     """Loads and unloads the core's models by the control mode. Lives on the event loop."""
 
-    def __init__(self, core: InferenceCore, path: Path, loader: VersionLoader, options: ControlOptions) -> None:
+    def __init__(
+        self,
+        core: InferenceCore,
+        path: Path,
+        loader: VersionLoader,
+        options: ControlOptions,
+        copy: RepositoryCopy | None = None,
+    ) -> None:
+        """`copy`: brings what lies at `path` from object storage."""
         self._core = core
         self._path = path
         self._options = options
         self._thread = LoaderThread()
         # A thread of its own: listing models must not wait for a load.
         self._lookout = LoaderThread("lookout", works_long=False) if options.mode is ControlMode.EXPLICIT else None
+        self._copies = None if copy is None else ModelCopies(copy, core, self._thread)
+        self._unreadable = False  # reported already
         self._switch = Switch(core, loader, self._thread, load_limit_s=options.load_limit_s)
         # Weak values: a lock exists while it is in use, as clients choose the names.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -62,7 +74,17 @@ class ModelControl:
             ModelLoadError: a model cannot be served (unless `keep_going`), or there is none.
         """
         options = self._options
-        watch = RepositoryWatch(self._path, self._thread, interval_s=options.poll_interval_s, settle_s=options.settle_s)
+        follow_store = None
+        if self._copies is not None:
+            await self._copies.start(_copied_at_start(options), keep_going=options.keep_going)
+            follow_store = self._copies.follow
+        watch = RepositoryWatch(
+            self._path,
+            self._thread,
+            interval_s=options.poll_interval_s,
+            settle_s=options.settle_s,
+            refresh=follow_store,
+        )
         if options.mode is ControlMode.POLL:
             await watch.remember()
         tried = set[str]()
@@ -92,6 +114,8 @@ class ModelControl:
         for uploads in self._uploads.values():
             for upload in uploads:
                 upload.cleanup()
+        if self._copies is not None:
+            self._copies.close()
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         """Load or reload a model by request; see `InferenceCore.load`."""
@@ -113,11 +137,24 @@ class ModelControl:
         if self._lookout is None:
             return
         try:
+            if self._copies is not None:
+                await self._copies.look(self._lookout)
             self._core.loadable = frozenset(await self._lookout.run(model_names, self._path))
+            self._unreadable = False
         except ModelLoadError as error:
-            logger.warning("%s", error)
+            if not self._unreadable:
+                logger.warning("%s", error)
+            self._unreadable = True
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        if self._copies is None or files:
+            await self._load_local(name, config, files)
+            return
+        declared = None if config is None else await self._thread.run(config_from_json, config, self._path / name)
+        async with self._copies.arriving(name, declared):
+            await self._load_local(name, config, files)
+
+    async def _load_local(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
         self._loaded_as_steps.discard(name)
         # Not in the lock of the ensemble: a lock inside of another could wait for ever.
         refused_steps = [] if files else await self._load_steps(name, config)
@@ -253,6 +290,12 @@ class ModelControl:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, InferenceError):
             logger.error("loading or watching models failed", exc_info=error)
+
+
+def _copied_at_start(options: ControlOptions) -> dict[str, None] | None:
+    """The models to copy from object storage; None stands for all."""
+    everything = options.mode is not ControlMode.EXPLICIT or ALL in options.load_at_start
+    return None if everything else dict.fromkeys(options.load_at_start)
 
 
 def _wanted_at_start(path: Path, options: ControlOptions) -> list[str]:

@@ -59,7 +59,9 @@ def _entry(path: Path, name: str) -> Iterator[tuple[str, int, int, int, int, int
         status = path.stat()
     except OSError:
         return
-    yield name, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+    # Another link to a file changes it too: copies from object storage share their files with other servers.
+    changed_ns = status.st_ctime_ns if status.st_nlink == 1 else 0
+    yield name, status.st_dev, status.st_ino, status.st_mtime_ns, changed_ns, status.st_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +97,24 @@ Look = dict[str, Fingerprint]
 class RepositoryWatch:
     """Scans all files periodically. Files that are still being written change between two scans, and wait."""
 
-    def __init__(self, path: Path, thread: LoaderThread, *, interval_s: float, settle_s: float) -> None:
-        """`interval_s`: seconds between scans; `settle_s`: seconds for which a change must stay. Scans run on `thread`."""
+    def __init__(
+        self,
+        path: Path,
+        thread: LoaderThread,
+        *,
+        interval_s: float,
+        settle_s: float,
+        refresh: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`interval_s`: seconds between scans; `settle_s`: seconds for which a change must stay. Scans run on `thread`.
+
+        `refresh` brings the files up to date before each scan, where they are a copy; it raises ModelLoadError where it cannot.
+        """
         self._path = path
         self._thread = thread
         self._interval_s = interval_s
         self._settle_s = settle_s
+        self._refresh = refresh
         self._known: Look = {}
         self._lost = False
 
@@ -143,6 +157,8 @@ class RepositoryWatch:
     async def _look(self) -> Look | None:
         """The present fingerprints; None where the repository cannot be read now, which unloads no model."""
         try:
+            if self._refresh is not None:
+                await self._refresh()
             seen = await self._thread.run(_look, self._path)
         except ModelLoadError as error:
             if not self._lost:
@@ -154,6 +170,8 @@ class RepositoryWatch:
                 logger.exception("%s: cannot be looked at; what is loaded goes on serving", self._path)
             self._lost = True
             return None
+        if self._lost:
+            logger.info("the repository can be read again")
         self._lost = False
         return seen
 

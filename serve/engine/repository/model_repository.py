@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,6 +139,20 @@ def find_model(path: Path, name: str, declared: DeclaredConfig | None = None) ->
     for files in versions:
         require_inside(path, files.model)
     return versions
+
+
+def versions_to_serve(declared: DeclaredConfig, contents: Mapping[int, Collection[str]]) -> list[int]:
+    """The versions that a configuration selects, before they are on this disk.
+
+    Args:
+        declared: the model's configuration.
+        contents: names of the files and folders in each version's folder. One without a model file is no version yet.
+    """
+    if is_ensemble(declared.message):
+        return []
+    names = _file_names(declared)
+    present = sorted(version for version, entries in contents.items() if any(name in entries for name in names))
+    return list(_chosen(declared.message, present))
 
 
 def _hint(path: Path) -> str:

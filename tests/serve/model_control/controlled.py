@@ -17,6 +17,8 @@ from halfserve.serve.engine.inference_core import InferenceCore
 from halfserve.serve.model_control.loading import VersionLoader
 from halfserve.serve.model_control.model_control import ModelControl
 from halfserve.serve.model_control.options import ControlMode, ControlOptions
+from halfserve.serve.storage.options import ObjectStorage
+from halfserve.serve.storage.repository_copy import RepositoryCopy
 from halfserve.serve.transports.nghttp2.server import Nghttp2Server
 from tests.serve.running_server import MakeTransport, RunningServer, running_server
 
@@ -30,13 +32,24 @@ def loader(warm_up_budget_s: float = 5.0, runtime: Runtime | None = None) -> Ver
     )
 
 
-def control(core: InferenceCore, path: Path, mode: ControlMode, runtime: Runtime | None = None, **options: Any) -> ModelControl:
-    return ModelControl(core, path, loader(runtime=runtime), ControlOptions(mode=mode, **options))
+def control(
+    core: InferenceCore, path: Path | ObjectStorage, mode: ControlMode, runtime: Runtime | None = None, **options: Any
+) -> ModelControl:
+    chosen = ControlOptions(mode=mode, **options)
+    if isinstance(path, Path):
+        return ModelControl(core, path, loader(runtime=runtime), chosen)
+    copy = RepositoryCopy(path)
+    return ModelControl(core, copy.path, loader(runtime=runtime), chosen, copy)
 
 
 @contextmanager
 def controlled_server(
-    path: Path, mode: ControlMode, make_transport: MakeTransport = Nghttp2Server, *, shared_memory: bool = False, **options: Any
+    path: Path | ObjectStorage,
+    mode: ControlMode,
+    make_transport: MakeTransport = Nghttp2Server,
+    *,
+    shared_memory: bool = False,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """A server on `path` that has loaded what it loads at the start."""
     with running_server(list, make_transport, shared_memory=shared_memory) as server:

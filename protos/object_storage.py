@@ -1,0 +1,304 @@
+"""Model repositories in object storage: opened by fsspec, with errors of one line in which no credentials appear.
+
+The layout is that of a folder. A store has no renames, so one object makes a version visible: its model file, which a writer
+puts last. A version folder without it is unfinished, and no reader takes it for a version.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import unquote
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(://|::)")  # at least two letters: C:\ is a drive
+USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+@")
+QUERY = re.compile(r"(?<=\w)\?[^\s'\"]*=[^\s'\"]*")
+HIDDEN = "***"
+
+# By protocol: the extra that installs what opens it, and where it looks for credentials.
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "hf": "hf-hub"}
+CREDENTIALS = {
+    "s3": "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "azure": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "hf-hub": "HF_TOKEN",
+}
+TAGS = ("ETag", "etag", "blob_id", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+MAX_TEXT = 500  # of a client's error: a proxy may answer with a page
+TRIES = 3  # of reading a range: beyond those of the store's own client, which does not see a body that ends early
+PAUSE_S = 0.2  # before the second try; doubled before the next
+# An unreachable store is an error after seconds: botocore would try 5 times for 60 s each, and s3fs that 5 times over.
+S3_CONFIG = {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "max_attempts": 3}}
+
+
+class StorageError(Exception):
+    """An object store that cannot be used as asked; the text is one line, without credentials."""
+
+
+class ObjectExistsError(StorageError):
+    """An object that was to be new is there already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredObject:
+    """One object of a store.
+
+    Attributes:
+        path: Below the repository's URL, with "/" between its parts.
+        size: In bytes.
+        tag: Differs between two contents of the same path: the ETag, or what the store has in its place.
+    """
+
+    path: str
+    size: int
+    tag: str
+
+
+def is_url(text: str) -> bool:
+    """Whether it is a URL such as s3://bucket/models, and not a path."""
+    return URL.match(text) is not None
+
+
+def redacted(text: str) -> str:
+    """The text with user, password and query of every URL in it replaced by ***."""
+    return QUERY.sub(f"?{HIDDEN}", USER_INFO.sub(f"{HIDDEN}@", text))
+
+
+class ObjectStore:
+    """A folder of an object store, or one file and those beside it whose names begin with its name. Any thread may use it.
+
+    Attributes:
+        url: The URL without credentials, for messages.
+        file: The name of the one file; "" for a folder.
+    """
+
+    def __init__(self, url: str, *, file_suffixes: Sequence[str] = ()) -> None:
+        """Open, without asking the store anything. A URL with one of `file_suffixes` is one file.
+
+        Raises:
+            StorageError: The URL is not valid, or the package that opens it is not installed.
+        """
+        self.url = redacted(url).rstrip("/")
+        self._protocol = re.split(r"::|://", url, maxsplit=1)[0].lower()
+        # Errors of the store's client may quote any of these.
+        found = [found[0].rstrip("@") for found in USER_INFO.finditer(url)] + [found[0][1:] for found in QUERY.finditer(url)]
+        parts = [part for text in found for part in (text, text.partition(":")[2], *re.findall(r"=([^&]+)", text))]
+        self._secrets = sorted({secret for part in parts for secret in (part, unquote(part)) if len(secret) > 3}, key=len)
+        self._fs, root = self._opened(url)
+        self.file = ""
+        self._root = root.rstrip("/")
+        if self._root.endswith(tuple(file_suffixes)):
+            self._root, _, self.file = self._root.rpartition("/")
+
+    def _opened(self, url: str) -> tuple[Any, str]:
+        try:
+            from fsspec import config  # noqa: PLC0415  (an extra)
+            from fsspec.core import url_to_fs  # noqa: PLC0415  (an extra)
+        except ModuleNotFoundError:
+            raise StorageError(self._missing("fsspec")) from None
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if self._extra == "s3":
+            options["config_kwargs"] = {**S3_CONFIG, **config.conf.get("s3", {}).get("config_kwargs", {})}
+        if self._protocol in {"file", "local"}:
+            options["auto_mkdir"] = True
+        try:
+            fs, root = url_to_fs(url, **options)
+        except ImportError as error:
+            raise StorageError(self._missing(getattr(error.__cause__, "name", None) or str(error))) from None
+        except Exception as error:  # noqa: BLE001  (implementations raise what they want)
+            raise StorageError(f"{self.url}: cannot be opened: {self._line(error)}") from None
+        if self._extra == "s3":
+            fs.retries = 1
+        return fs, root
+
+    @property
+    def _extra(self) -> str:
+        return EXTRAS.get(self._protocol, "")
+
+    def _missing(self, package: str) -> str:
+        what = f"'halfserve[{self._extra}]'" if self._extra else f"{package} filelock" if package == "fsspec" else package
+        return f"{self.url}: what opens {self._protocol}:// is not installed; run: pip install {what}"
+
+    def objects(self) -> dict[str, StoredObject]:
+        """Everything in the folder now, by path; for one file it and those beside it.
+
+        Raises:
+            StorageError: The store cannot be read, or has nothing there.
+        """
+        with self._told("cannot be read"):
+            if self.file:
+                self._fs.invalidate_cache()
+                found = {info["name"]: info for info in self._fs.ls(self._root, detail=True)}
+            else:
+                found = self._found(self._root)
+        objects = {
+            path: StoredObject(path=path, size=int(info.get("size") or 0), tag=_tag(info))
+            for name, info in found.items()
+            if (path := self._below(name)).startswith(self.file) and path and info.get("type", "file") == "file"
+        }
+        if not objects or (self.file and self.file not in objects):
+            raise StorageError(f"{self.url}: not found; expected {'a model file' if self.file else 'a model repository'} there")
+        return objects
+
+    def paths_below(self, folder: str) -> list[str]:
+        """Paths of the objects in a folder, below it; none where it does not exist.
+
+        Raises:
+            StorageError: The store cannot be read.
+        """
+        with self._told("cannot be read", folder):
+            try:
+                found = self._found(f"{self._root}/{folder}")
+            except FileNotFoundError:
+                if self._extra == "s3":  # then it is the bucket that is missing
+                    raise
+                return []
+        return sorted(path.removeprefix(f"{folder}/") for name in found if (path := self._below(name)))
+
+    def _found(self, root: str) -> dict[str, dict[str, Any]]:
+        """What lies below a path in the store, by its name there."""
+        self._fs.invalidate_cache()
+        found: dict[str, dict[str, Any]] = self._fs.find(root, detail=True, **({"on_error": "raise"} if self._walks else {}))
+        return found
+
+    @property
+    def _walks(self) -> bool:
+        """Whether the implementation lists folder by folder, and would leave those out that it cannot read."""
+        from fsspec.asyn import AsyncFileSystem  # noqa: PLC0415  (an extra)
+        from fsspec.spec import AbstractFileSystem  # noqa: PLC0415  (an extra)
+
+        kind = type(self._fs)
+        if isinstance(self._fs, AsyncFileSystem):
+            return kind._find is AsyncFileSystem._find  # noqa: SLF001  (what an implementation overrides)
+        return bool(kind.find is AbstractFileSystem.find)
+
+    def _below(self, name: str) -> str:
+        """The path below the root; "" for what is not, and for placeholders of folders."""
+        inside = name.startswith(f"{self._root}/") and not name.endswith("/")
+        return name[len(self._root) + 1 :] if inside else ""
+
+    def read_ranges(self, ranges: Sequence[tuple[StoredObject, int, int]]) -> list[bytes]:
+        """Read several ranges of bytes, at the same time where the implementation can.
+
+        Args:
+            ranges: Each an object, its first byte, and the byte after the last one.
+
+        Raises:
+            StorageError: One cannot be read in full, after several tries.
+        """
+        done: dict[int, bytes] = {}
+        failure: tuple[StoredObject, BaseException] | None = None
+        for attempt in range(TRIES):
+            if attempt:
+                time.sleep(PAUSE_S * 2 ** (attempt - 1))
+            todo = [number for number in range(len(ranges)) if number not in done]
+            with self._told("cannot be read"):
+                answers = self._fs.cat_ranges(
+                    [f"{self._root}/{ranges[number][0].path}" for number in todo],
+                    [ranges[number][1] for number in todo],
+                    [ranges[number][2] for number in todo],
+                    on_error="return",
+                )
+            for number, answer in zip(todo, answers, strict=True):
+                stored, start, end = ranges[number]
+                if isinstance(answer, BaseException):
+                    failure = stored, answer
+                elif len(answer) != end - start:
+                    failure = stored, EOFError(f"{len(answer)} bytes came, expected {end - start}")
+                else:
+                    done[number] = bytes(answer)
+            if len(done) == len(ranges):
+                return [done[number] for number in range(len(ranges))]
+            if failure is not None and isinstance(failure[1], FileNotFoundError | PermissionError):
+                break
+        assert failure is not None  # noqa: S101  (something is not done)
+        raise StorageError(f"{self.url}/{failure[0].path}: cannot be read: {self._line(failure[1])}")
+
+    def read(self, path: str) -> bytes:
+        """A small object's content.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        with self._told("cannot be read", path):
+            return bytes(self._fs.cat_file(f"{self._root}/{path}"))
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[BinaryIO]:
+        """A large object, of which only parts are read.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        with self._told("cannot be read", path), self._fs.open(f"{self._root}/{path}", "rb") as file:
+            yield file
+
+    def put(self, source: Path, path: str, *, new: bool = False) -> None:
+        """Write an object, whole or not at all. `new`: it must not be there yet.
+
+        Raises:
+            ObjectExistsError: It is there.
+            StorageError: It cannot be written.
+        """
+        with self._told("cannot be written", path):
+            target = f"{self._root}/{path}"
+            try:
+                exists = new and self._fs.exists(target)
+                if not exists:
+                    self._fs.put_file(str(source), target, **({"mode": "create"} if new else {}))
+            except FileExistsError:
+                exists = True
+            except Exception as error:
+                if not new or not _knows_no_conditions(error):
+                    raise
+                self._fs.put_file(str(source), target)  # then only the look before it guards against others
+            if exists:
+                raise ObjectExistsError(f"{self.url}/{path}: exists")
+
+    def remove(self, path: str) -> None:
+        """Remove an object.
+
+        Raises:
+            StorageError: It cannot be removed.
+        """
+        with self._told("cannot be removed", path):
+            self._fs.rm_file(f"{self._root}/{path}")
+
+    @contextmanager
+    def _told(self, what: str, path: str = "") -> Iterator[None]:
+        """Turn every error of the implementation into one line."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except Exception as error:  # noqa: BLE001  (implementations raise what they want)
+            raise StorageError(f"{self.url}{path and '/'}{path}: {what}: {self._line(error)}") from None
+
+    def _line(self, error: BaseException) -> str:
+        """What an error says, in one line and without credentials, and what to do where that is known."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        for secret in reversed(self._secrets):
+            text = text.replace(secret, HIDDEN)
+        text = textwrap.shorten(redacted(text), MAX_TEXT, placeholder=" ...")
+        if isinstance(error, FileNotFoundError):
+            return f"not found ({text})"
+        named = type(error).__name__
+        if (isinstance(error, PermissionError) or "Credential" in named) and self._extra:
+            return f"{text}; give credentials that may do that: {CREDENTIALS[self._extra]}"
+        return text if isinstance(error, OSError | EOFError) else f"{named}: {text}"
+
+
+def _knows_no_conditions(error: BaseException) -> bool:
+    """Whether a store of S3's interface answers that it cannot write an object only where there is none: 501."""
+    answer = getattr(error.__cause__ or error, "response", None) or {}
+    return bool(answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 501)
+
+
+def _tag(info: dict[str, Any]) -> str:
+    return next((str(info[key]) for key in TAGS if info.get(key) is not None), "")

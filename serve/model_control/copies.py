@@ -1,0 +1,113 @@
+"""Copy models from object storage before they are loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from halfserve.serve.engine.config.model_config import DeclaredConfig
+from halfserve.serve.engine.errors import ModelLoadError, UnavailableError
+from halfserve.serve.engine.inference_core import InferenceCore
+from halfserve.serve.engine.repository.loaded_ensemble import models_below
+from halfserve.serve.model_control.loading import LoaderThread
+from halfserve.serve.storage.repository_copy import RepositoryCopy
+
+logger = logging.getLogger(__name__)
+
+Names = Mapping[str, DeclaredConfig | None]
+
+
+class ModelCopies:
+    """Keeps the local copy as the served models need it. Lives on the event loop; the work is done on threads."""
+
+    def __init__(self, copy: RepositoryCopy, core: InferenceCore, thread: LoaderThread) -> None:
+        self._copy = copy
+        self._core = core
+        self._thread = thread
+        self._arriving: list[str] = []  # models that are being loaded; a name may come twice
+        self._failing: set[str] = set()  # reported already
+
+    def close(self) -> None:
+        """Remove the copy's folder."""
+        self._copy.close()
+
+    async def start(self, names: Names | None, *, keep_going: bool) -> None:
+        """Copy the models of the start; None stands for all.
+
+        Raises:
+            ModelLoadError: the store cannot be read, or a model not be copied (unless `keep_going`).
+        """
+        failures = await (self._update(None) if names is None else self._with_steps(names))
+        if keep_going:
+            self._report(failures)
+        elif failures:
+            raise ModelLoadError(next(iter(failures.values())))
+
+    async def follow(self) -> None:
+        """Copy what has changed in the store.
+
+        Raises:
+            ModelLoadError: the store cannot be read.
+        """
+        self._report(await self._update(None))
+
+    async def look(self, thread: LoaderThread) -> None:
+        """Show the names of the models that the store has now, on a thread that waits for no load.
+
+        Raises:
+            ModelLoadError: the store cannot be read.
+        """
+        await self._update({}, thread)
+
+    @asynccontextmanager
+    async def arriving(self, name: str, declared: DeclaredConfig | None) -> AsyncIterator[None]:
+        """Copy a model, with the models that an ensemble needs, and keep them until they are loaded.
+
+        Raises:
+            UnavailableError: it cannot be copied now.
+        """
+        self._arriving.append(name)
+        try:
+            try:
+                failures = await self._with_steps({name: declared})
+            except ModelLoadError as error:
+                logger.warning("%s", error)
+                raise UnavailableError("the repository cannot be read now; the server's log says why") from None
+            for failure in failures.values():
+                logger.warning("%s", failure)
+            if failures:
+                raise UnavailableError(f"model {min(failures)!r} cannot be copied now; the server's log says why")
+            yield
+        finally:
+            self._arriving.remove(name)
+
+    async def _with_steps(self, names: Names) -> dict[str, str]:
+        wanted = dict(names)
+        while True:
+            failures = await self._update(wanted)
+            steps = {step for name, declared in wanted.items() for step in await self._below(name, declared)}
+            if steps <= wanted.keys():
+                return failures
+            wanted |= dict.fromkeys(steps - wanted.keys())
+
+    async def _below(self, name: str, declared: DeclaredConfig | None) -> list[str]:
+        try:
+            return await self._thread.run(models_below, self._copy.path, name, declared)
+        except ModelLoadError:  # whoever loads it reports it
+            return []
+
+    async def _update(self, names: Names | None, thread: LoaderThread | None = None) -> dict[str, str]:
+        serving = {(model.name, model.version) for model in self._core.models()}
+        arriving = frozenset(self._arriving)
+
+        def update() -> dict[str, str]:
+            return self._copy.update(names, serving=serving, arriving=arriving)
+
+        return await (thread or self._thread).run(update)
+
+    def _report(self, failures: Mapping[str, str]) -> None:
+        """Log what has begun to fail: the next look tries it again."""
+        for name in failures.keys() - self._failing:
+            logger.warning("%s", failures[name])
+        self._failing = set(failures)

@@ -1,0 +1,272 @@
+"""Copied objects on this disk, shared by all servers that use the folder, within a bound.
+
+<folder>/lock                                 held while a server copies: one at a time
+<folder>/<hash of a URL>/objects/<key>        a whole object; <key>.part is one whose copying can be resumed
+<folder>/<hash of a URL>/view-<n>             one server's repository, whose files are hard links to objects
+<folder>/<hash of a URL>/view-<n>.lock        held by that server
+
+The number of a file's links says whether a server uses it. What none uses stays until its room is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfserve.protos.object_storage import ObjectStore, StoredObject
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.storage.options import ObjectStorage
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 * 2**20
+WINDOW_BYTES = 64 * 2**20  # read at the same time, and held in memory
+WINDOW_PIECES = 16
+LARGE_BYTES = 256 * 2**20  # from here on a copy is announced, as it takes a while
+INCOMING = ".incoming"
+PLACE = "[0-9a-f]" * 16  # the hash of a URL
+KEY = re.compile(r"[0-9a-f]{64}(\.part)?")
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+Piece = tuple[StoredObject, int, int]
+
+
+class FileCache:
+    """The copied objects of one URL, and one server's view of them.
+
+    Attributes:
+        view: the server's folder; nobody else writes there while this process lives.
+    """
+
+    def __init__(self, storage: ObjectStorage, url: str) -> None:
+        """`url`: without credentials, which may change while the objects stay the same.
+
+        Raises:
+            ModelLoadError: the folder cannot be used, or a package is missing.
+        """
+        try:
+            from filelock import FileLock  # noqa: PLC0415  (an extra)
+        except ModuleNotFoundError:
+            raise ModelLoadError(f"{url}: what guards its copy is not installed; run: pip install filelock") from None
+        self._root = storage.folder.absolute()
+        self._max_bytes = storage.max_bytes
+        place = self._root / hashlib.sha256(url.encode()).hexdigest()[:16]
+        self._objects = place / "objects"
+        self._copying = threading.Lock()
+        try:
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._objects.mkdir(parents=True, exist_ok=True)
+            self._turn = FileLock(self._root / "lock", thread_local=False)
+            self._lock, self.view = _free_view(place)
+            _clear(self.view)
+            (self.view / INCOMING).mkdir(parents=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+        self._closed = False
+
+    def close(self) -> None:
+        """Give up the view. The objects stay, for the next start."""
+        self._closed = True
+        _clear(self.view)
+        self._lock.release()
+
+    def incoming(self, stored: StoredObject) -> Path:
+        """Where `fetch` leaves an object, to be renamed into the view."""
+        return self.view / INCOMING / _key(stored)
+
+    def forget_incoming(self) -> None:
+        """Give up what was fetched and not renamed into the view, as the store has changed since."""
+        for path in (self.view / INCOMING).glob("*"):
+            path.unlink(missing_ok=True)
+
+    def fetch(self, store: ObjectStore, wanted: Sequence[StoredObject], name: str) -> list[StoredObject]:
+        """Bring objects to this disk. What was copied before, by any server, or in part, is not copied again.
+
+        Args:
+            store: has the objects.
+            wanted: the objects.
+            name: of their model, for messages.
+
+        Returns:
+            The objects that were copied.
+
+        Raises:
+            StorageError: an object cannot be read.
+            ModelLoadError: the objects do not fit, or the folder cannot be written to.
+        """
+        try:
+            missing = [stored for stored in wanted if not self._linked(stored)]
+            if not missing:
+                return []
+            with self._my_turn(name):
+                missing = [stored for stored in missing if not self._linked(stored)]  # another server may have copied some
+                self._copy(store, missing, name)
+            return missing
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def discard(self, stored: StoredObject) -> None:
+        """Forget an object that was replaced in the store while it was copied: its bytes may be of both."""
+        for path in (self._objects / _key(stored), self._part(stored), self.incoming(stored)):
+            path.unlink(missing_ok=True)
+
+    def _linked(self, stored: StoredObject) -> bool:
+        place, incoming = self._objects / _key(stored), self.incoming(stored)
+        try:
+            status = place.stat()
+            # The time of access says what was used last. The time of modification must stay: servers watch it.
+            os.utime(place, ns=(time.time_ns(), status.st_mtime_ns))
+            incoming.unlink(missing_ok=True)
+            incoming.hardlink_to(place)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def _my_turn(self, name: str) -> Iterator[None]:
+        with self._copying:
+            if not self._turn.is_locked and _is_held(self._turn):
+                logger.info("%s: waits for another server that copies into %s", name, self._root)
+            with self._turn:
+                yield
+
+    def _copy(self, store: ObjectStore, missing: Sequence[StoredObject], name: str) -> None:
+        self._make_room(missing, name)
+        size = sum(stored.size for stored in missing)
+        if size >= LARGE_BYTES:
+            logger.info("%s: copying %s from %s", name, readable(size), store.url)
+        pieces = [piece for stored in missing for piece in self._pieces(stored)]
+        for window in _windows(pieces):
+            for (stored, start, end), content in zip(window, store.read_ranges(window), strict=True):
+                if self._closed:
+                    raise ModelLoadError(f"{name}: the server ends before it is copied")
+                with self._part(stored).open("r+b") as part:
+                    part.seek(start)
+                    part.write(content)
+                    part.truncate()
+                    if end == stored.size:
+                        part.flush()
+                        os.fsync(part.fileno())
+                if end == stored.size:
+                    self._finish(stored)
+
+    def _pieces(self, stored: StoredObject) -> Iterator[Piece]:
+        """What is still to be read; a part that is there is resumed."""
+        part = self._part(stored)
+        with part.open("ab") as file:
+            begun = file.tell()
+        begun = begun if begun < stored.size else 0
+        if stored.size == 0:
+            self._finish(stored)
+        for start in range(begun, stored.size, PIECE_BYTES):
+            yield stored, start, min(start + PIECE_BYTES, stored.size)
+
+    def _finish(self, stored: StoredObject) -> None:
+        part, incoming = self._part(stored), self.incoming(stored)
+        incoming.unlink(missing_ok=True)
+        incoming.hardlink_to(part)  # first: a second link says that the object is in use
+        part.replace(self._objects / _key(stored))
+
+    def _part(self, stored: StoredObject) -> Path:
+        return self._objects / f"{_key(stored)}.part"
+
+    def _make_room(self, missing: Sequence[StoredObject], name: str) -> None:
+        """Remove objects that no server uses, the longest unused first, until the missing ones fit."""
+        begun = {self._part(stored): stored.size for stored in missing}
+        found = []
+        for objects in self._root.glob(f"{PLACE}/objects"):  # and nothing else: the folder is the user's choice
+            _remove_dead_views(objects.parent)
+            found += [(path.stat(), path) for path in objects.iterdir() if KEY.fullmatch(path.name)]
+        used = sum(status.st_size for status, _ in found)
+        needed = sum(begun.values()) - sum(min(status.st_size, begun[path]) for status, path in found if path in begun)
+        room = min(self._max_bytes - used, shutil.disk_usage(self._root).free)
+        unused = [(status, path) for status, path in found if status.st_nlink == 1 and path not in begun]
+        removable = sum(status.st_size for status, _ in unused)
+        if room + removable < needed:
+            rest = readable(max(0, room + removable))
+            raise ModelLoadError(
+                f"{name}: {readable(needed)} are to be copied, and {self._root} has room for {rest} beside what servers use; "
+                f"raise --storage-gib (now {self._max_bytes / 2**30:g}) or free the disk"
+            )
+        for status, path in sorted(unused, key=lambda entry: entry[0].st_atime_ns):
+            if room >= needed:
+                return
+            path.unlink()
+            room += status.st_size
+
+    def _unusable(self, error: OSError) -> ModelLoadError:
+        return ModelLoadError(
+            f"{error.filename or self._root}: cannot hold copies from object storage: {error.strerror or error}; "
+            "choose another folder with --storage-folder"
+        )
+
+
+def _key(stored: StoredObject) -> str:
+    return hashlib.sha256(f"{stored.path}\0{stored.size}\0{stored.tag}".encode(errors="surrogatepass")).hexdigest()
+
+
+def _windows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    window: list[Piece] = []
+    for piece in pieces:
+        if len(window) == WINDOW_PIECES or sum(end - start for _, start, end in [*window, piece]) > WINDOW_BYTES:
+            yield window
+            window = []
+        window.append(piece)
+    if window:
+        yield window
+
+
+def _free_view(place: Path) -> tuple[FileLock, Path]:
+    """The first view that no living server has, locked for this one."""
+    number = 1
+    while (lock := _tried(place / f"view-{number}.lock")) is None:
+        number += 1
+    return lock, place / f"view-{number}"
+
+
+def _remove_dead_views(place: Path) -> None:
+    """Remove the views of servers that were killed, which would count as uses."""
+    for path in place.glob("view-*.lock"):
+        if (lock := _tried(path)) is not None:
+            _clear(path.with_suffix(""))
+            lock.release()
+
+
+def _tried(path: Path) -> FileLock | None:
+    from filelock import FileLock, Timeout  # noqa: PLC0415  (an extra)
+
+    lock = FileLock(path, thread_local=False)
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+        return lock
+    return None
+
+
+def _is_held(lock: FileLock) -> bool:
+    """Whether another process holds it."""
+    if (tried := _tried(Path(lock.lock_file))) is None:
+        return True
+    tried.release()
+    return False
+
+
+def _clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def readable(size: int) -> str:
+    """A number of bytes, as people read it."""
+    unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), UNITS[-1])
+    return f"{size / unit:.1f} {name}"

@@ -1,0 +1,281 @@
+"""One server's copy of a model repository in object storage: a folder that shows whole versions, at any time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfserve.protos.object_storage import ObjectStore, StorageError, StoredObject
+from halfserve.serve.engine.backend import ONNX, TORCH_EXPORT
+from halfserve.serve.engine.config.model_config import DeclaredConfig, read_config
+from halfserve.serve.engine.errors import ModelLoadError
+from halfserve.serve.engine.repository.model_repository import CONFIG_FILE, versions_to_serve
+from halfserve.serve.storage.file_cache import FileCache, readable
+from halfserve.serve.storage.options import ObjectStorage
+
+logger = logging.getLogger(__name__)
+
+FILE_SUFFIXES = tuple(Path(kind.file_name).suffix for kind in (ONNX, TORCH_EXPORT))
+BARE = ""  # the name here of the model that is one file
+# At INFO the stores' clients log each request, some with signed URLs, or where they found credentials.
+CHATTY = ("aiobotocore", "azure", "botocore", "gcsfs", "google", "httpx", "httpx2", "huggingface_hub")
+ROUNDS = 3  # of copying a model that changes meanwhile
+Files = dict[str, StoredObject]  # by path in their folder
+
+
+@dataclass
+class StoredModel:
+    """A model's objects.
+
+    Attributes:
+        beside: all but the versions': configuration, labels, states.
+        versions: by the name of the version's folder.
+    """
+
+    beside: Files = field(default_factory=dict)
+    versions: dict[str, Files] = field(default_factory=dict)
+
+    def objects(self) -> list[StoredObject]:
+        """All objects of the model."""
+        return [stored for files in (self.beside, *self.versions.values()) for stored in files.values()]
+
+
+class RepositoryCopy:
+    """Follows a repository in object storage. `update` may be called on any thread.
+
+    Attributes:
+        path: what to serve: a repository's folder, or one model file.
+    """
+
+    def __init__(self, storage: ObjectStorage) -> None:
+        """Make the local folder; nothing is copied yet.
+
+        Raises:
+            ModelLoadError: the URL cannot be opened or the folder not be used.
+        """
+        try:
+            self._store = ObjectStore(storage.url, file_suffixes=FILE_SUFFIXES)
+        except StorageError as error:
+            raise ModelLoadError(str(error)) from None
+        for name in CHATTY:
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._cache = FileCache(storage, self._store.url)
+        self.path = self._cache.view / self._store.file if self._store.file else self._cache.view
+        self._shown: dict[str, StoredModel] = {}  # what the folder has of each model
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Remove the folder. What was copied stays for the next start."""
+        with self._lock:
+            self._cache.close()
+
+    def update(
+        self,
+        names: Mapping[str, DeclaredConfig | None] | None = None,
+        *,
+        serving: Collection[tuple[str, int]] = (),
+        arriving: Collection[str] = (),
+    ) -> dict[str, str]:
+        """Show what the store has now. A model's changes appear together, and only if its objects did not change meanwhile.
+
+        Args:
+            names: the models to copy, with a configuration in place of the stored one; None copies all, as stored. Of other
+                models the folder shows only that they exist.
+            serving: model versions that are served. Superseded ones are removed once they are not.
+            arriving: models that are being loaded, which are left alone.
+
+        Returns:
+            Why models could not be copied, by name; what the folder had of them stays.
+
+        Raises:
+            ModelLoadError: the store cannot be read, or has no models; the folder stays as it is.
+        """
+        try:
+            return self._updated(names, serving, arriving)
+        except StorageError as error:
+            raise ModelLoadError(str(error)) from None
+        except OSError as error:
+            raise ModelLoadError(f"{error.filename}: cannot hold copies from object storage: {error.strerror}") from None
+
+    def _updated(
+        self, names: Mapping[str, DeclaredConfig | None] | None, serving: Collection[tuple[str, int]], arriving: Collection[str]
+    ) -> dict[str, str]:
+        models = self._models()
+        failures: dict[str, str] = {}
+        left = [name for name in models if names is None or name in names or (name == BARE and (names or not self._shown))]
+        if left:  # at most one thread has such calls
+            self._cache.forget_incoming()
+        for attempt in range(1, ROUNDS + 1):
+            copied, ready = False, dict[str, StoredModel]()
+            for name in left:
+                try:
+                    copied |= self._fetch(name, models[name], (names or {}).get(name), serving, ready)
+                except (StorageError, ModelLoadError) as error:
+                    failures[name] = str(error)
+                    if isinstance(error, StorageError):
+                        self._store.objects()  # raises where no model can be copied
+            now = self._models() if copied or failures else models
+            for name, wanted in ready.items():
+                if now.get(name) == models[name]:
+                    self._show(name, models[name], wanted, failures)
+                elif attempt == ROUNDS:
+                    failures[name] = f"{self._store.url}/{name}: changes while it is copied; it is copied once that ends"
+            self._discard_replaced([models[name] for name in left], now)
+            left = [name for name in ready if name in now and now[name] != models[name]]
+            models = now
+            if not left:
+                break
+        self._hide(models, names, {name for name, _ in serving}.union(arriving))
+        return failures
+
+    def _discard_replaced(self, before: Collection[StoredModel], now: Mapping[str, StoredModel]) -> None:
+        present = {stored for model in now.values() for stored in model.objects()}
+        for stored in {stored for model in before for stored in model.objects()} - present:
+            self._cache.discard(stored)
+
+    def _models(self) -> dict[str, StoredModel]:
+        models: dict[str, StoredModel] = {}
+        for path, stored in self._store.objects().items():
+            parts = path.split("/")
+            if not all(_is_plain(part) for part in parts):
+                continue
+            if self._store.file:
+                models.setdefault(BARE, StoredModel()).beside[path] = stored
+            elif len(parts) > 1:  # what lies in the repository itself belongs to no model
+                model, inside = models.setdefault(parts[0], StoredModel()), "/".join(parts[1:])
+                if len(parts) > 2 and _is_version(parts[1]):
+                    model.versions.setdefault(parts[1], {})["/".join(parts[2:])] = stored
+                else:
+                    model.beside[inside] = stored
+        if not any(name == BARE or model.versions or CONFIG_FILE in model.beside for name, model in models.items()):
+            own = any(_is_version(name) for name in models)
+            hint = "; it looks like one model's own folder: give the URL of the folder above" if own else ""
+            expected = f"expected <model>/<version>/{ONNX.file_name}, with a version such as 1"
+            raise ModelLoadError(f"{self._store.url}: no models there; {expected}{hint}")
+        return models
+
+    def _fetch(
+        self,
+        name: str,
+        model: StoredModel,
+        declared: DeclaredConfig | None,
+        serving: Collection[tuple[str, int]],
+        ready: dict[str, StoredModel],
+    ) -> bool:
+        """Bring what the folder lacks of a model to this disk, and put what it shall show into `ready`.
+
+        Returns whether there was something to copy.
+        """
+        shown, started, label = self._shown.get(name, StoredModel()), time.monotonic(), name or self._store.file
+        copied = self._cache.fetch(self._store, _new(model.beside, shown.beside), label)
+        chosen = self._chosen(model, shown, declared)
+        kept = {v for v in shown.versions if (name, int(v)) in serving and v in model.versions}
+        wanted = StoredModel(beside=model.beside, versions={})
+        for version in sorted(chosen | kept):
+            files = model.versions[version] if version in chosen else shown.versions[version]
+            wanted.versions[version] = files
+            if files != shown.versions.get(version):
+                copied += self._cache.fetch(self._store, list(files.values()), label)
+        ready[name] = wanted
+        if copied:
+            size, seconds = readable(sum(stored.size for stored in copied)), time.monotonic() - started
+            logger.info("%s: copied %s in %d files from %s in %.1f s", label, size, len(copied), self._store.url, seconds)
+        return bool(copied)
+
+    def _chosen(self, model: StoredModel, shown: StoredModel, declared: DeclaredConfig | None) -> set[str]:
+        """The folders of the versions that are to be served."""
+        numbers = {int(version): version for version in sorted(model.versions, key=len, reverse=True)}
+        contents = {number: {path.split("/")[0] for path in model.versions[version]} for number, version in numbers.items()}
+        try:
+            config = declared or self._config(model, shown)
+            return {numbers[number] for number in versions_to_serve(config, contents)}
+        except ModelLoadError:  # whoever loads the model reports it
+            return shown.versions.keys() & model.versions.keys()
+
+    def _config(self, model: StoredModel, shown: StoredModel) -> DeclaredConfig:
+        stored = model.beside.get(CONFIG_FILE)
+        if stored is None:
+            return read_config(self._cache.view / CONFIG_FILE)  # absent: an empty one
+        name = stored.path.split("/")[0]
+        is_new = shown.beside.get(CONFIG_FILE) != stored
+        return read_config(self._cache.incoming(stored) if is_new else self._cache.view / name / CONFIG_FILE)
+
+    def _show(self, name: str, model: StoredModel, wanted: StoredModel, failures: dict[str, str]) -> None:
+        with self._lock:
+            try:
+                self._place(name, model, wanted)
+                self._shown[name] = wanted
+            except OSError as error:
+                failures[name] = f"{self._store.url}/{name}: cannot be shown in {self._cache.view}: {error.strerror or error}"
+
+    def _place(self, name: str, model: StoredModel, wanted: StoredModel) -> None:
+        folder, shown = self._cache.view / name, self._shown.get(name, StoredModel())
+        if name != BARE and name not in self._shown:  # only its name was shown
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        for version, files in wanted.versions.items():
+            if files != shown.versions.get(version):
+                self._place_version(folder, version, files)
+        for path in shown.beside.keys() - wanted.beside.keys():
+            (folder / path).unlink(missing_ok=True)
+        # The one model file comes after the data files beside it.
+        for stored in sorted(_new(wanted.beside, shown.beside), key=lambda stored: stored.path == self._store.file):
+            target = folder / stored.path.removeprefix(f"{name}/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._cache.incoming(stored).replace(target)
+        for version in model.versions.keys() | shown.versions.keys():
+            if version not in wanted.versions:
+                shutil.rmtree(folder / version, ignore_errors=True)
+                if version in model.versions:  # that there are other versions is shown, which errors name
+                    (folder / version).mkdir()
+
+    def _place_version(self, folder: Path, version: str, files: Files) -> None:
+        made, old, target = folder / f".{version}.new", folder / f".{version}.old", folder / version
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        for path, stored in files.items():
+            (made / path).parent.mkdir(parents=True, exist_ok=True)
+            self._cache.incoming(stored).replace(made / path)
+        if target.exists():
+            target.rename(old)
+        made.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _hide(self, models: Mapping[str, StoredModel], names: Collection[str] | None, in_use: Collection[str]) -> None:
+        """Remove models that are gone, and reduce those that are not to be copied to their names."""
+        with self._lock:
+            for folder in [] if self._store.file else list(self._cache.view.iterdir()):
+                if not folder.name.startswith(".") and folder.name not in models:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    self._shown.pop(folder.name, None)
+            if names is None or self._store.file:
+                return
+            for name, model in models.items():
+                if name in names or name in in_use:
+                    continue
+                if self._shown.pop(name, None) is not None:
+                    shutil.rmtree(self._cache.view / name, ignore_errors=True)
+                for version in model.versions:
+                    (self._cache.view / name / version).mkdir(parents=True, exist_ok=True)
+                if CONFIG_FILE in model.beside:  # an ensemble may have nothing else
+                    (self._cache.view / name).mkdir(exist_ok=True)
+                    (self._cache.view / name / CONFIG_FILE).touch()
+
+
+def _is_plain(part: str) -> bool:
+    """Whether it may be a file's name here. Hidden ones are unfinished, or no part of a repository."""
+    return bool(part) and not part.startswith(".") and not set(part) & {"\0", "\\", os.sep}
+
+
+def _is_version(part: str) -> bool:
+    return part.isascii() and part.isdigit() and int(part) > 0
+
+
+def _new(wanted: Files, shown: Files) -> list[StoredObject]:
+    return [stored for path, stored in wanted.items() if shown.get(path) != stored]
