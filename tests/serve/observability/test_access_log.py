@@ -55,7 +55,15 @@ def test_a_request_is_one_line_without_its_contents(serving: Serving, tmp_path: 
     request_bytes, response_bytes = line.pop("request_bytes"), line.pop("response_bytes")
     assert 3 * 64 * 2 < request_bytes < 3 * 64 * 2 + 100
     assert 3 * 10 * 2 < response_bytes < 3 * 10 * 2 + 100
-    assert line == {"id": 'a "quoted" id', "model": "mlp", "version": "3", "status": "OK", "rows": 3, "batch_rows": 3}
+    assert line == {
+        "level": "INFO",
+        "id": 'a "quoted" id',
+        "model": "mlp",
+        "version": "3",
+        "status": "OK",
+        "rows": 3,
+        "batch_rows": 3,
+    }
 
 
 def test_a_runtime_error_is_logged_without_tensor_values(serving: Serving, tmp_path: Path) -> None:
@@ -70,6 +78,7 @@ def test_a_runtime_error_is_logged_without_tensor_values(serving: Serving, tmp_p
     assert "[1, 5]" in wrong["error"]
     assert (unknown["status"], unknown["model"]) == ("NOT_FOUND", "nobody")
     assert (failed["status"], failed["model"], failed["version"]) == ("INTERNAL", "picky", "1")
+    assert [line["level"] for line in (wrong, unknown, failed)] == ["WARNING", "WARNING", "ERROR"]
     assert failed["total_ms"] > 0
     assert str(SECRET) not in log.read_text()
 
