@@ -217,7 +217,7 @@ def serve(
         Path | None, _security(help="PEM file of who may have signed clients' certificates (mTLS).")
     ] = None,
     token_file: Annotated[
-        Path | None, _security(help="Lines that `halfserve token` prints; who has none of these tokens is not let in.")
+        Path | None, _security(help="Lines that `halfserve token --add-to` writes; who has none of these tokens is not let in.")
     ] = SecurityOptions.token_file,
     admin_port: Annotated[
         int | None, _security(min=0, max=65535, help="Port for loading, unloading and settings, refused elsewhere then.")
