@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LATENCY_HEADINGS = ("p50\nms", "p99\nms", "max\nms")
+LONGEST_NAME = 16  # of a target in a comparison
 SERVER_HEADINGS = ("mean\nbatch", "queue\nms", "compute\nms")
 
 
@@ -88,14 +89,18 @@ def comparison_table(report: BenchmarkReport) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rates = report.comparison[0].load.rate is not None
     table.add_column("asked\n/s" if rates else "in\nflight", justify="right")
-    table.add_column("target", overflow="fold", min_width=12)
+    names = list(dict.fromkeys(line.name for line in report.comparison))
+    # A long name has no room beside the figures.
+    shown = {name: name if len(name) <= LONGEST_NAME else f"target {number}" for number, name in enumerate(names, 1)}
+    table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
+    table.add_column("target", no_wrap=True)
     for heading in ("requests\n/s", "p50\nms", "p99\nms", "mean\nbatch", "rate\nratio", "p99\nratio", "errors"):
         table.add_column(heading, justify="right", no_wrap=True)
     for line in report.comparison:
         batch = "-" if line.mean_batch_size is None else f"{line.mean_batch_size:.1f}"
         figures = (f"{line.per_second.median:.0f}", _ms(line.p50_ms.median), _ms(line.p99_ms.median), batch)
         ratios = ("", "") if line.name == base else (_ratio(line.rate_ratio), _ratio(line.p99_ratio))
-        table.add_row(f"{line.load.amount:g}", line.name, *figures, *ratios, str(line.failed))
+        table.add_row(f"{line.load.amount:g}", shown[line.name], *figures, *ratios, str(line.failed))
     return table
 
 
