@@ -50,6 +50,7 @@ def options_of_all_commands() -> set[str]:
 
 # Of docker and torchrun.
 OTHERS = {"--target", "--build-arg", "--rm", "--read-only", "--tmpfs", "--gpus", "--nproc-per-node", "--ipc"}
+OTHERS |= {"--cap-drop", "--security-opt", "--health-cmd", "--shm-size", "--sbom"}
 OTHERS |= {"--cache-config", "--model-repository", "--model-control-mode"}  # tritonserver's
 
 
