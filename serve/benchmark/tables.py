@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from rich import box
@@ -89,10 +89,7 @@ def comparison_table(report: BenchmarkReport) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rates = report.comparison[0].load.rate is not None
     table.add_column("asked\n/s" if rates else "in\nflight", justify="right")
-    names = list(dict.fromkeys(line.name for line in report.comparison))
-    # A long name has no room beside the figures.
-    shown = {name: name if len(name) <= LONGEST_NAME else f"target {number}" for number, name in enumerate(names, 1)}
-    table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
+    shown = _short_names(table, (line.name for line in report.comparison))
     table.add_column("target", no_wrap=True)
     for heading in ("requests\n/s", "p50\nms", "p99\nms", "mean\nbatch", "rate\nratio", "p99\nratio", "errors"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -104,6 +101,14 @@ def comparison_table(report: BenchmarkReport) -> Table:
     return table
 
 
+def _short_names(table: Table, names: Iterable[str]) -> dict[str, str]:
+    """What stands for each name in a table: a number in place of a long one, which goes below the table."""
+    distinct = dict.fromkeys(names)
+    shown = {name: name if len(name) <= LONGEST_NAME else f"target {number}" for number, name in enumerate(distinct, 1)}
+    table.caption = "\n".join(f"{short}: {printable(name)}" for name, short in shown.items() if short != name) or None
+    return shown
+
+
 def _ratio(spread: Spread) -> str:
     return f"{spread.median:.2f}\n{spread.low:.2f}-{spread.high:.2f}"
 
@@ -113,12 +118,13 @@ def differences_table(report: BenchmarkReport) -> Table:
     table = Table(title="the same inputs, answers compared", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("target", "output", "largest\nerror", "of the\nlargest value", "argmax\nagrees", "mismatched"):
         table.add_column(heading, justify="left" if heading in ("target", "output") else "right", overflow="fold")
+    shown = _short_names(table, (one.name for one in report.differences))
     for one in report.differences:
         for d in one.outputs:
             agreement = "-" if d.agreement is None else f"{d.agreement:.2%}"
-            table.add_row(one.name, d.output, f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
+            table.add_row(shown[one.name], d.output, f"{d.max_abs:.2g}", f"{d.scaled:.2e}", agreement, str(d.mismatched))
         for output in one.not_compared:
-            table.add_row(one.name, output, "not in both", "", "", "")
+            table.add_row(shown[one.name], output, "not in both", "", "", "")
     return table
 
 
