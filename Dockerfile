@@ -4,7 +4,7 @@
 #   docker build --target serve-cuda -t halfserve:serve-cuda .    the same with ONNX Runtime for GPUs and the CUDA libraries
 #   docker build --target export     -t halfserve:export .        trains and exports
 # --build-arg EXTRAS="text trace" adds extras of pyproject.toml.
-ARG PYTHON=3.12.12
+ARG PYTHON=3.12.13
 
 # The same Python as below, with a C compiler: the server's hot path is compiled here, and no compiler is in the images.
 FROM python:${PYTHON}-trixie AS wheel
