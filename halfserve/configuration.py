@@ -180,7 +180,7 @@ def _print_instead(ctx: typer.Context, value: bool) -> None:
 def _table(path: Path, words: list[str], commands: list[str]) -> dict[str, Any]:
     """The command's table in a file, empty if there is none."""
     try:
-        content: Any = tomllib.loads(path.read_text("utf-8"))
+        content: Any = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigurationError(f"config file {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -188,7 +188,7 @@ def _table(path: Path, words: list[str], commands: list[str]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"config file {path} is not TOML: {error}") from None
     for name, value in content.items():
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) and name not in commands:
             raise ConfigurationError(f"config file {path}: {name} stands outside of a table; put it below [{'.'.join(words)}]")
         if name not in commands:
             raise ConfigurationError(f"config file {path}: [{name}] is no command{_nearest(name, commands)}")

@@ -117,7 +117,7 @@ def test_secrets_are_not_printed(run: Run) -> None:
         ("[serve]\ntransprot = 'grpcio'", "[serve] transprot is no option; did you mean transport?"),
         ("[sevre]\n", "[sevre] is no command; did you mean serve?"),
         ("grpc_port = 1", "grpc_port stands outside of a table; put it below [serve]"),
-        ("serve = 1", "serve stands outside of a table; put it below [serve]"),
+        ("serve = 1", "serve is a value, expected a table [serve]"),
         ("[serve]\ngrpc_port = 99999", "[serve] grpc_port: Input should be less than or equal to 65535"),
         ("[serve]\ngrpc_port = 1.5", "[serve] grpc_port: Input should be a valid integer"),
         (
