@@ -141,7 +141,13 @@ def command_of(name: str) -> Any:
 
 
 class LazyGroup(TyperGroup):
-    """Lists the commands from STAGES and imports one only when it is the one called."""
+    """Lists the commands from STAGES and imports one only when it is the one called.
+
+    Attributes:
+        configurable: the commands whose options may be variables and keys of a config file.
+    """
+
+    configurable = tuple(name for name, stage in STAGES.items() if stage.configurable)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (the signature is typer's)
         """Names in the order of the pipeline."""

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,7 +24,8 @@ PREFIX = "HALFSERVE_"
 SUPERVISED = "HALFSERVE_SUPERVISED"  # what a supervisor gives its workers: serve/supervisor/handover.py
 # The file as the supervisor's command read it: a worker that is restarted must not depend on what is being written there.
 AS_READ = f"{SUPERVISED}_CONFIG"
-COMMON = {SWITCH, SUPERVISED, AS_READ, "HALFSERVE_TOKEN_FILE"}  # variables that belong to no single command
+COMMON = {SWITCH, SUPERVISED, AS_READ}  # variables that belong to no single command
+OF_CLIENTS = "HALFSERVE_TOKEN_FILE"  # which one might take for the server's
 # What Kubernetes sets for a Service named halfserve or halfserve-...
 OF_A_SERVICE = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 REDACTED = "***"
@@ -191,7 +192,7 @@ def _table(path: Path, words: list[str], commands: list[str]) -> dict[str, Any]:
         if not isinstance(value, dict) and name not in commands:
             raise ConfigurationError(f"config file {path}: {name} stands outside of a table; put it below [{'.'.join(words)}]")
         if name not in commands:
-            raise ConfigurationError(f"config file {path}: [{name}] is no command{_nearest(name, commands)}")
+            raise ConfigurationError(f"config file {path}: [{name}] is no configurable command{_nearest(name, commands)}")
     for word in words:
         content = content.get(word, {})
         if not isinstance(content, dict):
@@ -199,11 +200,13 @@ def _table(path: Path, words: list[str], commands: list[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _check_variables(ctx: Any, parameters: Iterable[Any]) -> None:
+def _check_variables(ctx: Any, parameters: Sequence[Any]) -> None:
     """Refuse a variable of this command that is none of its options, and warn of one that no command reads."""
     words = _words(ctx)
     keys = {key_of(parameter) for parameter in parameters} | {"config"}
-    known = {variable(words, key) for key in keys} | COMMON
+    known = {name for parameter in parameters for name in parameter.envvar} | {variable(words, "config")} | COMMON
+    if "token_file" not in keys:
+        known.add(OF_CLIENTS)
     others = tuple(variable([command], "") for command in _commands(ctx) if command != words[0])
     ours = variable(words, "")
     for name, value in sorted(os.environ.items()):
@@ -225,8 +228,9 @@ def _words(ctx: Any) -> list[str]:
 
 
 def _commands(ctx: Any) -> list[str]:
+    """The configurable commands."""
     root = ctx.find_root()
-    return [_words(ctx)[0]] if root is ctx else list(root.command.list_commands(root))
+    return [_words(ctx)[0]] if root is ctx else list(root.command.configurable)
 
 
 def _place(ctx: Any, parameter: Any) -> str | None:
