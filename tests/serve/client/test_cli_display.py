@@ -85,8 +85,8 @@ def test_tables_keep_words_whole_in_eighty_columns() -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     inputs = [{"name": name, "datatype": "INT64", "shape": [-1, -1]} for name in names]
     outputs = [{"name": "last_hidden_state", "datatype": "FP16", "shape": [-1, -1, 384]}]
-    served = {"name": "minilm-reranker-v2", "version": "12", "state": "READY", "reason": "", "platform": "onnxruntime_onnx"}
-    served |= {"provider": "CUDAExecutionProvider", "inputs": inputs, "outputs": outputs}
+    served: dict[str, Any] = {"name": "minilm-reranker-v2", "version": "12", "state": "READY", "reason": ""}
+    served |= {"platform": "onnxruntime_onnx", "provider": "CUDAExecutionProvider", "inputs": inputs, "outputs": outputs}
     reason = "model.onnx: is not a readable ONNX file (Error parsing message with type 'onnx.ModelProto'); export it again"
     failed = served | {"state": "UNAVAILABLE", "reason": reason, "provider": None, "platform": "", "inputs": [], "outputs": []}
     assert broken_words(models_table([served, failed])) == []
