@@ -87,7 +87,7 @@ class AccessLogger:
         text, parent = loggable(error), caller.parent
         shown_id = _request_id(request_id.encode(), caller)
         total = f',"total_ms":{_ms(spent_ns // 1000)}' if spent_ns else ""
-        trace = f',"trace_id":"{parent.trace_id:032x}"' if parent is not None and parent.sampled else ""
+        trace = "" if parent is None else f',"trace_id":"{parent.trace_id:032x}"'
         at = self._at(time.time_ns())
         reason = f',"error":{quoted(text)}' if text else ""
         level = "ERROR" if status == "INTERNAL" else "WARNING"
@@ -110,7 +110,8 @@ class AccessLogger:
         queue = _ms((batch.started - request.arrived_ns) // 1000)
         compute = _ms((batch.split - batch.started) // 1000)
         total = _ms((ended - request.arrived_ns) // 1000)
-        trace = "" if request.trace is None else f',"trace_id":"{request.trace.trace_id:032x}"'
+        context = request.trace or request.caller.parent  # the caller's logs have its trace, also where nobody records it
+        trace = "" if context is None else f',"trace_id":"{context.trace_id:032x}"'
         request_id = _request_id(request.request_id, request.caller)
         return (
             f'{{"time":"{self._at(epoch_ns + ended)}","level":"INFO","id":{request_id},{self._model_text},'

@@ -94,6 +94,17 @@ def test_bytes_that_are_no_request_get_a_line_too(serving: Serving, tmp_path: Pa
     assert refused == {"invalid_argument": 1}
 
 
+def test_a_line_names_the_caller_s_trace_where_nothing_is_traced(serving: Serving, tmp_path: Path) -> None:
+    log = tmp_path / "access.log"
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-00"}
+    with serving(to_file(log, AccessLog.ALL)) as server, triton.InferenceServerClient(server.address) as client:
+        client.infer("mlp", row(), headers=headers, client_timeout=CLIENT_TIMEOUT_S)
+        with pytest.raises(InferenceServerException):
+            client.infer("nobody", row(), headers=headers, client_timeout=CLIENT_TIMEOUT_S)
+    assert [line["trace_id"] for line in lines_of(log)] == [trace, trace]
+
+
 def test_of_answers_some_can_be_logged(serving: Serving, tmp_path: Path) -> None:
     log = tmp_path / "access.log"
     with serving(to_file(log, AccessLog.SAMPLED, every=3)) as server, triton.InferenceServerClient(server.address) as client:
