@@ -80,7 +80,9 @@ def test_each_value_is_printed_with_its_source(run: Run, file: Callable[[str], P
     assert "# http_port is not set  # default" in lines
 
 
-@pytest.mark.parametrize("command", CONFIGURABLE)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.long] if name == "train" else []) for name in CONFIGURABLE]
+)
 def test_what_is_printed_is_a_config_file_of_the_same_values(command: str, run: Run, file: Callable[[str], Path]) -> None:
     first = run(command, "--print-config", **{f"HALFSERVE_{command}_JSON".upper(): "1"})
     values = in_effect(first, command)
@@ -197,6 +199,7 @@ def test_a_client_may_have_the_variable_of_its_token_file_in_two_names(run: Run)
         assert values["token_file"] == expected
 
 
+@pytest.mark.long
 def test_a_restarted_worker_keeps_the_config_file_that_its_supervisor_read(tmp_path: Path) -> None:
     config = tmp_path / "halfserve.toml"
     model = save_mlp(tmp_path / "mlp.onnx")
